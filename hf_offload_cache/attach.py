@@ -1,0 +1,258 @@
+"""The seams in a transformers model: hooks, an attention function and a mask function; put on and taken off as one.
+
+Nothing here knows a cache beyond the verbs that its hooks call. What is on a model is inert for every other cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import own_attention
+from .layer import TAG
+
+PREFIX = "hf_offload_cache_"
+"""Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
+_REPLACEABLE = ("sdpa", "eager")
+_LOCK = threading.RLock()
+
+
+class SeamVerbs(Protocol):
+    """What hooks call on the cache that a forward was given; all on the thread that runs the model."""
+
+    closed: bool
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None: ...
+    def end_step(self) -> None: ...
+    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None: ...
+    def enter_attention(self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None: ...
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None: ...
+    def check_prompt(self, input_ids: torch.Tensor) -> None: ...
+
+
+@dataclass
+class _Attachment:
+    caches: dict[int, weakref.ref] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+    renamed: list[tuple[Any, str]] = field(default_factory=list)
+
+
+# Which models carry seams now. Not state of a step: the count that says when the last cache has gone.
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The PreTrainedModel under torch.compile's and PEFT's wrappers. Raises `TypeError`."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+def attach(model: PreTrainedModel, cache: SeamVerbs) -> int:
+    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token that `release` takes."""
+    with _LOCK:
+        attachment = _ATTACHED.get(model)
+        if attachment is None:
+            attachment = _Attachment()
+            try:
+                _put_on(model, attachment)
+            except BaseException:
+                _take_off(model, attachment)
+                raise
+            _ATTACHED[model] = attachment
+        token = id(cache)
+        attachment.caches[token] = weakref.ref(cache)
+        return token
+
+
+def release(model: PreTrainedModel | None, token: int) -> None:
+    """Count a cache out; with the last one, `model` is as it was before the first. Idempotent."""
+    with _LOCK:
+        attachment = None if model is None else _ATTACHED.get(model)
+        if attachment is None or model is None or attachment.caches.pop(token, None) is None or attachment.caches:
+            return
+        del _ATTACHED[model]
+        _take_off(model, attachment)
+
+
+def detach(model: Any) -> None:
+    """Close every cache on `model` and restore it. Does nothing on a model without caches."""
+    inner = inner_model(model)
+    with _LOCK:
+        attachment = _ATTACHED.get(inner)
+        caches = [] if attachment is None else [ref() for ref in attachment.caches.values()]
+    for cache in caches:
+        if cache is not None:
+            cache.close()
+
+
+# --- putting on and taking off -----------------------------------------------------------------------------------
+
+
+def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
+    _strip_copied(model)
+    submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if all(submodel._can_set_attn_implementation() for submodel in submodels):
+        for config in _configs(model, submodels):
+            name = config._attn_implementation_internal or "eager"
+            if name in _REPLACEABLE:
+                register(name)
+                attachment.renamed.append((config, config._attn_implementation_internal))
+                config._attn_implementation_internal = PREFIX + name
+    handles = attachment.handles
+    handles.append(model.register_forward_pre_hook(_Seam("begin_step"), with_kwargs=True))
+    handles.append(model.register_forward_hook(_Seam("end_step"), with_kwargs=True))
+    for layer_idx, block, attention in _blocks(model):
+        handles.append(block.register_forward_pre_hook(_Seam("enter_block", layer_idx), with_kwargs=True))
+        handles.append(attention.register_forward_pre_hook(_Seam("enter_attention", layer_idx), with_kwargs=True))
+        handles.append(attention.register_forward_hook(_Seam("leave_attention", layer_idx), with_kwargs=True))
+    model.__dict__["prepare_inputs_for_generation"] = functools.partial(_prepare_inputs, model)
+
+
+def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
+    for handle in attachment.handles:
+        handle.remove()
+    for config, name in attachment.renamed:
+        if (config._attn_implementation_internal or "").startswith(PREFIX):
+            config._attn_implementation_internal = name
+    _strip_prepare(model)
+
+
+def _strip_copied(model: PreTrainedModel) -> None:
+    """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Seam)]:
+                del hooks[key]
+                for flags in (
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                ):
+                    flags.pop(key, None)
+    submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in _configs(model, submodels):
+        name = config._attn_implementation_internal or ""
+        if name.startswith(PREFIX):
+            config._attn_implementation_internal = name.removeprefix(PREFIX)
+    _strip_prepare(model)
+
+
+def _strip_prepare(model: PreTrainedModel) -> None:
+    prepare = model.__dict__.get("prepare_inputs_for_generation")
+    if isinstance(prepare, functools.partial) and prepare.func is _prepare_inputs:
+        del model.__dict__["prepare_inputs_for_generation"]
+
+
+def _configs(model: PreTrainedModel, submodels: list[PreTrainedModel]) -> list[Any]:
+    """Every distinct config object that a module of `model` may read its implementation from."""
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> None:
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", {}):
+            visit(getattr(config, name, None))
+
+    visit(model.config)
+    for submodel in submodels:
+        visit(submodel.config)
+    return list(found.values())
+
+
+def _blocks(model: PreTrainedModel) -> Iterator[tuple[int, torch.nn.Module, torch.nn.Module]]:
+    """Decoder blocks with their self-attention: modules with a `layer_idx`, named for attention, within a block."""
+    for name, attention in model.named_modules():
+        layer_idx = getattr(attention, "layer_idx", None)
+        path, _, leaf = name.rpartition(".")
+        if isinstance(layer_idx, int) and path and "attention" in type(attention).__name__.lower():
+            block = model.get_submodule(path)
+            if "attention" not in type(block).__name__.lower() and "cross" not in leaf:
+                yield layer_idx, block, attention
+
+
+# --- what the model calls ----------------------------------------------------------------------------------------
+
+
+class _Seam:
+    """A hook that finds the cache in the call's arguments and calls one verb on it. Holds no module: copies are safe."""
+
+    def __init__(self, verb: str, layer_idx: int = -1) -> None:
+        self.verb = verb
+        self.layer_idx = layer_idx
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in _REPLACEABLE:  # a model pickled while attached carries our names into a new process
+            register(name)
+
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
+        cache = _cache_among(args, kwargs)
+        if cache is None:
+            return
+        if self.verb == "begin_step":
+            cache.begin_step(module, kwargs)
+        elif self.verb == "end_step":
+            cache.end_step()
+        elif self.verb == "leave_attention":
+            cache.leave_attention(self.layer_idx, output[0] if isinstance(output, tuple) else output)
+        else:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
+                if self.verb == "enter_block":
+                    cache.enter_block(self.layer_idx, module, hidden)
+                else:
+                    cache.enter_attention(self.layer_idx, module, hidden, kwargs.get("position_embeddings"))
+
+
+def _cache_among(args: tuple, kwargs: dict[str, Any]) -> Any:
+    from .cache import OffloadCache
+
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, OffloadCache):
+        return cache
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, OffloadCache)), None)
+
+
+def _prepare_inputs(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    """`generate`'s own method, with one look at the ids before it drops those that the cache should hold already."""
+    cache = _cache_among((), kwargs)
+    if cache is not None and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
+        cache.check_prompt(input_ids)
+    return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
+
+
+def register(implementation: str) -> None:
+    """Make the name of ours for `implementation` known to transformers: its attention function and its mask function."""
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + implementation, functools.partial(_attention, implementation))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + implementation, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+
+
+def _attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    own = own_attention(module, implementation)
+    tag = getattr(key, TAG, None)
+    if tag is None:
+        return own(module, query, key, value, attention_mask, *args, **kwargs)
+    return tag.layer.attend(tag, own, module, query, key, value, attention_mask, *args, **kwargs)

@@ -1,0 +1,319 @@
+"""The face towards transformers: a `Cache` whose full-attention layers keep their history in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+from . import attach
+from .config import OffloadConfig
+from .errors import PromptError, UnsupportedModelError
+from .layer import OffloadLayer, hybrid
+from .lookahead import LookAhead
+from .report import CacheReport
+from .shared import Shared
+from .token_log import TokenLog
+
+
+class OffloadCache(Cache):
+    """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
+    collection takes them off again. Used by one thread at a time; several caches may share a model.
+
+    Args:
+        model: a decoder `PreTrainedModel`, also under PEFT or torch.compile. Held weakly.
+        path: folder on the disk to use; None: the temporary folder. Files in it have no name.
+        config: an instance of `config_class`, the path of a JSON of its fields, or None.
+        **fields: fields of the configuration by name.
+
+    Raises `ConfigError`, `UnsupportedModelError`, `StoreError` (nothing is left behind), `TypeError`.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
+    layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
+
+    def __init__(
+        self,
+        model: Any,
+        path: str | Path | None = None,
+        config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:
+        self.config = self.config_class.load(config, fields)
+        inner = attach.inner_model(model)
+        if inner.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"model {type(inner).__name__} is an encoder-decoder: this cache serves decoder-only models; "
+                "use transformers' EncoderDecoderCache"
+            )
+        self.shared = Shared(self.config, path)
+        self.warnings: list[str] = []
+        self._model = weakref.ref(inner)
+        self._tokens = TokenLog(self.shared.account)
+        self._step_started: float | None = None
+        self._step_ids: torch.Tensor | None = None
+        self._step_length = 0
+        self.look_ahead: LookAhead | None = None
+        token = -1
+        try:
+            super().__init__(layers=self._make_layers(inner))
+            self.prepare(inner)
+            token = attach.attach(inner, self)
+        finally:
+            self._finalizer = weakref.finalize(self, _shut_down, self.shared, self._model, token)
+            if token == -1:
+                self._finalizer()
+        self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+        self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
+        if not self.offloaded:
+            self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """What a method needs of the model before the first step; runs before the seams go on."""
+
+    def _make_layers(self, model: PreTrainedModel) -> list[Any]:
+        types, layer_kwargs = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        layers: list[Any] = []
+        for layer_idx, (layer_type, kwargs) in enumerate(zip(types, layer_kwargs, strict=True)):
+            layer_class = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
+            if layer_class is DynamicLayer:
+                layers.append(self.layer_class(self.shared, layer_idx))
+            elif layer_class is LinearAttentionAndFullAttentionLayer:
+                layers.append(hybrid(self.layer_class)(self.shared, layer_idx, **kwargs))
+            else:
+                layers.append(layer_class(**kwargs))
+        return layers
+
+    # --- the step, as the seams tell it ------------------------------------------------------------------------
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+        """Before the model's forward: check that the step continues what is held, start the clock."""
+        self.shared.check_open()
+        self.shared.check_seam()
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        given = ids if ids is not None else embeds
+        lengths = {layer.length for layer in self.offloaded}
+        if len(lengths) > 1:
+            raise RuntimeError(
+                f"an earlier forward was interrupted between layers (they hold {min(lengths)} to {max(lengths)} "
+                f"tokens): crop({min(lengths) - max(lengths)}) where every layer can, or reset()"
+            )
+        if given is None:
+            return
+        history = max(lengths, default=0)
+        if history:
+            if given.shape[0] != self.offloaded[0].batch:
+                raise PromptError(
+                    f"the cache holds {self.offloaded[0].batch} sequences and the model was given {given.shape[0]}: "
+                    "use a new cache, or reset(), for a batch of another size"
+                )
+            self._check_positions(kwargs, history)
+        self._step_ids = ids if ids is not None else torch.full(given.shape[:2], TokenLog.UNKNOWN)
+        self._step_length = history
+        self._step_started = time.perf_counter() if history and given.shape[1] == 1 else None
+
+    @property
+    def decoding(self) -> bool:
+        """A single-query step over a history is under way."""
+        return self._step_started is not None
+
+    def end_step(self) -> None:
+        """After the model's forward: keep the ids, stop the clock."""
+        self.shared.check_seam()
+        if self._step_ids is not None:
+            self._tokens.append(self._step_ids, self._step_length)
+            self._step_ids = None
+        if self._step_started is not None:
+            self.shared.counters.decode_steps += 1
+            self.shared.counters.decode_seconds += time.perf_counter() - self._step_started
+            self._step_started = None
+        elif not self.config.exact:
+            self._check_sparse()
+        self._account_kept()
+
+    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.enter_block(layer_idx, block, hidden)
+
+    def enter_attention(self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.enter_attention(layer_idx, attention, hidden, rotary)
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        """After a layer's attention: let the next layer, if it is offloaded, fetch what it will probably select."""
+
+    def check_prompt(self, input_ids: torch.Tensor) -> None:
+        """`generate` is about to drop the first ids (B, P) because the cache holds them: does it? Raises `PromptError`."""
+        history = self.get_seq_length()
+        if not history:
+            return
+        if input_ids.shape[1] <= history:
+            raise PromptError(
+                f"the prompt has {input_ids.shape[1]} tokens and the cache already holds {history}: pass the whole "
+                "conversation with at least one new token, or reset() the cache for a new one"
+            )
+        position = self._tokens.first_difference(input_ids[:, :history])
+        if position is not None:
+            raise PromptError(
+                f"the prompt differs from what the cache holds at token {position} of {history}: "
+                "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
+            )
+
+    def _check_positions(self, kwargs: dict[str, Any], history: int) -> None:
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is None or positions.ndim != 2 or bool((positions[:, 0] != 0).any()):
+            return
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, :history].any()):
+            return  # only padding so far
+        raise PromptError(
+            f"the step starts at position 0 and the cache already holds {history} tokens: transformers would append "
+            "the prompt to them; reset() the cache for a new prompt, or pass only the tokens that are new"
+        )
+
+    def _check_sparse(self) -> None:
+        dense = [layer.layer_idx for layer in self.offloaded if layer.state == "full"]
+        if dense and not any("cannot be sparse" in warning for warning in self.warnings):
+            self._warn(
+                f"layers {dense} cannot be sparse (their attention is not a plain softmax over the keys that the cache "
+                "gets): they are exact, brought back whole in every step"
+            )
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+    # --- batch operations: the layers', and the ids ------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self._tokens.truncate(self.get_seq_length() if self.offloaded else 0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._tokens.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._tokens.select_rows(indices)
+
+    def reset(self) -> None:
+        """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        self.shared.check_open()
+        self.shared.unseen = None
+        super().reset()
+        self._tokens.truncate(0)
+        self.shared.reset_counters()
+
+    # --- what users read ---------------------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the cache holds now in compute and host memory, all of it."""
+        self._account_kept()
+        return self.shared.account.current
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(store.disk_bytes for store in self.shared.stores)
+
+    def report(self) -> CacheReport:
+        """What the cache did since construction or `reset`, and what it holds now."""
+        counters, account = self.shared.counters, self.shared.account
+        states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(self.layers) - len(self.offloaded)}
+        for layer in self.offloaded:
+            states[layer.state] += 1
+        full = sum(
+            layer.batch * layer.length * layer.form.entry_bytes for layer in self.offloaded if layer.is_initialized
+        )
+        stores = self.shared.stores
+        memory = self.memory_bytes
+        notes = list(self.warnings)
+        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+            notes.append("set OMP_WAIT_POLICY=PASSIVE before torch is imported: waiting threads take the readers' cores")
+        return CacheReport(
+            cache=type(self).__name__,
+            tokens=max((layer.length for layer in self.offloaded), default=self._tokens.length),
+            full_kv_bytes=full + self._kept_bytes(),
+            memory_bytes=memory,
+            peak_memory_bytes=account.peak,
+            memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
+            disk_bytes=self.disk_bytes,
+            bytes_read=sum(store.bytes_read for store in stores),
+            bytes_written=sum(store.bytes_written for store in stores),
+            reads=sum(store.reads for store in stores),
+            hit_rate=_ratio(counters.units_resident, counters.units_selected),
+            prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
+            selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            stall_seconds=counters.stall_seconds,
+            decode_steps=counters.decode_steps,
+            decode_seconds=counters.decode_seconds,
+            store=self.shared.store_description,
+            layers=states,
+            warnings=notes,
+        )
+
+    def _kept_bytes(self) -> int:
+        """Bytes of the layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
+        total = 0
+        for layer in self.layers:
+            held = [] if isinstance(layer, OffloadLayer) else [layer.keys, layer.values] if hasattr(layer, "keys") else []
+            for name in ("conv_states", "recurrent_states"):
+                held.extend(getattr(layer, name, {}).values())
+            total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+        return total
+
+    def _account_kept(self) -> None:
+        held = self.shared.account.by_owner["layers not offloaded"]
+        if (now := self._kept_bytes()) != held:
+            self.shared.account.hold("layers not offloaded", now - held)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
+        self._finalizer()
+        with contextlib.suppress(AttributeError):
+            for layer in self.offloaded:
+                layer.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.shared.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: its data lies in files of this process")
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _shut_down(shared: Shared, model: weakref.ref[PreTrainedModel], token: int) -> None:
+    try:
+        shared.close()
+    finally:
+        attach.release(model(), token)

@@ -1,0 +1,223 @@
+"""`DiskSwapCache`: KVSwap (sections 3.1 to 3.4). Keys predict from memory, groups come from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..adapter import Adapter
+from ..attention import AttentionFunction, visible_columns
+from ..cache import OffloadCache
+from ..config import DiskSwapConfig, OffloadConfig
+from ..layer import OffloadLayer
+from ..lookahead import LookAhead
+from ..predictors.low_rank import LowRankKeys, principal_directions
+from ..selection_buffer import SelectionBuffer
+from ..shared import Shared
+
+_REFIT = 8
+"""An adapter from the prompt is remade when the length has grown this many times."""
+
+
+class DiskSwapLayer(OffloadLayer):
+    """A layer with compact keys in memory, a reuse buffer, and groups selected anew for every query."""
+
+    def __init__(self, shared: Shared, layer_idx: int, **kwargs: Any) -> None:
+        assert isinstance(shared.config, DiskSwapConfig)
+        self.settings = shared.config
+        self.buffer: SelectionBuffer | None = None
+        self.learn: Callable[[int, torch.Tensor], None] | None = None
+        self.adapter: torch.Tensor | None = None
+        self.scaling = 1.0
+        self.summary: LowRankKeys | None = None
+        self._fitted_at = 0
+        super().__init__(shared, layer_idx, **kwargs)
+
+    # --- the summary -------------------------------------------------------------------------------------------
+
+    def _rank(self) -> int:
+        width = self.form.key_width
+        return min(width, self.settings.rank or max(16, min(160, width // 4)))
+
+    def summarise(self, keys: list[torch.Tensor], visible: torch.Tensor | None) -> None:
+        tokens = self.table.num_groups * self.form.group_size
+        fresh = sum(part.shape[2] for part in keys)
+        grown = self.adapter is None and tokens >= _REFIT * self._fitted_at
+        if self.summary is not None and not grown and self.summary.tokens + fresh == tokens:
+            for part in keys:
+                self.summary.append(part)
+        elif self.adapter is not None or tokens >= max(4 * self._rank(), 512):
+            self._fit(lambda: iter(keys) if fresh == tokens else self._stored_keys(), visible, tokens)
+
+    def _stored_keys(self) -> Iterator[torch.Tensor]:
+        return (keys for keys, _ in self.history(self.table.num_groups))
+
+    def _fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
+        """Make the summary from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts in order."""
+        width = self.form.key_width
+        moment = torch.zeros(width, width, device=self.device)
+        position = 0
+        for part in keys():
+            flat = part.transpose(1, 2).flatten(2).float()
+            if visible is not None:
+                flat = flat * visible[:, position : position + part.shape[2], None]
+            position += part.shape[2]
+            flat = flat.flatten(0, 1)
+            moment.addmm_(flat.t(), flat)
+        rows = self.batch * tokens if visible is None else max(1, int(visible[:, :tokens].expand(self.batch, -1).sum()))
+        adapter = principal_directions(moment, min(self._rank(), rows)) if self.adapter is None else self.adapter
+        deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+        if self.summary is not None:
+            self.summary.close()
+        dtype = getattr(torch, self.settings.summary_dtype)
+        self.summary = LowRankKeys(
+            adapter, deviation, dtype, self.form.num_key_heads, self.batch, self.shared.account
+        )
+        self.summary.reserve(tokens)
+        for part in keys():
+            self.summary.append(part)
+        self._fitted_at = tokens
+
+    # --- decoding ----------------------------------------------------------------------------------------------
+
+    def attend(self, tag: Any, attention: AttentionFunction, module: torch.nn.Module, query: torch.Tensor, *args: Any,
+               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        if self.learn is not None:
+            self.learn(self.layer_idx, query)
+        return super().attend(tag, attention, module, query, *args, **kwargs)
+
+    def decode(
+        self,
+        attention: AttentionFunction,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over the selected groups and the tail, by the model's own function on the gathered keys."""
+        buffer = self.buffer
+        self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        visible = visible_columns(mask)
+        if buffer is None or not self._ready(buffer):
+            return super().decode(attention, module, query, mask, *args, **kwargs)
+        self.shared.release_stream_buffers()
+        buffer.visible = visible
+        groups = buffer.decided(self.layer_idx) if self.settings.selection == "paper" else None
+        if groups is None:
+            groups = self.select(query, buffer)
+        entries = buffer.gather(self, groups)
+        keys, values = self.form.split(entries)
+        if mask is not None:
+            mask = mask.expand(self.batch, -1, -1, -1).gather(-1, self._columns(groups)[:, None, None])
+        counters = self.shared.counters
+        counters.tokens_visible += self.batch * self.length
+        counters.tokens_attended += entries.shape[0] * entries.shape[1]
+        return attention(module, query, keys, values, mask, *args, **kwargs)
+
+    def _ready(self, buffer: SelectionBuffer) -> bool:
+        """Groups can be chosen: there is nothing to choose from, or the summary covers all of them."""
+        if self.table.num_groups <= buffer.groups_selected(self.form.group_size):
+            return True
+        summarised = 0 if self.summary is None else self.summary.tokens
+        return summarised == self.table.num_groups * self.form.group_size
+
+    def _columns(self, groups: np.ndarray) -> torch.Tensor:
+        """Positions (B, tokens) in the history of what `gather` returns for `groups`."""
+        group = self.form.group_size
+        chosen = (groups[:, :, None] * group + np.arange(group)).reshape(self.batch, -1)
+        latest = np.arange(self.table.num_groups * group, self.length)
+        columns = np.concatenate([chosen, np.broadcast_to(latest, (self.batch, len(latest)))], 1)
+        return torch.from_numpy(columns).to(self.device)
+
+    def select(self, query: torch.Tensor, buffer: SelectionBuffer) -> np.ndarray:
+        """The groups (B, M), ascending, that query (B, H, 1, D) should attend to: sinks and the most important."""
+        group, count = self.form.group_size, self.table.num_groups
+        wanted = buffer.groups_selected(group)
+        if count <= wanted or self.summary is None:
+            return np.broadcast_to(np.arange(count), (self.batch, count))
+        if self.settings.selection == "random":
+            importance = torch.rand(self.batch, count, generator=buffer.generator).to(query.device)
+        else:
+            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, self.settings.selection)
+        sinks = self.settings.num_sinks
+        if buffer.visible is None:
+            importance[:, : -(-sinks // group)] = float("inf")
+        else:
+            seen = buffer.visible[:, : count * group].expand(self.batch, -1)
+            first = seen.int().argmax(-1, keepdim=True)
+            importance.masked_fill_(~seen.unflatten(1, (count, group)).any(-1), float("-inf"))
+            if sinks:
+                positions = (first + torch.arange(sinks, device=first.device)).clamp_max(count * group - 1)
+                importance.scatter_(1, positions // group, float("inf"))
+        return np.sort(importance.topk(wanted, 1).indices.cpu().numpy(), 1)
+
+    def prefetch_for(self, query: torch.Tensor) -> None:
+        """Start reading what the guessed query (B, H, 1, D) selects and no slot holds."""
+        if self.buffer is not None and self.is_initialized and self.state == "tagged" and self._ready(self.buffer):
+            self.buffer.prefetch(self, self.select(query, self.buffer))
+
+    # --- batch operations --------------------------------------------------------------------------------------
+
+    def dropped(self, records: np.ndarray) -> None:
+        if self.buffer is not None:
+            self.buffer.forget(self, records)
+
+    def truncated(self, num_groups: int) -> None:
+        if self.summary is not None:
+            self.summary.truncate(num_groups * self.form.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self.summary is not None:
+            self.summary.select_rows(rows)
+
+    def _clear(self) -> None:
+        super()._clear()
+        if self.summary is not None:
+            self.summary.close()
+            self.summary = None
+        self._fitted_at = 0
+        if self.buffer is not None:
+            self.buffer.drop(self)
+
+
+class DiskSwapCache(OffloadCache):
+    """Keeps the KV cache on disk and brings back, group by group, what each step needs.
+
+    `model.generate(..., past_key_values=DiskSwapCache(model))`. See `DiskSwapConfig` for the fields. Prefill is exact.
+    Decoding attends to the first tokens, the latest ones, and the groups whose compact keys score highest with the
+    layer's own query; what the look-ahead query of the layer before selects is read ahead.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
+    layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        settings = self.config
+        assert isinstance(settings, DiskSwapConfig)
+        if settings.exact:
+            return
+        buffer = SelectionBuffer(self.shared, settings)
+        self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
+        layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]
+        adapter = None if settings.adapter is None else Adapter.load(Path(settings.adapter), model)
+        for layer in layers:
+            layer.buffer = buffer
+            layer.learn = self.look_ahead.learn
+            if adapter is not None:
+                layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank)
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        following = self._by_index.get(layer_idx + 1)
+        if self.look_ahead is None or not self.decoding or not isinstance(following, DiskSwapLayer):
+            return
+        if following.settings.selection != "random":
+            query = self.look_ahead.predict(following.layer_idx, output)
+            if query is not None:
+                following.prefetch_for(query)

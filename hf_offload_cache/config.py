@@ -1,0 +1,129 @@
+"""What a user may set: one frozen dataclass a method, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from .errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "300MiB", "2GB" or a plain number. Raises `ConfigError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"a size is a number with one of {', '.join(u for u in _UNITS if u)}, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer."""
+
+    num_sinks: int = 4
+    """First tokens of a sequence, always attended (rounded up to whole units)."""
+    num_recent: int = 32
+    """Latest tokens, always attended, kept in memory."""
+    group_size: int | None = None
+    """Tokens a record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
+    exact: bool | str = False
+    """True: attend to everything, streamed in blocks. "bitwise": hand the model's own attention a whole layer."""
+    block_tokens: int = 1024
+    """Tokens a sequence of one block, when a history is streamed."""
+    engine: str = "auto"
+    """How records are read: "direct" (O_DIRECT, threads), "mapped" (advised map), "memory" (no disk), "auto"."""
+    write_queue: int | str = "4MiB"
+    """Bytes that may wait to be written; `update` blocks while more would."""
+
+    def __post_init__(self) -> None:
+        self._at_least("num_sinks", 0)
+        self._at_least("num_recent", 1)
+        self._at_least("block_tokens", 16)
+        if self.group_size is not None:
+            self._at_least("group_size", 1)
+            self._at_most("group_size", 1024)
+        self._one_of("exact", (False, True, "bitwise"))
+        self._one_of("engine", ("auto", "direct", "mapped", "memory"))
+        if parse_size(self.write_queue) < 2**16:
+            raise ConfigError(f"write_queue must be at least 64KiB, got {self.write_queue!r}: use '64KiB'")
+
+    @classmethod
+    def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
+        """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top."""
+        if config is None:
+            base: dict[str, Any] = {}
+        elif isinstance(config, cls):
+            base = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        elif isinstance(config, str | Path):
+            try:
+                base = json.loads(Path(config).read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"config: cannot read {str(config)!r} as JSON: {error}") from error
+            if not isinstance(base, dict):
+                raise ConfigError(f"config: {str(config)!r} must hold a JSON object of fields")
+        else:
+            raise ConfigError(f"config must be a {cls.__name__}, a path or None, got {type(config).__name__}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in (*base, *fields):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+        return cls(**{**base, **fields})
+
+    def _number(self, name: str) -> float:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        return value
+
+    def _at_least(self, name: str, least: int) -> None:
+        if self._number(name) < least:
+            raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}: use {name}={least}")
+
+    def _at_most(self, name: str, most: int) -> None:
+        if self._number(name) > most:
+            raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}: use {name}={most}")
+
+    def _one_of(self, name: str, values: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if not any(value == v and type(value) is type(v) for v in values):
+            raise ConfigError(f"{name} must be one of {values}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class DiskSwapConfig(OffloadConfig):
+    """KVSwap's fields (paper sections 3.2 to 3.4)."""
+
+    num_selected: int = 400
+    """Tokens attended beyond sinks and latest ones, rounded up to whole groups (the paper's M G)."""
+    reuse_capacity: int = 400
+    """Tokens of groups read before that stay resident in each layer; 0 for none (section 3.4.3)."""
+    rank: int | None = None
+    """Width of a compact key. None: a quarter of the joined key width, from 16 to 160."""
+    summary_dtype: str = "int8"
+    """Type of the compact keys: "int8", "bfloat16" or "float32"."""
+    selection: str = "default"
+    """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
+    "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
+    compare with."""
+    adapter: str | None = None
+    """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("num_selected", 1)
+        self._at_least("reuse_capacity", 0)
+        if self.rank is not None:
+            self._at_least("rank", 1)
+        self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
+        self._one_of("selection", ("default", "paper", "random"))
+        if self.adapter is not None and not isinstance(self.adapter, str | Path):
+            raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")

@@ -1,0 +1,41 @@
+"""The errors of this library: each is also the built-in error that a caller would expect.
+
+Every message names the argument or place, the rule, the value, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A field is unknown, out of range, or contradicts another; the nearest values that work are named."""
+
+
+class AdapterError(ValueError):
+    """A calibrated adapter cannot be used: unreadable, corrupt, or made for another model or another shape."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model has no place for this cache (an encoder-decoder, or one whose layers refuse a sparse mode)."""
+
+
+class PromptError(ValueError):
+    """The tokens given to the model do not continue what the cache holds; nothing was appended."""
+
+
+class SeamLostError(RuntimeError):
+    """Keys left `update` and did not come to our attention; raised in the same forward, before any token.
+
+    The cache may hold one more token in some layers than in others: `reset()` or `close()` it.
+    """
+
+
+class CacheClosedError(RuntimeError):
+    """The cache was closed; its data is gone."""
+
+
+class StoreError(OSError):
+    """A record could not be read or written; names the layer and the record. Other records stay readable."""
+
+
+class StoreFullError(StoreError):
+    """The disk has no room for the records asked for; nothing of them was kept."""

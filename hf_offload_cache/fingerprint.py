@@ -1,0 +1,33 @@
+"""What makes stored keys belong to a model: names of fields and their values, cheap to compute and to compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xxhash
+
+_SAMPLE = 64
+"""Elements sampled of every parameter, evenly spaced."""
+
+
+def fingerprint(model: Any) -> dict[str, str]:
+    """Field names and values of a PreTrainedModel that must be equal for its keys to be interchangeable."""
+    config = model.config.get_text_config(decoder=True)
+    fields = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    found = {name: str(getattr(config, name, None)) for name in fields}
+    found["rope"] = str(getattr(config, "rope_parameters", None))
+    found["weights"] = _digest(model)
+    return found
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """A digest of a sample of every parameter; of name and shape alone where the weights are not in memory."""
+    digest = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta" and parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
+            digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What decides which units a step needs: pure tensors, no transformers, no disk."""

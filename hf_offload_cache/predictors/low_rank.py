@@ -1,0 +1,110 @@
+"""KVSwap's predictor: keys of all heads joined and projected to a low rank, scored against a low-rank query."""
+
+from __future__ import annotations
+
+import torch
+
+from ..report import MemoryAccount
+
+_CLIP = 5.0
+"""An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
+
+
+def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
+    """The `rank` leading eigenvectors (W, rank), float32, of a second moment K^T K (W, W): the right singular vectors
+    of K (KVSwap, section 3.2), most energy first."""
+    vectors = torch.linalg.eigh(moment.float())[1]
+    return vectors[:, -rank:].flip(-1).contiguous()
+
+
+class LowRankKeys:
+    """The compact keys of one layer: (B, tokens, r) in `dtype`, on the device of the keys.
+
+    Args:
+        adapter: (Hk D, r) float32, the projection; kept by reference.
+        deviation: (r,) float32, root mean square of each component, which fixes the 8-bit scale.
+        dtype: torch.int8, or a floating type.
+        num_key_heads: Hk.
+    """
+
+    def __init__(
+        self,
+        adapter: torch.Tensor,
+        deviation: torch.Tensor,
+        dtype: torch.dtype,
+        num_key_heads: int,
+        batch: int,
+        account: MemoryAccount,
+    ) -> None:
+        self.adapter = adapter.view(num_key_heads, -1, adapter.shape[-1])
+        self.scale = (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
+        self.tokens = 0
+        self._account = account
+        self._keys = torch.empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
+        account.hold("adapters", adapter.nbytes)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens a row; grows by an eighth beyond what is asked once there is something."""
+        if tokens > self._keys.shape[1]:
+            room = tokens if not self.tokens else tokens + max(256, tokens // 8)
+            grown = self._keys.new_empty(self._keys.shape[0], room, self._keys.shape[2])
+            grown[:, : self.tokens] = self._keys[:, : self.tokens]
+            self._account.hold("compact keys", grown.nbytes - self._keys.nbytes)
+            self._keys = grown
+
+    def append(self, keys: torch.Tensor) -> None:
+        """Project keys (B, Hk, t, D) and add them."""
+        stop = self.tokens + keys.shape[2]
+        self.reserve(stop)
+        flat = keys.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1)
+        if self._keys.dtype == torch.int8:
+            flat = (flat / self.scale).round_().clamp_(-127, 127)
+        self._keys[:, self.tokens : stop] = flat
+        self.tokens = stop
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` of every row."""
+        self.tokens = min(self.tokens, tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old = self._keys.nbytes
+        self._keys = self._keys.index_select(0, rows.to(self._keys.device))
+        self._account.hold("compact keys", self._keys.nbytes - old)
+
+    def close(self) -> None:
+        self._account.release("compact keys", self._keys.nbytes)
+        self._account.release("adapters", self.adapter.nbytes)
+        self._keys, self.tokens = self._keys[:, :0], 0
+
+    def low_rank_query(self, query: torch.Tensor) -> torch.Tensor:
+        """query (B, H, D) times the adapter of its key head: (B, H, r) float32 (equation 1)."""
+        grouped = query.float().unflatten(1, (self.adapter.shape[0], -1))
+        return (grouped @ self.adapter).flatten(1, 2) * self.scale
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        """Low-rank queries (B, h, r) against all compact keys: (B, tokens, h) float32."""
+        keys = self._keys[:, : self.tokens]
+        if keys.dtype != torch.int8:
+            return (keys @ query.to(keys.dtype).transpose(1, 2)).float()
+        if keys.device.type != "cpu":
+            return (keys.to(torch.bfloat16) @ query.to(torch.bfloat16).transpose(1, 2)).float()
+        unit = query.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        query8 = (query / unit).round_().to(torch.int8).transpose(1, 2).contiguous()
+        rows = [torch._int_mm(keys[row], query8[row]) for row in range(keys.shape[0])]
+        return torch.stack(rows) * unit.transpose(1, 2)
+
+    def group_importance(self, query: torch.Tensor, scaling: float, group_size: int, rule: str) -> torch.Tensor:
+        """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, only to be compared.
+
+        "default": the maximum in the group for each head, softmax over groups for each head, summed over heads: heads
+        with large raw scores do not drown the others. "paper": raw scores summed over heads, then the maximum in the
+        group (section 3.3, "Scoring and selection").
+        """
+        low = self.low_rank_query(query)
+        groups = self.tokens // group_size
+        if rule == "paper":  # the sum over heads is linear: one vector does
+            summed = self.scores(low.sum(1, keepdim=True))[..., 0]
+            return summed[:, : groups * group_size].unflatten(1, (groups, group_size)).amax(-1)
+        best = self.scores(low)[:, : groups * group_size].unflatten(1, (groups, group_size)).amax(2)
+        return torch.softmax(best * scaling, 1).sum(-1)

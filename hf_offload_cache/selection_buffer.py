@@ -1,0 +1,231 @@
+"""Where selected groups meet: slots that keep what was read before, staging for what is read now, one view for all.
+
+The mapping table of KVSwap's section 3.4.4: attention gets one tensor, whatever each part of it came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .config import DiskSwapConfig
+from .prefetch import Staging, Ticket
+from .shared import Shared
+from .slots import ABSENT, SlotTable
+
+if TYPE_CHECKING:
+    from .caches.disk_swap import DiskSwapLayer
+
+
+@dataclass
+class _Slots:
+    """The reuse buffer of one layer: `capacity` payloads on the layer's device."""
+
+    table: SlotTable
+    data: torch.Tensor
+
+
+@dataclass
+class _Ahead:
+    """Reads under way for one layer: row i of the staging area gets record `records[i]` (ascending)."""
+
+    layer_idx: int
+    groups: np.ndarray
+    records: np.ndarray
+    ticket: Ticket
+
+
+class SelectionBuffer:
+    """Shared by the layers of a cache; used by the thread that runs the model.
+
+    Memory: three staging areas (two for look-ahead in turns, one for what it missed) and the gathered view, each for
+    one selection of the whole batch; and the slots of each layer. Held in the account as "staging", "selection" and
+    "reuse slots".
+    """
+
+    def __init__(self, shared: Shared, settings: DiskSwapConfig) -> None:
+        self.shared = shared
+        self.settings = settings
+        self.visible: torch.Tensor | None = None
+        self.generator = torch.Generator().manual_seed(0)
+        self._areas: list[Staging] = []
+        self._ahead: list[_Ahead | None] = [None, None]
+        self._turn = 0
+        self._view: torch.Tensor | None = None
+        self._slots: dict[int, _Slots] = {}
+
+    def groups_selected(self, group_size: int) -> int:
+        """M: groups a row and step, sinks included. Sinks of a padded row may begin anywhere in a group."""
+        sinks = self.settings.num_sinks
+        padded = self.visible is not None and sinks > 0
+        sink_groups = -(-(sinks + (group_size - 1 if padded else 0)) // group_size)
+        return -(-self.settings.num_selected // group_size) + sink_groups
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def prefetch(self, layer: DiskSwapLayer, groups: np.ndarray) -> None:
+        """Start reading the records of groups (B, M) of `layer` that lie in no slot."""
+        slots = self._slots_of(layer)
+        records = np.unique(np.take_along_axis(layer.table.ids, groups, 1))
+        missing = records[slots.table.locate(records) == ABSENT]
+        self._turn = 1 - self._turn
+        self._settle(self._turn)
+        area = self._staging(layer)[self._turn]
+        missing = missing[: area.host.shape[0]]
+        ticket = self.shared.prefetcher.read(layer.store, missing, area.host[: len(missing)])
+        self._ahead[self._turn] = _Ahead(layer.layer_idx, groups, missing, ticket)
+
+    def decided(self, layer_idx: int) -> np.ndarray | None:
+        """The groups that the look-ahead chose for this layer in this step, if it did."""
+        return next((a.groups for a in self._ahead if a is not None and a.layer_idx == layer_idx), None)
+
+    def gather(self, layer: DiskSwapLayer, groups: np.ndarray) -> torch.Tensor:
+        """Entries (B, M G + tail, entry_width) of groups (B, M) and of the tail, each row in order of position.
+
+        Valid until the next `gather`. Waits for what was prefetched, reads what is still missing, and keeps what was
+        read in the layer's slots. Raises `StoreError`; then no slot has changed.
+        """
+        form, slots, counters = layer.form, self._slots_of(layer), self.shared.counters
+        batch, wanted = groups.shape
+        records = np.take_along_axis(layer.table.ids, groups, 1).reshape(-1)
+        lies_in = slots.table.locate(records)
+        absent = np.flatnonzero(lies_in == ABSENT)
+        missing, which = np.unique(records[absent], return_inverse=True)
+        fresh, ready = self._fetch(layer, missing)
+        counters.units_selected += len(records)
+        counters.units_resident += len(records) - len(absent)
+        counters.units_ready += len(records) - len(absent) + int(ready[which].sum())
+
+        view, tail_units = self._view_for(layer, wanted)
+        unit = view.view(-1, form.payload_width)
+        target = (np.arange(batch)[:, None] * (wanted + tail_units) + np.arange(wanted)).reshape(-1)
+        held = np.flatnonzero(lies_in != ABSENT)
+        if len(held):
+            unit.index_copy_(0, _index(target[held], unit), slots.data.index_select(0, _index(lies_in[held], unit)))
+        if len(absent):
+            rows = fresh if len(missing) == len(absent) and _is_range(which) else fresh[_index(which, unit)]
+            unit.index_copy_(0, _index(target[absent], unit), rows)
+            taken, into = slots.table.insert(missing)
+            if len(taken):
+                kept = fresh if len(taken) == len(missing) else fresh[_index(taken, unit)]
+                slots.data.index_copy_(0, _index(into, unit), kept)
+        entries = view.view(batch, -1, form.entry_width)[:, : wanted * form.group_size + layer.tail.length]
+        entries[:, wanted * form.group_size :] = layer.tail.entries
+        return entries
+
+    def _fetch(self, layer: DiskSwapLayer, missing: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Payloads (n, payload_width) of the records `missing` (ascending), and which of them were read ahead."""
+        areas = self._staging(layer)
+        ready = np.zeros(len(missing), dtype=bool)
+        parts: list[torch.Tensor] = []
+        order: list[np.ndarray] = []
+        for turn, ahead in enumerate(self._ahead):
+            if ahead is None or ahead.layer_idx != layer.layer_idx:
+                continue
+            self._ahead[turn] = None
+            self.shared.counters.stall_seconds += ahead.ticket.wait()
+            position = np.searchsorted(ahead.records, missing).clip(max=max(len(ahead.records) - 1, 0))
+            if len(ahead.records):
+                ready = ahead.records[position] == missing
+            areas[turn].upload(0, len(ahead.records))
+            parts.append(layer.form.payload(areas[turn].device)[_index(position[ready], areas[turn].device)])
+            order.append(np.flatnonzero(ready))
+        rest = np.flatnonzero(~ready)
+        if len(rest):
+            area = areas[2]
+            ticket = self.shared.prefetcher.read(layer.store, missing[rest], area.host[: len(rest)])
+            self.shared.counters.stall_seconds += ticket.wait()
+            area.upload(0, len(rest))
+            parts.append(layer.form.payload(area.device[: len(rest)]))
+            order.append(rest)
+        if len(parts) == 1:
+            return parts[0], ready
+        if not parts:
+            return torch.empty(0, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device), ready
+        joined = torch.cat(parts)
+        return joined[_index(np.argsort(np.concatenate(order)), joined)], ready
+
+    def _settle(self, turn: int) -> None:
+        """Wait for reads that nobody came for, so that their area is free."""
+        ahead, self._ahead[turn] = self._ahead[turn], None
+        if ahead is not None:
+            self.shared.counters.stall_seconds += ahead.ticket.wait()
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    def _staging(self, layer: DiskSwapLayer) -> list[Staging]:
+        count, size = layer.batch * self.groups_selected(layer.form.group_size), layer.form.record_bytes
+        fits = self._areas and (
+            self._areas[0].host.shape[0] >= count
+            and self._areas[0].host.shape[1] == size
+            and self._areas[0].device.device == layer.device
+        )
+        if not fits:
+            self._settle(0)
+            self._settle(1)
+            for area in self._areas:
+                area.release()
+            self._areas = [Staging(count, size, layer.device, self.shared.account, "staging") for _ in range(3)]
+        return self._areas
+
+    def _view_for(self, layer: DiskSwapLayer, wanted: int) -> tuple[torch.Tensor, int]:
+        form = layer.form
+        tail_units = -(-layer.tail.capacity // form.group_size)
+        shape = (layer.batch, wanted + tail_units, form.payload_width)
+        size = shape[0] * shape[1] * shape[2]
+        view = self._view
+        if view is None or view.numel() < size or view.dtype != form.dtype or view.device != layer.device:
+            if view is not None:
+                self.shared.account.release("selection", view.nbytes)
+            view = self._view = torch.empty(size, dtype=form.dtype, device=layer.device)
+            self.shared.account.hold("selection", view.nbytes)
+        return view[:size].view(shape), tail_units
+
+    def _slots_of(self, layer: DiskSwapLayer) -> _Slots:
+        group = layer.form.group_size
+        capacity = -(-self.settings.reuse_capacity // group)
+        if capacity:
+            capacity = layer.batch * (capacity + -(-self.settings.num_sinks // group))
+        slots = self._slots.get(layer.layer_idx)
+        if slots is None or slots.table.capacity != capacity:
+            self._drop_slots(layer.layer_idx)
+            data = torch.empty(capacity, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device)
+            slots = self._slots[layer.layer_idx] = _Slots(SlotTable(capacity), data)
+            self.shared.account.hold("reuse slots", data.nbytes)
+        return slots
+
+    def _drop_slots(self, layer_idx: int) -> None:
+        slots = self._slots.pop(layer_idx, None)
+        if slots is not None:
+            self.shared.account.release("reuse slots", slots.data.nbytes)
+
+    def forget(self, layer: DiskSwapLayer, records: np.ndarray) -> None:
+        """These records of `layer` are free: nothing read of them is valid."""
+        for turn, ahead in enumerate(self._ahead):
+            if ahead is not None and ahead.layer_idx == layer.layer_idx:
+                self._settle(turn)
+        if layer.layer_idx in self._slots:
+            self._slots[layer.layer_idx].table.forget(records)
+
+    def drop(self, layer: DiskSwapLayer) -> None:
+        """The layer holds nothing any more; with the last one, nothing is kept here."""
+        self._ahead = [ahead if ahead is None or ahead.layer_idx != layer.layer_idx else None for ahead in self._ahead]
+        self._drop_slots(layer.layer_idx)
+        if not self._slots:
+            for area in self._areas:
+                area.release()
+            self._areas = []
+            if self._view is not None:
+                self.shared.account.release("selection", self._view.nbytes)
+                self._view = None
+
+
+def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+
+
+def _is_range(values: np.ndarray) -> bool:
+    return bool((values == np.arange(len(values))).all())

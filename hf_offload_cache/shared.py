@@ -1,0 +1,132 @@
+"""What the layers of one cache share: settings, books, the store's folder and the background workers."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .config import OffloadConfig, parse_size
+from .errors import CacheClosedError, SeamLostError
+from .prefetch import Prefetcher, Staging
+from .report import Counters, MemoryAccount
+from .stores.mmap import choose_engine, open_store
+from .stores.base import Store
+
+if TYPE_CHECKING:
+    from .layer import OffloadLayer
+
+
+@dataclass(eq=False)
+class Tag:
+    """Rides on the keys and values that an `update` returns, so that attention finds their layer."""
+
+    layer: OffloadLayer
+    whole: bool
+    """The tensors are the layer's whole history, not only what the step added."""
+
+
+class Shared:
+    """Made and closed by the cache; used by the thread that runs the model.
+
+    Raises `StoreError` when `path` cannot hold the store, before anything is left behind.
+    """
+
+    def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
+        self.config = config
+        self.directory = Path(tempfile.gettempdir() if path is None else path)
+        self.engine, self.store_description = choose_engine(config.engine, self.directory)
+        self.account = MemoryAccount()
+        self.counters = Counters()
+        self.prefetcher = Prefetcher(self.account, parse_size(config.write_queue))
+        self.stores: list[Store] = []
+        self.unseen: Tag | None = None
+        self.closed = False
+        self._stream_buffers: list[Staging] = []
+
+    def open_store(self, record_bytes: int, layer_idx: int) -> Store:
+        """A new, empty store for one layer."""
+        store = open_store(self.engine, self.directory, record_bytes, f"layer {layer_idx}")
+        self.stores.append(store)
+        return store
+
+    def reset_counters(self) -> None:
+        self.counters = Counters()
+        self.account.peak = self.account.current
+        for store in self.stores:
+            store.bytes_read = store.bytes_written = store.reads = 0
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
+
+    def check_seam(self) -> None:
+        """Raise when keys that stand for a history were handed out and no attention of ours saw them."""
+        if self.unseen is not None:
+            layer = self.unseen.layer.layer_idx
+            raise SeamLostError(
+                f"the keys of layer {layer} did not reach hf_offload_cache's attention: something replaced the model's "
+                "attention implementation while a cache was attached. This step gave no token; close() the cache, "
+                "set the implementation first, and construct the cache after"
+            )
+
+    def stream(self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
+
+        Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
+        """
+        parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
+        if not parts:
+            return
+        buffers = self._buffers(len(parts[0]), store.record_bytes, device)
+        tickets = [self.prefetcher.read(store, parts[0], buffers[0].host[: len(parts[0])])]
+        try:
+            for index, part in enumerate(parts):
+                if index + 1 < len(parts):
+                    following = parts[index + 1]
+                    target = buffers[(index + 1) % 2].host[: len(following)]
+                    tickets.append(self.prefetcher.read(store, following, target))
+                buffer = buffers[index % 2]
+                self.counters.stall_seconds += tickets.pop(0).wait()
+                buffer.upload(0, len(part))
+                yield buffer.device[: len(part)]
+        finally:
+            for ticket in tickets:
+                with contextlib.suppress(OSError):  # the first error is on its way to the caller
+                    ticket.wait()
+
+    def _buffers(self, count: int, record_bytes: int, device: torch.device) -> list[Staging]:
+        fits = self._stream_buffers and (
+            self._stream_buffers[0].host.shape[0] >= count
+            and self._stream_buffers[0].host.shape[1] == record_bytes
+            and self._stream_buffers[0].device.device == device
+        )
+        if not fits:
+            self.release_stream_buffers()
+            self._stream_buffers = [
+                Staging(count, record_bytes, device, self.account, "stream buffers") for _ in range(2)
+            ]
+        return self._stream_buffers
+
+    def release_stream_buffers(self) -> None:
+        """Give the memory back until the next `stream`."""
+        for buffer in self._stream_buffers:
+            buffer.release()
+        self._stream_buffers = []
+
+    def close(self) -> None:
+        """Stop the workers and give back files and buffers. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.unseen = None
+        self.prefetcher.close()
+        for store in self.stores:
+            store.close()
+        self.release_stream_buffers()

@@ -1,0 +1,1 @@
+"""Growing arrays of fixed-size records, on disk or in memory."""

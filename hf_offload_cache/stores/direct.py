@@ -1,0 +1,47 @@
+"""Reads that bypass the page cache, straight into the caller's memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.stores.base import runs
+from hf_offload_cache.stores.checks import check_batch, check_range, describe
+from hf_offload_cache.stores.file import FileStore
+
+
+class DirectStore(FileStore):
+    """A file store read with `O_DIRECT`: one `preadv` a run of adjacent records, nothing left in the page cache.
+
+    A read keeps one request in flight, so several threads should share a batch. Raises `StoreError` with the
+    reason when the file system of `directory` does not do `O_DIRECT`.
+    """
+
+    advises = False
+
+    def __init__(self, directory: str | os.PathLike[str], record_bytes: int, name: str) -> None:
+        super().__init__(directory, record_bytes, name)
+        reason = self._file.try_direct()
+        if reason is not None:
+            self.close()
+            raise StoreError(errno.EINVAL, f'{name}: {reason}; use engine="mapped" or another `path`')
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        check_batch(ids, out, self.record_bytes, aligned=True)
+        check_range(self.name, ids, self._capacity)
+        if len(ids) == 0:
+            return
+        buffer = out.numpy().data.cast("B")
+        ranges = runs(ids)
+        for start, stop in ranges:
+            try:
+                self._file.read(
+                    buffer[start * self.record_bytes : stop * self.record_bytes], int(ids[start]) * self.record_bytes
+                )
+            except OSError as error:
+                raise self._failure(f"reading {describe(ids[start:stop])}", error) from error
+        self._count_read(len(ranges), len(buffer))

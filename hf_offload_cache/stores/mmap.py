@@ -1,0 +1,81 @@
+"""Which engine reads the scratch files of a folder, and opening a store with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores.direct import DirectStore
+from hf_offload_cache.stores.mapped import MappedStore
+from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.scratch import ScratchFile
+
+ENGINES = ("auto", "direct", "mapped", "memory")
+
+
+def probe_direct(directory: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Whether `O_DIRECT` works in `directory`, and why not, by writing and reading one block of an unnamed file.
+
+    Raises `StoreError` when no file can be made there at all.
+    """
+    scratch = ScratchFile(directory, "engine probe")
+    try:
+        reason = scratch.try_direct()
+    finally:
+        scratch.close()
+    return reason is None, reason or ""
+
+
+def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, str]:
+    """The engine that `open_store` takes for what the user asked for, and a line for the report that says why.
+
+    "auto" is "direct" where that works, else "mapped". To be called once a cache: it writes a block to the disk.
+    Raises `ValueError` for an unknown engine; `StoreError` when `directory` cannot be written to, or when "direct" is
+    asked for and does not work there.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
+    if engine == "memory":
+        return "memory", "memory: records stay in host memory"
+    works, reason = probe_direct(directory)
+    if engine == "direct" and not works:
+        raise StoreError(errno.EINVAL, f'engine="direct": {reason}; use engine="mapped" or another `path`')
+    if engine == "mapped":
+        chosen, why = "mapped", "mapped: as asked for"
+    elif works:
+        chosen, why = "direct", "direct: O_DIRECT reads"
+    else:
+        chosen, why = "mapped", f"mapped: {reason}"
+    kind = _file_system(os.path.realpath(directory))
+    if kind in ("tmpfs", "ramfs"):
+        why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
+    return chosen, why
+
+
+def open_store(engine: str, directory: str | os.PathLike[str], record_bytes: int, name: str) -> Store:
+    """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there."""
+    if engine == "memory":
+        return MemoryStore(record_bytes, name)
+    if engine == "direct":
+        return DirectStore(directory, record_bytes, name)
+    if engine == "mapped":
+        return MappedStore(directory, record_bytes, name)
+    raise ValueError(f"engine must be direct, mapped or memory; got {engine!r} (choose_engine resolves auto)")
+
+
+def _file_system(path: str) -> str | None:
+    """Type of the file system that holds `path`, e.g. "ext4"; None where the platform does not tell."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = [line.split() for line in mounts]
+    except OSError:
+        return None
+    best, kind = "", None
+    for _, place, type_name, *_ in lines:
+        mount = place.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):  # of two mounts on one place the later one is on top
+            best, kind = mount, type_name
+    return kind

@@ -1,0 +1,66 @@
+"""The rolling buffer: the latest tokens of a layer, in memory until they fill groups (KVSwap, section 3.4.1)."""
+
+from __future__ import annotations
+
+import torch
+
+from .records import RecordFormat
+from .report import MemoryAccount
+
+
+class RollingTail:
+    """Entries (B, length, entry_width) of the latest tokens of one layer, on the layer's device.
+
+    Has room for `num_recent + group_size` tokens; `OffloadLayer` seals the oldest groups before it would overflow.
+    The buffer is the tail's own: views from `entries` are valid until the next change.
+    """
+
+    def __init__(
+        self, form: RecordFormat, batch: int, num_recent: int, device: torch.device, account: MemoryAccount
+    ) -> None:
+        self.form = form
+        self.length = 0
+        self._account = account
+        self._buffer = torch.empty(batch, num_recent + form.group_size, form.entry_width, dtype=form.dtype, device=device)
+        account.hold("rolling tail", self._buffer.nbytes)
+
+    @property
+    def capacity(self) -> int:
+        return self._buffer.shape[1]
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The tokens held, oldest first, as a view."""
+        return self._buffer[:, : self.length]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind what is held."""
+        stop = self.length + keys.shape[2]
+        assert stop <= self.capacity, f"tail of {self.capacity} asked to hold {stop}"
+        self.form.entries(keys, values, self._buffer[:, self.length : stop])
+        self.length = stop
+
+    def replace(self, entries: torch.Tensor) -> None:
+        """Hold exactly `entries` (B, t, entry_width), which may be a view of this tail."""
+        self._buffer[:, : entries.shape[1]] = entries.clone()
+        self.length = entries.shape[1]
+
+    def drop_first(self, count: int) -> None:
+        """Forget the oldest `count` tokens."""
+        self.replace(self.entries[:, count:])
+
+    def drop_last(self, count: int) -> None:
+        """Forget the latest `count` tokens."""
+        assert count <= self.length
+        self.length -= count
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old = self._buffer.nbytes
+        self._buffer = self._buffer.index_select(0, rows.to(self._buffer.device))
+        self._account.hold("rolling tail", self._buffer.nbytes - old)
+
+    def close(self) -> None:
+        self._account.release("rolling tail", self._buffer.nbytes)
+        self._buffer = self._buffer[:0]
+        self.length = 0

@@ -1,0 +1,360 @@
+"""Tiny models, decoding cases and the comparison that every exactness test shares. No tests in here.
+
+Logits are compared, not tokens alone, and the weights are larger than an initialisation gives: the tokens of a
+default-initialised tiny model stay the same even when a cache loses its history or ignores the padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+TOLERANCE = 2e-3
+"""Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
+
+PROMPT, NEW = 56, 24
+"""Tokens of a prompt and tokens to generate: with `SMALL`, 20 groups and 5 blocks of history."""
+
+SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
+"""Fields of a cache that make a short history span many groups and several blocks."""
+
+PAD = 0
+"""Padding token; prompts do not contain it."""
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0, scale: float = 5.0) -> Any:
+    """A random model on the CPU in float32, in eval mode, that never stops early; matrices times `scale`."""
+    torch.manual_seed(seed)
+    model = model_class(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(scale)
+    generation = model.generation_config
+    generation.use_cache = True  # mpt's default is False: generate would feed the whole prompt again at each step
+    generation.eos_token_id, generation.bos_token_id, generation.pad_token_id = None, 1, PAD
+    generation.forced_eos_token_id = generation.forced_bos_token_id = generation.begin_suppress_tokens = None
+    return model
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,
+}
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 16,
+            "layer_types": _SLIDING_AND_FULL,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "phi3": ("Phi3", {}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": _SLIDING_AND_FULL,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    # not in the exactness matrix, used by the seams' tests
+    "mistral_sliding": ("Mistral", {"sliding_window": 16}),
+    "qwen2": ("Qwen2", {}),
+}
+"""Name -> (prefix of the config and model classes, fields that differ from the common ones)."""
+
+_CLASS_OF_CONFIG = {"Gemma3": "Gemma3TextConfig"}
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """A fresh tiny config of the matrix."""
+    prefix, fields = TINY[name]
+    config_class = getattr(transformers, _CLASS_OF_CONFIG.get(prefix, f"{prefix}Config"))
+    return config_class(**copy.deepcopy({**_COMMON, **fields}))
+
+
+def fresh(name: str, seed: int = 0) -> Any:
+    """A new tiny model of the matrix, for tests that change it."""
+    return build(getattr(transformers, f"{TINY[name][0]}ForCausalLM"), config_of(name), seed)
+
+
+@functools.cache
+def tiny(name: str) -> Any:
+    """The tiny model of that name, shared by all tests: whoever attaches to it has to close."""
+    model = fresh(name)
+    model.tiny_name = name
+    return model
+
+
+@functools.cache
+def assistant_of(name: str) -> Any:
+    """A model that agrees with `tiny(name)` often but not always."""
+    model = fresh(name)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.02 * float(parameter.std(correction=0)) * noise)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a case produced: token ids (rows, length) and the logits of every step (steps, rows, vocabulary)."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+Case = Callable[[Any, Cache], Decoded]
+
+
+def vocabulary(model: Any) -> int:
+    """Size of the vocabulary of the text model."""
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
+def prompt(model: Any, rows: int = 1, length: int = PROMPT, seed: int = 7) -> torch.Tensor:
+    """Random token ids (rows, length) without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocabulary(model), (rows, length), generator=generator)
+
+
+def repetitive_prompt(model: Any, length: int = PROMPT) -> torch.Tensor:
+    """One row in which n-grams come back, so that prompt lookup finds candidates."""
+    return prompt(model, 1, 11).repeat(1, length // 11 + 1)[:, :length]
+
+
+def padding(rows: int, length: int = PROMPT, step: int = 11) -> torch.Tensor:
+    """A left-padding mask (rows, length); row i has i * step padded positions, more than a block of `SMALL` in the
+    third row."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : row * step] = 0
+    return mask
+
+
+def generate(model: Any, cache: Cache | None, input_ids: torch.Tensor, **options: Any) -> Decoded:
+    """`model.generate` with the logits of every step; greedy unless told otherwise."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1, **options}
+    if cache is not None:
+        options["past_key_values"] = cache
+    with torch.no_grad():
+        out = model.generate(input_ids, return_dict_in_generate=True, output_logits=True, **options)
+    return Decoded(out.sequences, torch.stack([step.float() for step in out.logits]))
+
+
+def greedy(model: Any, cache: Cache | None) -> Decoded:
+    """One row, no padding."""
+    return generate(model, cache, prompt(model))
+
+
+def sample(model: Any, cache: Cache) -> Decoded:
+    """Sampling with a seed."""
+    torch.manual_seed(3)
+    return generate(model, cache, prompt(model), do_sample=True, top_k=0, temperature=1.2)
+
+
+def beams(model: Any, cache: Cache) -> Decoded:
+    """Two rows, three beams each: the cache is reordered at every step."""
+    return generate(model, cache, prompt(model, 2), num_beams=3)
+
+
+def batch(model: Any, cache: Cache) -> Decoded:
+    """Three rows of one length."""
+    return generate(model, cache, prompt(model, 3))
+
+
+def left_padding(model: Any, cache: Cache) -> Decoded:
+    """Three rows with 0, 11 and 22 padded positions."""
+    mask = padding(3)
+    return generate(model, cache, prompt(model, 3).masked_fill(mask == 0, PAD), attention_mask=mask)
+
+
+def padded_beams(model: Any, cache: Cache) -> Decoded:
+    """Two rows, the second padded, three beams each."""
+    mask = padding(2, step=19)
+    return generate(model, cache, prompt(model, 2).masked_fill(mask == 0, PAD), attention_mask=mask, num_beams=3)
+
+
+def chunked_prefill(model: Any, cache: Cache) -> Decoded:
+    """The prompt in pieces of 16."""
+    return generate(model, cache, prompt(model), prefill_chunk_size=16)
+
+
+def padded_chunked_prefill(model: Any, cache: Cache) -> Decoded:
+    """Three rows, the prompt in pieces of 16, a whole piece of the third row padded."""
+    mask = padding(3)
+    ids = prompt(model, 3).masked_fill(mask == 0, PAD)
+    return generate(model, cache, ids, attention_mask=mask, prefill_chunk_size=16)
+
+
+def prompt_lookup(model: Any, cache: Cache) -> Decoded:
+    """Candidates from the prompt: several queries over a history, rejected ones are cropped."""
+    return generate(model, cache, repetitive_prompt(model), prompt_lookup_num_tokens=4)
+
+
+def assistant(model: Any, cache: Cache) -> Decoded:
+    """Candidates from a second model."""
+    return generate(model, cache, prompt(model), assistant_model=assistant_of(model.tiny_name))
+
+
+def second_turn(model: Any, cache: Cache) -> Decoded:
+    """Two rows; generate, append nine tokens, generate again on the same cache."""
+    first = generate(model, cache, prompt(model, 2), max_new_tokens=NEW // 2)
+    ids = torch.cat([first.tokens, prompt(model, 2, 9, seed=8)], dim=1)
+    second = generate(model, cache, ids, max_new_tokens=NEW // 2)
+    return Decoded(second.tokens, torch.cat([first.logits, second.logits]))
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        greedy,
+        sample,
+        beams,
+        batch,
+        left_padding,
+        padded_beams,
+        chunked_prefill,
+        padded_chunked_prefill,
+        prompt_lookup,
+        assistant,
+        second_turn,
+    )
+}
+
+
+# ---------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a result is from its reference; `deviation` in standard deviations of the reference's logits."""
+
+    same_tokens: bool
+    deviation: float
+    bitwise: bool
+
+    @property
+    def exact(self) -> bool:
+        """Same tokens, and logits within the tolerance."""
+        return self.same_tokens and self.deviation <= TOLERANCE
+
+
+def compare(reference: Decoded, result: Decoded) -> Comparison:
+    """Tokens and logits of `result` against those of `reference`; infinitely far when shapes or NaN differ."""
+    same_tokens = torch.equal(reference.tokens, result.tokens)
+    expected, got = reference.logits, result.logits
+    if expected.shape != got.shape:
+        return Comparison(same_tokens, float("inf"), False)
+    finite = expected.isfinite()
+    if not finite.any() or expected.isnan().any():
+        raise ValueError("the reference's logits are not numbers: the comparison would prove nothing")
+    if not torch.equal(expected[~finite], got[~finite]) or not got[finite].isfinite().all():
+        return Comparison(same_tokens, float("inf"), False)
+    difference = (expected[finite] - got[finite]).abs().max() / expected[finite].std()
+    return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
+
+
+def assert_exact(reference: Decoded, result: Decoded, bitwise: bool = False) -> None:
+    """Raises AssertionError, with the numbers, unless the result is exact (or bitwise equal)."""
+    found = compare(reference, result)
+    assert found.bitwise if bitwise else found.exact, found
+
+
+_references: dict[tuple[str, str], Decoded] = {}
+
+
+def reference(name: str, case: str) -> Decoded:
+    """What `DynamicCache` gives for that tiny model and case, computed once."""
+    if (name, case) not in _references:
+        model = tiny(name)
+        _references[name, case] = CASES[case](model, DynamicCache(config=model.config))
+    return _references[name, case]
+
+
+# ---------------------------------------------------------------------------------------------- state of a model
+
+
+def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
+    """Everything that attaching changes: hooks of all modules and the attention implementation of all configs."""
+    state: dict[str, Any] = {"attributes": sorted(vars(model))}
+    for name, module in model.named_modules():
+        for field in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
+            state[f"{name}.{field}"] = dict(getattr(module, field))
+        state[f"{name}._forward_pre_hooks_with_kwargs"] = dict(module._forward_pre_hooks_with_kwargs)
+        state[f"{name}.forward"] = module.__dict__.get("forward")
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            for key in ("", *getattr(config, "sub_configs", {})):
+                part = getattr(config, key) if key else config
+                state[f"{name}.config.{key}"] = getattr(part, "_attn_implementation", None)
+    return state
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Asserts that the model is, after the block, exactly as before."""
+    before = fingerprint(model)
+    yield
+    after = fingerprint(model)
+    assert after.keys() == before.keys()
+    assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}

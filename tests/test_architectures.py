@@ -1,0 +1,59 @@
+"""The walk: every causal language model that transformers ships is exact, or `DynamicCache` cannot generate with it.
+
+With the environment variable WALK_JSON set, the summary of the short walk is written to that path.
+"""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+import walk
+from packaging.version import Version
+
+MIN_GENERATING, MIN_EXACT, MIN_TAGGED = 170, 130, 105
+"""Of transformers 5.23; the walk is empty-handed when fewer generate, whatever the cache does."""
+
+NEWEST = Version(transformers.__version__) >= Version("5.23")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, walk.Result]:
+    """What the tests of this module have walked over so far."""
+    return {}
+
+
+def check(result: walk.Result) -> None:
+    """Fails on a wrong architecture; skips, with the reason, where there is nothing to compare with."""
+    if not result.generates:
+        pytest.skip(f"{result.status}: {result.reason}")
+    assert result.status == "exact", result
+    assert result.bitwise, result
+
+
+@pytest.mark.parametrize("name", walk.architectures())
+def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
+    """Greedy, beams and left padding within the tolerance; greedy bitwise with `exact="bitwise"`; model restored."""
+    results[name] = walk.walk_one(walk.architectures()[name])
+    check(results[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", walk.architectures())
+def test_architecture_in_further_cases(name: str) -> None:
+    """Sampling, batches, chunked prefill and prompt lookup, wherever `DynamicCache` runs them."""
+    check(walk.walk_one(walk.architectures()[name], ("greedy", *walk.FURTHER_CASES)))
+
+
+def test_the_walk_as_a_whole(results: dict[str, walk.Result], capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts that the project promises; prints what could not be compared."""
+    if len(results) < len(walk.architectures()):
+        pytest.skip("only a part of the walk was run")
+    summary = walk.write_summary(results.values())
+    with capsys.disabled():
+        print("\n" + walk.as_text(summary))
+    assert summary["wrong"] == 0
+    assert summary["exact"] == summary["generating"]
+    if NEWEST:
+        assert summary["generating"] >= MIN_GENERATING
+        assert summary["exact"] >= MIN_EXACT
+        assert summary["tagged_throughout"] >= MIN_TAGGED

@@ -1,0 +1,232 @@
+"""The console on a tiny random model: what it prints where, its exit codes, and errors of one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from hf_offload_cache import cli, generation
+
+WORDS = [f"w{i}" for i in range(96)]
+POSITIONS = 512
+DOCUMENT_WORDS = 200
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of a tiny Llama with a word-level tokenizer that has no chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    specials = ["<unk>", "<eos>", "Question", "Answer", ":"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(specials + WORDS)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(specials) + len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=POSITIONS,
+        bos_token_id=None, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def document(tmp_path):
+    file = tmp_path / "document.txt"
+    file.write_text(" ".join(WORDS[i * 7 % len(WORDS)] for i in range(DOCUMENT_WORDS)))
+    return file
+
+
+@pytest.fixture
+def run(tiny, document, capsys, monkeypatch):
+    """Runs `generate` in this process on the tiny model: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+
+    def run(*arguments, model=tiny, prompt=document):
+        fixed = ["generate", "--model", str(model), "--prompt-file", str(prompt), "--question", "w5"]
+        try:
+            code = cli.main([*fixed, "--device", "cpu", "--max-new-tokens", "6", *arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]
+
+
+def expected_text(tiny, document):
+    """The answer by transformers alone: one prefill, `DynamicCache`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    ids = generation.build_prompt(tokenizer, document.read_text(), "w5")
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("chunk", ["1", "64", "4096"])
+def test_answer_goes_to_stdout_whatever_the_chunk(run, tiny, document, chunk):
+    code, out, err = run("--cache", "dynamic", "--prefill-chunk", chunk)
+    assert code == 0
+    assert out.strip() == expected_text(tiny, document)
+    assert "Traceback" not in err
+
+
+def test_exact_disk_swap_gives_the_same_answer(run, tiny, document):
+    code, out, err = run("--set", "exact=true", "--set", "block_tokens=32", "--prefill-chunk", "50")
+    assert code == 0
+    assert out.strip() == expected_text(tiny, document)
+    assert "DiskSwapCache" in err and "memory now" in err
+
+
+def test_compare_prints_both_and_writes_json(run, tmp_path):
+    file = tmp_path / "answers.json"
+    code, out, err = run("--compare", "--set", "num_selected=64", "--set", "engine=mapped", "--json", str(file))
+    assert code == 0
+    assert len(out.strip().splitlines()) == 2
+    for words in ("DynamicCache", "DiskSwapCache", "KV memory", "on disk", "time to first token", "hit rate", "waited"):
+        assert words in err
+    dynamic, swapped = json.loads(file.read_text())
+    assert (dynamic["cache"], swapped["cache"]) == ("DynamicCache", "DiskSwapCache")
+    assert dynamic["prompt_tokens"] == swapped["prompt_tokens"] == DOCUMENT_WORDS + 5  # Question : w5 Answer :
+    # 2 layers, keys and values, 2 heads of 16 floats; the last new token is never fed
+    assert dynamic["full_kv_bytes"] == (dynamic["prompt_tokens"] + dynamic["new_tokens"] - 1) * 2 * 2 * 2 * 16 * 4
+    assert dynamic["report"] is None
+    assert swapped["report"]["decode_steps"] == swapped["new_tokens"]
+    assert swapped["disk_bytes"] == swapped["report"]["disk_bytes"] > 0
+
+
+def test_path_is_left_empty(run, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    assert run("--path", str(folder))[0] == 0
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "num_selected"], "FIELD=VALUE"),
+        (["--set", "=3"], "FIELD=VALUE"),
+        (["--max-new-tokens", "0"], "at least 1, got '0'"),
+        (["--prefill-chunk", "-5"], "at least 1, got '-5'"),
+        (["--cache", "none"], "invalid choice"),
+        (["--dtype", "int3"], "invalid choice"),
+        (["--cache", "dynamic", "--compare"], "--compare sets another cache beside DynamicCache"),
+        (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),
+        (["--set", "num_selected=-3"], "num_selected must be at least 1, got -3"),
+        (["--set", "num_selected=lots"], "num_selected must be a whole number, got 'lots'"),
+        (["--cache", "dynamic", "--set", "num_selected=3"], "cache 'dynamic' keeps all in memory"),
+        (["--max-new-tokens", "400"], f"together 605, but the model has {POSITIONS} positions"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert words in last_line(err)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"w1 \xff w2", "is not UTF-8 text: byte 3 is 0xff"),
+        (b" \n", "has no text (2 characters)"),
+    ],
+)
+def test_a_bad_prompt_file(run, tmp_path, content, words):
+    file = tmp_path / "bad.txt"
+    if content is not None:
+        file.write_bytes(content)
+    code, out, err = run(prompt=file)
+    assert (code, out) == (2, "")
+    assert words in err and str(file) in err and len(err.strip().splitlines()) == 1
+
+
+def test_prompt_file_that_is_a_folder(run, tmp_path):
+    code, _, err = run(prompt=tmp_path)
+    assert code == 2 and "Is a directory" in err
+
+
+def test_unknown_model_and_a_folder_without_one(run, tmp_path):
+    code, _, err = run(model=tmp_path)
+    assert code == 2 and f"cannot load the folder {str(tmp_path)!r}" in last_line(err)
+    code, _, err = run(model=tmp_path / "nowhere")
+    assert code == 2 and "no folder of that name" in last_line(err)
+
+
+def test_json_that_cannot_be_written(run, tmp_path):
+    code, out, err = run("--cache", "dynamic", "--json", str(tmp_path / "no" / "folder.json"))
+    assert code == 2
+    assert out == ""  # known before the model is loaded
+    assert "--json" in last_line(err) and "Traceback" not in err
+
+
+def test_interrupt_closes_the_cache_and_exits_130(run, monkeypatch):
+    closed = []
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    from hf_offload_cache import DiskSwapCache
+
+    close = DiskSwapCache.close
+    monkeypatch.setattr(DiskSwapCache, "close", lambda cache: (closed.append(cache), close(cache))[1])
+    monkeypatch.setattr(generation, "prefill", interrupted)
+    code, out, err = run()
+    assert (code, out) == (130, "")
+    assert closed
+    assert last_line(err) == "hf-offload-cache: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("n=400", 400),
+        ("exact=true", True),
+        ("exact=True", True),
+        ("rank=null", None),
+        ("rank=None", None),
+        ("engine=mapped", "mapped"),
+        ('engine="mapped"', "mapped"),
+        ("adapter=a=b", "a=b"),
+    ],
+)
+def test_values_of_set(text, value):
+    assert cli._assignment(text)[1] == value and type(cli._assignment(text)[1]) is type(value)
+
+
+def test_wait_policy_is_set_before_torch(tmp_path):
+    """The real console: torch must see the policy, and the arguments must survive a restart."""
+    program = (
+        "import os, sys\n"
+        "sys.argv = ['hf-offload-cache', 'generate', '--prompt-file', 'nowhere.txt', '--question', 'a b']\n"
+        "from hf_offload_cache import cli\n"
+        "code = cli.main()\n"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "sys.exit(code)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--prompt-file 'nowhere.txt' cannot be read" in last_line(done.stderr)
+    # either this process set it before any torch, or it was started anew and that one printed nothing to stdout
+    assert done.stdout in ("PASSIVE False\n", "")
+
+
+def test_help_names_every_verb():
+    done = subprocess.run([sys.executable, "-m", "hf_offload_cache.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "generate" in done.stdout

@@ -1,0 +1,286 @@
+"""`exact=True` gives the tokens and logits of `DynamicCache`, over models and ways of decoding.
+
+The last tests turn the harness on caches that are broken on purpose: it has to notice every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import CASES, SMALL, Decoded, assert_exact, compare, generate, prompt, reference, tiny
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_offload_cache import DiskSwapCache
+
+MODELS = ("llama", "qwen3", "gemma3", "mistral", "phi3", "opt", "gpt_neox", "gpt_oss", "deepseek_v2")
+LLAMA_LIKE = ("llama", "qwen3", "mistral", "phi3", "gemma3")
+
+REFUSED_BY_DYNAMIC_CACHE: dict[tuple[str, str], str] = {}
+"""(model, case) -> the message with which transformers refuses its own cache there. None in 5.17 to 5.23."""
+
+SELECTS_ALL: dict[str, Any] = {**SMALL, "num_selected": 512, "reuse_capacity": 64}
+"""Fields of a sparse cache whose selection is larger than any history of these tests."""
+
+
+def run(name: str, case: str, **fields: Any) -> tuple[Decoded, dict[str, int]]:
+    """The case with a `DiskSwapCache`, and its report's layer counts; the model is as before afterwards."""
+    model = tiny(name)
+    with harness.unchanged(model), DiskSwapCache(model, **fields) as cache:
+        return CASES[case](model, cache), dict(cache.report().layers)
+
+
+def matrix(models: tuple[str, ...], cases: tuple[str, ...] = tuple(CASES)) -> list[Any]:
+    """Every (model, case) that `DynamicCache` runs."""
+    return [
+        pytest.param(model, case, id=f"{model}-{case}")
+        for model in models
+        for case in cases
+        if (model, case) not in REFUSED_BY_DYNAMIC_CACHE
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- the matrix
+
+
+@pytest.mark.parametrize(("name", "case"), matrix(MODELS))
+def test_streamed_is_exact(name: str, case: str) -> None:
+    """Streamed in blocks of 16: same tokens, logits within the tolerance."""
+    decoded, layers = run(name, case, exact=True, **SMALL)
+    assert_exact(reference(name, case), decoded)
+    assert sum(layers.values()) == tiny(name).config.num_hidden_layers
+    assert layers["unknown" if name == "deepseek_v2" else "tagged"] > 0, layers
+
+
+@pytest.mark.parametrize(("name", "case"), matrix(MODELS))
+def test_bitwise_is_bitwise(name: str, case: str) -> None:
+    """The model's own attention over a whole layer: every bit of every logit."""
+    decoded, _ = run(name, case, exact="bitwise", **SMALL)
+    assert_exact(reference(name, case), decoded, bitwise=True)
+
+
+def test_what_dynamic_cache_refuses_is_refused() -> None:
+    """The table of refusals is true: transformers says the same with its own cache."""
+    for (name, case), message in REFUSED_BY_DYNAMIC_CACHE.items():
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            reference(name, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), matrix(LLAMA_LIKE, ("greedy", "batch", "left_padding", "beams", "padded_beams"))
+)
+def test_a_sparse_cache_that_selects_everything_is_exact(name: str, case: str) -> None:
+    """Selection, slots and reads of the sparse path, with nothing left out."""
+    decoded, _ = run(name, case, **SELECTS_ALL)
+    assert_exact(reference(name, case), decoded)
+
+
+@pytest.mark.parametrize("engine", ["memory", "direct", "mapped"])
+@pytest.mark.parametrize("case", ["greedy", "padded_beams", "left_padding", "prompt_lookup", "second_turn"])
+def test_every_engine_brings_the_same_back(engine: str, case: str) -> None:
+    """Where the records lie changes nothing."""
+    decoded, _ = run("llama", case, exact=True, engine=engine, **SMALL)
+    assert_exact(reference("llama", case), decoded)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_history_of_one_block_is_bitwise(name: str) -> None:
+    """What fits one block goes to the model's own attention: nothing is merged, nothing is rounded."""
+    decoded, _ = run(name, "greedy", exact=True, group_size=4, num_recent=8, block_tokens=1024)
+    assert_exact(reference(name, "greedy"), decoded, bitwise=True)
+
+
+# ---------------------------------------------------------------------------------------------- sizes and types
+
+
+def both(name: str, fields: dict[str, Any], input_ids: torch.Tensor, **options: Any) -> tuple[Decoded, Decoded]:
+    """`generate` with `DynamicCache` and with ours."""
+    model = tiny(name)
+    expected = generate(model, DynamicCache(config=model.config), input_ids, **options)
+    with DiskSwapCache(model, **fields) as cache:
+        return expected, generate(model, cache, input_ids, **options)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("fields", [{"exact": True, **SMALL}, SELECTS_ALL], ids=["exact", "sparse"])
+def test_lengths_around_the_edges_of_groups_and_blocks(length: int, fields: dict[str, Any]) -> None:
+    """Prompts that end before, on and after the edge of a group, the tail and a block."""
+    assert_exact(*both("llama", fields, prompt(tiny("llama"), 2, length), max_new_tokens=18))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"group_size": 1, "num_recent": 1, "block_tokens": 16},
+        {"group_size": 3, "num_recent": 5, "block_tokens": 17},
+        {"group_size": 16, "num_recent": 8, "block_tokens": 16},
+        {"group_size": 64, "num_recent": 1, "block_tokens": 32},
+        {"group_size": 4, "num_recent": 512, "block_tokens": 16},
+        {},
+    ],
+    ids=lambda sizes: "-".join(map(str, sizes.values())) or "defaults",
+)
+def test_odd_sizes(sizes: dict[str, int]) -> None:
+    """Sizes that do not divide each other, that are larger than the history, and the defaults."""
+    mask = harness.padding(3)
+    ids = prompt(tiny("llama"), 3).masked_fill(mask == 0, harness.PAD)
+    assert_exact(*both("llama", {"exact": True, **sizes}, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 0, "num_return_sequences": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True, "top_k": 0},
+        {"guidance_scale": 1.5},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_further_ways_of_generate(name: str, options: dict[str, Any]) -> None:
+    """Options of `generate` that reshape the batch or call the model more than once a step."""
+    model = tiny(name)
+    ids = prompt(model)
+    torch.manual_seed(5)
+    expected = generate(model, DynamicCache(config=model.config), ids, **options)
+    torch.manual_seed(5)
+    with DiskSwapCache(model, exact=True, **SMALL) as cache:
+        assert_exact(expected, generate(model, cache, ids, **options))
+
+
+def test_inputs_embeds() -> None:
+    """A prompt of embeddings instead of ids."""
+    model = tiny("llama")
+    embeds = model.get_input_embeddings()(prompt(model)).detach()
+    ids = torch.empty(1, 0, dtype=torch.long)
+    assert_exact(*both("llama", {"exact": True, **SMALL}, ids, inputs_embeds=embeds))
+
+
+@pytest.mark.parametrize("case", ["greedy", "left_padding", "second_turn"])
+def test_bitwise_in_bfloat16(case: str) -> None:
+    """The promise of identity holds in the type that people use."""
+    model = harness.fresh("qwen3").bfloat16()
+    expected = CASES[case](model, DynamicCache(config=model.config))
+    with DiskSwapCache(model, exact="bitwise", **SMALL) as cache:
+        assert_exact(expected, CASES[case](model, cache), bitwise=True)
+
+
+def test_dynamic_cache_on_an_attached_model_is_untouched() -> None:
+    """Another cache does not notice that the model is attached."""
+    model = tiny("gemma3")
+    with DiskSwapCache(model, exact=True, **SMALL):
+        decoded = CASES["left_padding"](model, DynamicCache(config=model.config))
+    assert_exact(reference("gemma3", "left_padding"), decoded, bitwise=True)
+
+
+def test_one_cache_after_reset_is_as_new() -> None:
+    """`reset` leaves nothing of the first prompt behind."""
+    model = tiny("llama")
+    with DiskSwapCache(model, exact=True, **SMALL) as cache:
+        for case in ("left_padding", "greedy", "beams"):
+            assert_exact(reference("llama", case), CASES[case](model, cache))
+            cache.reset()
+            assert cache.get_seq_length() == 0
+
+
+# ---------------------------------------------------------------------------------------------- the harness itself
+
+
+class _OnlyNewTokens(DynamicLayer):
+    """Loses the history."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        super().update(key_states, value_states, *args, **kwargs)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self.get_seq_length()
+
+
+class _StaleGroup(DynamicLayer):
+    """Hands out four tokens of the history as zeros, once it is long."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(*args, **kwargs)
+        if keys.shape[-2] < 48:
+            return keys, values
+        keys, values = keys.clone(), values.clone()
+        keys[:, :, 32:36] = 0
+        values[:, :, 32:36] = 0
+        return keys, values
+
+
+class _NoReorder(DynamicLayer):
+    """Leaves the beams where they are."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        pass
+
+
+class _CropsTooMuch(DynamicLayer):
+    """Takes the oldest instead of the newest tokens away."""
+
+    def crop(self, max_length: int) -> None:
+        if max_length and self.is_initialized:
+            self.keys, self.values = self.keys[..., -max_length:, :], self.values[..., -max_length:, :]
+
+
+def broken(model: Any, layer_class: type[DynamicLayer]) -> DynamicCache:
+    """A `DynamicCache` whose full-attention layers are of the class."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [layer_class() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+@contextmanager
+def padding_forgotten(model: Any) -> Iterator[None]:
+    """Within it, single-query steps know nothing of the padding."""
+
+    def forget(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        decoding = kwargs["past_key_values"].get_seq_length() > 0
+        return args, {key: value for key, value in kwargs.items() if not (decoding and key == "attention_mask")}
+
+    handle = model.register_forward_pre_hook(forget, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+BROKEN = {"greedy": _OnlyNewTokens, "second_turn": _StaleGroup, "beams": _NoReorder, "prompt_lookup": _CropsTooMuch}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_harness_notices_a_broken_cache(name: str, case: str) -> None:
+    """Logits far beyond the tolerance on every model of the matrix."""
+    model = tiny(name)
+    found = compare(reference(name, case), CASES[case](model, broken(model, BROKEN[case])))
+    assert not found.exact and found.deviation > 10 * harness.TOLERANCE, found
+
+
+@pytest.mark.parametrize("case", ["left_padding", "padded_beams", "padded_chunked_prefill"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_harness_notices_forgotten_padding(name: str, case: str) -> None:
+    """As above, for a cache that attends to padding when it decodes."""
+    model = tiny(name)
+    with padding_forgotten(model):
+        found = compare(reference(name, case), CASES[case](model, DynamicCache(config=model.config)))
+    assert not found.exact and found.deviation > 10 * harness.TOLERANCE, found
+
+
+def test_the_harness_refuses_logits_that_are_not_numbers() -> None:
+    """NaN in the result is infinitely far away, NaN in the reference an error."""
+    good = Decoded(torch.zeros(1, 2), torch.arange(6.0).view(2, 1, 3))
+    bad = Decoded(good.tokens, good.logits.masked_fill(good.logits == 4, float("nan")))
+    assert compare(good, bad).deviation == float("inf")
+    assert compare(good, good).bitwise and compare(good, good).exact
+    with pytest.raises(ValueError, match="not numbers"):
+        compare(bad, good)
