@@ -1,13 +1,22 @@
-"""KV caches on disk or in host memory for transformers models: `model.generate(..., past_key_values=DiskSwapCache(model))`."""
+"""KV caches on disk or in host memory for transformers models: `generate(..., past_key_values=DiskSwapCache(model))`.
 
-from .attach import detach
-from .cache import OffloadCache
-from .caches.disk_swap import DiskSwapCache
-from .config import DiskSwapConfig, OffloadConfig
-from .report import CacheReport
-from .tuning.calibrate import calibrate
+Names are imported when first asked for, so that importing the package neither loads torch nor runs anything.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+    from .attach import detach
+    from .cache import OffloadCache
+    from .caches.disk_swap import DiskSwapCache
+    from .config import DiskSwapConfig, OffloadConfig
+    from .report import CacheReport
+    from .tuning.calibrate import calibrate
 
 __all__ = [
+    "Adapter",
     "CacheReport",
     "DiskSwapCache",
     "DiskSwapConfig",
@@ -16,3 +25,20 @@ __all__ = [
     "calibrate",
     "detach",
 ]
+
+_HOME = {
+    "Adapter": "adapter",
+    "CacheReport": "report",
+    "DiskSwapCache": "caches.disk_swap",
+    "DiskSwapConfig": "config",
+    "OffloadCache": "cache",
+    "OffloadConfig": "config",
+    "calibrate": "tuning.calibrate",
+    "detach": "attach",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

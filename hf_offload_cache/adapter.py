@@ -16,7 +16,7 @@ from .fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class Adapter:
-    """Projections (Hk D, r) float32 by layer index, columns in order of energy: the first r' are the adapter of rank r'."""
+    """Projections (Hk D, r) float32 by layer index, columns in order of energy: the first s make the adapter of rank s."""
 
     projections: dict[int, torch.Tensor]
     made_for: dict[str, str]
@@ -35,7 +35,7 @@ class Adapter:
                 projections = {int(name.rpartition(".")[2]): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             made_for = json.loads(metadata["model"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise AdapterError(f"adapter {str(path)!r} cannot be read: {error}; make it anew with calibrate()") from error
+            raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error
         for name, value in fingerprint(model).items():
             if made_for.get(name) != value:
                 raise AdapterError(
@@ -50,5 +50,5 @@ class Adapter:
         if projection is None:
             raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
         if rank is not None and rank > projection.shape[1]:
-            raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use that or less")
+            raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use at most that")
         return projection if rank is None else projection[:, :rank].contiguous()

@@ -29,12 +29,10 @@ _LOCK = threading.RLock()
 class SeamVerbs(Protocol):
     """What hooks call on the cache that a forward was given; all on the thread that runs the model."""
 
-    closed: bool
-
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None: ...
     def end_step(self) -> None: ...
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None: ...
-    def enter_attention(self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None: ...
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None: ...
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None: ...
     def check_prompt(self, input_ids: torch.Tensor) -> None: ...
 
@@ -61,7 +59,7 @@ def inner_model(model: Any) -> PreTrainedModel:
 
 
 def attach(model: PreTrainedModel, cache: SeamVerbs) -> int:
-    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token that `release` takes."""
+    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
     with _LOCK:
         attachment = _ATTACHED.get(model)
         if attachment is None:
@@ -188,7 +186,7 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[int, torch.nn.Module, torc
 
 
 class _Seam:
-    """A hook that finds the cache in the call's arguments and calls one verb on it. Holds no module: copies are safe."""
+    """A hook that finds the cache in the call's arguments and calls one verb on it. Holds no module: safe to copy."""
 
     def __init__(self, verb: str, layer_idx: int = -1) -> None:
         self.verb = verb
@@ -232,11 +230,12 @@ def _prepare_inputs(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: A
     cache = _cache_among((), kwargs)
     if cache is not None and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
         cache.check_prompt(input_ids)
-    return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
+    own: Any = type(model)
+    return own.prepare_inputs_for_generation(model, input_ids, **kwargs)
 
 
 def register(implementation: str) -> None:
-    """Make the name of ours for `implementation` known to transformers: its attention function and its mask function."""
+    """Make our name for `implementation` known to transformers: the attention function and the mask function."""
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + implementation, functools.partial(_attention, implementation))
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + implementation, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
 

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
-    get_layer_types_and_kwargs,
 )
 
 from . import attach
@@ -86,16 +85,14 @@ class OffloadCache(Cache):
         """What a method needs of the model before the first step; runs before the seams go on."""
 
     def _make_layers(self, model: PreTrainedModel) -> list[Any]:
-        types, layer_kwargs = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        layers: list[Any] = []
-        for layer_idx, (layer_type, kwargs) in enumerate(zip(types, layer_kwargs, strict=True)):
-            layer_class = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
-            if layer_class is DynamicLayer:
-                layers.append(self.layer_class(self.shared, layer_idx))
-            elif layer_class is LinearAttentionAndFullAttentionLayer:
-                layers.append(hybrid(self.layer_class)(self.shared, layer_idx, **kwargs))
-            else:
-                layers.append(layer_class(**kwargs))
+        """transformers' own layers for this model, with every full-attention one replaced by ours."""
+        layers: list[Any] = list(DynamicCache(config=model.config).layers)
+        for layer_idx, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[layer_idx] = self.layer_class(self.shared, layer_idx)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                states = {name: getattr(layer, name) for name in ("number_of_states",) if hasattr(layer, name)}
+                layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
@@ -149,15 +146,15 @@ class OffloadCache(Cache):
         if self.look_ahead is not None:
             self.look_ahead.enter_block(layer_idx, block, hidden)
 
-    def enter_attention(self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
         if self.look_ahead is not None:
-            self.look_ahead.enter_attention(layer_idx, attention, hidden, rotary)
+            self.look_ahead.enter_attention(layer_idx, module, hidden, rotary)
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        """After a layer's attention: let the next layer, if it is offloaded, fetch what it will probably select."""
+        """After a layer's attention: where a method fetches ahead for the next layer."""
 
     def check_prompt(self, input_ids: torch.Tensor) -> None:
-        """`generate` is about to drop the first ids (B, P) because the cache holds them: does it? Raises `PromptError`."""
+        """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
         history = self.get_seq_length()
         if not history:
             return
@@ -247,7 +244,7 @@ class OffloadCache(Cache):
         memory = self.memory_bytes
         notes = list(self.warnings)
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            notes.append("set OMP_WAIT_POLICY=PASSIVE before torch is imported: waiting threads take the readers' cores")
+            notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
         return CacheReport(
             cache=type(self).__name__,
             tokens=max((layer.length for layer in self.offloaded), default=self._tokens.length),
@@ -271,10 +268,11 @@ class OffloadCache(Cache):
         )
 
     def _kept_bytes(self) -> int:
-        """Bytes of the layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
+        """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
         total = 0
         for layer in self.layers:
-            held = [] if isinstance(layer, OffloadLayer) else [layer.keys, layer.values] if hasattr(layer, "keys") else []
+            kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
+            held = [getattr(layer, name, None) for name in kept]
             for name in ("conv_states", "recurrent_states"):
                 held.extend(getattr(layer, name, {}).values())
             total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))

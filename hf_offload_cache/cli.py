@@ -106,7 +106,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         console.print(_comparison(answers))
     if answers[-1].report is not None:
-        console.print(str(answers[-1].report), markup=False, highlight=False)
+        print(answers[-1].report, file=sys.stderr)
     if arguments.json is not None:
         try:
             arguments.json.write_text(json.dumps([answer.to_dict() for answer in answers], indent=2) + "\n")
@@ -122,7 +122,10 @@ class _Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
+        # stdout is the answer's alone; a stderr that is no terminal gets no bar
+        self._bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        )
         # generate runs the last token of the prompt itself
         self._task = self._bar.add_task("prefill, tokens", total=total - 1)
 
@@ -131,14 +134,18 @@ class _Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._remove()
 
     def update(self, tokens_done: int) -> None:
         self._bar.update(self._task, completed=tokens_done)
 
     def print_text(self, text: str) -> None:
-        self._bar.stop()
+        self._remove()
         print(text, end="", flush=True)
+
+    def _remove(self) -> None:
+        if self._bar.live.is_started:  # stopping twice prints an empty line
+            self._bar.stop()
 
 
 def _comparison(answers: Sequence[Answer]) -> Any:

@@ -14,7 +14,8 @@ _SAMPLE = 64
 def fingerprint(model: Any) -> dict[str, str]:
     """Field names and values of a PreTrainedModel that must be equal for its keys to be interchangeable."""
     config = model.config.get_text_config(decoder=True)
-    fields = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    fields = ("model_type", *shape)
     found = {name: str(getattr(config, name, None)) for name in fields}
     found["rope"] = str(getattr(config, "rope_parameters", None))
     found["weights"] = _digest(model)

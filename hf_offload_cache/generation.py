@@ -168,7 +168,7 @@ def prefill(
 
     if chunk < 1:
         raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use 1024")
-    with torch.inference_mode():
+    with torch.no_grad():  # as `generate` does; tensors of inference mode could not be written to afterwards
         for start in range(0, input_ids.shape[1], chunk):
             part = input_ids[:, start : start + chunk]
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -173,19 +173,17 @@ class OffloadLayer(CacheLayerMixin):
         replaceable = getattr(value, TAG, None) is tag and (
             not args and self._replaceable(module, query, key, mask, kwargs)
         )
-        if tag.whole or not replaceable:
-            if not tag.whole:
-                key, value = (no_backward(tensor, query) for tensor in self.whole())
-            output = attention(module, query, key, value, mask, *args, **kwargs)
-            self.state = "tagged" if replaceable else "full"
-        elif query.shape[2] == 1:
-            output = self.decode(attention, module, query, mask, *args, **kwargs)
-        else:
-            output = self.stream(attention, module, query, key, value, mask, *args, **kwargs)
-        if self._sealed and self.state == "tagged":
-            self.summarise(self._sealed, visible_columns(mask))
-        self._sealed = []
-        return output
+        self.state = "tagged" if replaceable else "full"
+        sealed, self._sealed = self._sealed, []
+        if sealed and replaceable:
+            self.summarise(sealed, visible_columns(mask))
+        if not replaceable and not tag.whole:
+            key, value = (no_backward(tensor, query) for tensor in self.whole())
+        if not replaceable or tag.whole:
+            return attention(module, query, key, value, mask, *args, **kwargs)
+        if query.shape[2] == 1:
+            return self.decode(attention, module, query, mask, *args, **kwargs)
+        return self.stream(attention, module, query, key, value, mask, *args, **kwargs)
 
     def _replaceable(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict

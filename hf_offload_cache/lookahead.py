@@ -95,10 +95,9 @@ class LookAhead:
         attention = sight.attention() if sight.attention is not None else None
         if block is None or attention is None or sight.norm is None:
             return None
-        rotary = None
-        if sight.rotary is not None:
-            if sight.rotary_from is None or (rotary := self.sights[sight.rotary_from].rotary) is None:
-                return None
+        rotary = None if sight.rotary_from is None else self.sights[sight.rotary_from].rotary
+        if sight.rotary is not None and rotary is None:
+            return None
         hidden = previous.residual
         if self.source == "attended":
             hidden = hidden + attention_output[:, -1:].to(hidden.device)

@@ -47,7 +47,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """All figures are since construction or `reset`; bytes, seconds, and shares from 0 to 1 (None: nothing to share)."""
+    """Figures since construction or `reset`; bytes, seconds, and shares from 0 to 1 (None: nothing to share)."""
 
     cache: str
     tokens: int

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .buffers import lasting_empty
 from .config import DiskSwapConfig
 from .prefetch import Staging, Ticket
 from .shared import Shared
@@ -56,6 +57,7 @@ class SelectionBuffer:
         self._turn = 0
         self._view: torch.Tensor | None = None
         self._slots: dict[int, _Slots] = {}
+        self._last: dict[int, np.ndarray] = {}
 
     def groups_selected(self, group_size: int) -> int:
         """M: groups a row and step, sinks included. Sinks of a padded row may begin anywhere in a group."""
@@ -67,16 +69,24 @@ class SelectionBuffer:
     # --- reading -----------------------------------------------------------------------------------------------
 
     def prefetch(self, layer: DiskSwapLayer, groups: np.ndarray) -> None:
-        """Start reading the records of groups (B, M) of `layer` that lie in no slot."""
-        slots = self._slots_of(layer)
+        """Start reading the records of groups (B, M) of `layer`, and of its last step's, that lie in no slot."""
+        slots, guessed = self._slots_of(layer), groups
+        if self.settings.selection == "default" and layer.layer_idx in self._last:
+            groups = np.concatenate([groups, self._last[layer.layer_idx]], 1)
         records = np.unique(np.take_along_axis(layer.table.ids, groups, 1))
         missing = records[slots.table.locate(records) == ABSENT]
         self._turn = 1 - self._turn
         self._settle(self._turn)
         area = self._staging(layer)[self._turn]
+        area.wait_uploaded()
         missing = missing[: area.host.shape[0]]
         ticket = self.shared.prefetcher.read(layer.store, missing, area.host[: len(missing)])
-        self._ahead[self._turn] = _Ahead(layer.layer_idx, groups, missing, ticket)
+        self._ahead[self._turn] = _Ahead(layer.layer_idx, guessed, missing, ticket)
+
+    def prefetch_again(self, layer: DiskSwapLayer) -> None:
+        """Start reading what the layer's last step selected and no slot holds: for a layer without a look-ahead."""
+        if layer.layer_idx in self._last:
+            self.prefetch(layer, self._last[layer.layer_idx])
 
     def decided(self, layer_idx: int) -> np.ndarray | None:
         """The groups that the look-ahead chose for this layer in this step, if it did."""
@@ -99,6 +109,7 @@ class SelectionBuffer:
         counters.units_resident += len(records) - len(absent)
         counters.units_ready += len(records) - len(absent) + int(ready[which].sum())
 
+        self._last[layer.layer_idx] = groups
         view, tail_units = self._view_for(layer, wanted)
         unit = view.view(-1, form.payload_width)
         target = (np.arange(batch)[:, None] * (wanted + tail_units) + np.arange(wanted)).reshape(-1)
@@ -108,7 +119,7 @@ class SelectionBuffer:
         if len(absent):
             rows = fresh if len(missing) == len(absent) and _is_range(which) else fresh[_index(which, unit)]
             unit.index_copy_(0, _index(target[absent], unit), rows)
-            taken, into = slots.table.insert(missing)
+            taken, into = slots.table.insert(missing, lies_in[held])
             if len(taken):
                 kept = fresh if len(taken) == len(missing) else fresh[_index(taken, unit)]
                 slots.data.index_copy_(0, _index(into, unit), kept)
@@ -136,6 +147,7 @@ class SelectionBuffer:
         rest = np.flatnonzero(~ready)
         if len(rest):
             area = areas[2]
+            area.wait_uploaded()
             ticket = self.shared.prefetcher.read(layer.store, missing[rest], area.host[: len(rest)])
             self.shared.counters.stall_seconds += ticket.wait()
             area.upload(0, len(rest))
@@ -180,7 +192,7 @@ class SelectionBuffer:
         if view is None or view.numel() < size or view.dtype != form.dtype or view.device != layer.device:
             if view is not None:
                 self.shared.account.release("selection", view.nbytes)
-            view = self._view = torch.empty(size, dtype=form.dtype, device=layer.device)
+            view = self._view = lasting_empty(size, dtype=form.dtype, device=layer.device)
             self.shared.account.hold("selection", view.nbytes)
         return view[:size].view(shape), tail_units
 
@@ -192,7 +204,7 @@ class SelectionBuffer:
         slots = self._slots.get(layer.layer_idx)
         if slots is None or slots.table.capacity != capacity:
             self._drop_slots(layer.layer_idx)
-            data = torch.empty(capacity, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device)
+            data = lasting_empty(capacity, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device)
             slots = self._slots[layer.layer_idx] = _Slots(SlotTable(capacity), data)
             self.shared.account.hold("reuse slots", data.nbytes)
         return slots
@@ -202,16 +214,22 @@ class SelectionBuffer:
         if slots is not None:
             self.shared.account.release("reuse slots", slots.data.nbytes)
 
-    def forget(self, layer: DiskSwapLayer, records: np.ndarray) -> None:
-        """These records of `layer` are free: nothing read of them is valid."""
+    def rows_changed(self, layer: DiskSwapLayer) -> None:
+        """Rows of `layer` are no longer what they were: what was decided for them is void. Slots stay valid."""
+        self._last.pop(layer.layer_idx, None)
         for turn, ahead in enumerate(self._ahead):
             if ahead is not None and ahead.layer_idx == layer.layer_idx:
                 self._settle(turn)
+
+    def forget(self, layer: DiskSwapLayer, records: np.ndarray) -> None:
+        """These records of `layer` are free: nothing read of them is valid."""
+        self.rows_changed(layer)
         if layer.layer_idx in self._slots:
             self._slots[layer.layer_idx].table.forget(records)
 
     def drop(self, layer: DiskSwapLayer) -> None:
         """The layer holds nothing any more; with the last one, nothing is kept here."""
+        self._last.pop(layer.layer_idx, None)
         self._ahead = [ahead if ahead is None or ahead.layer_idx != layer.layer_idx else None for ahead in self._ahead]
         self._drop_slots(layer.layer_idx)
         if not self._slots:

@@ -16,8 +16,8 @@ from .config import OffloadConfig, parse_size
 from .errors import CacheClosedError, SeamLostError
 from .prefetch import Prefetcher, Staging
 from .report import Counters, MemoryAccount
-from .stores.mmap import choose_engine, open_store
 from .stores.base import Store
+from .stores.engines import choose_engine, open_store
 
 if TYPE_CHECKING:
     from .layer import OffloadLayer
@@ -76,7 +76,9 @@ class Shared:
                 "set the implementation first, and construct the cache after"
             )
 
-    def stream(self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device) -> Iterator[torch.Tensor]:
+    def stream(
+        self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device
+    ) -> Iterator[torch.Tensor]:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
@@ -85,11 +87,14 @@ class Shared:
         if not parts:
             return
         buffers = self._buffers(len(parts[0]), store.record_bytes, device)
+        for buffer in buffers:
+            buffer.wait_uploaded()
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host[: len(parts[0])])]
         try:
             for index, part in enumerate(parts):
                 if index + 1 < len(parts):
                     following = parts[index + 1]
+                    buffers[(index + 1) % 2].wait_uploaded()
                     target = buffers[(index + 1) % 2].host[: len(following)]
                     tickets.append(self.prefetcher.read(store, following, target))
                 buffer = buffers[index % 2]

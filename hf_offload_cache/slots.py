@@ -8,7 +8,7 @@ ABSENT = -1
 
 
 class SlotTable:
-    """Maps record ids to fixed slots, replaced first in, first out. Holds no data.
+    """Maps record ids to fixed slots, replaced first in, first out, but for what is in use. Holds no data.
 
     Records, not positions, are the keys: rows of a batch that share a record share its slot, and reordering beams
     changes nothing here. All arrays are int64. Used by one thread.
@@ -18,11 +18,11 @@ class SlotTable:
         self.capacity = capacity
         self._slot_of = np.full(64, ABSENT, dtype=np.int64)
         self._record_in = np.full(capacity, ABSENT, dtype=np.int64)
-        self._next = 0
+        self._order = np.arange(capacity)
 
     @property
     def nbytes(self) -> int:
-        return self._slot_of.nbytes + self._record_in.nbytes
+        return self._slot_of.nbytes + self._record_in.nbytes + self._order.nbytes
 
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record, `ABSENT` for those that lie in none."""
@@ -32,27 +32,38 @@ class SlotTable:
             self._slot_of = grown
         return self._slot_of[records]
 
-    def insert(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give slots to distinct records that lie in none, oldest slots first.
+    def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give slots to distinct records that lie in none: those filled longest ago, `in_use` slots only after all
+        others (the next step will probably want again what this one uses).
 
         Returns the positions in `records` that got a slot (the last `capacity` of them, when there are more) and
         their slots. What lay there before is forgotten.
         """
         taken = np.arange(max(0, len(records) - self.capacity), len(records))
-        slots = (self._next + np.arange(len(taken))) % max(self.capacity, 1)
-        if len(taken):
-            evicted = self._record_in[slots]
-            self._slot_of[evicted[evicted != ABSENT]] = ABSENT
-            records = records[taken]
-            self.locate(records)
-            self._slot_of[records] = slots
-            self._record_in[slots] = records
-            self._next = int((slots[-1] + 1) % self.capacity)
+        if not len(taken):
+            return taken, taken
+        records = records[taken]
+        used = np.zeros(self.capacity, dtype=bool)
+        used[in_use] = True
+        used = used[self._order]
+        slots = np.concatenate([self._order[~used], self._order[used]])[: len(taken)]
+        evicted = self._record_in[slots]
+        self._slot_of[evicted[evicted != ABSENT]] = ABSENT
+        self.locate(records)
+        self._slot_of[records] = slots
+        self._record_in[slots] = records
+        filled = np.zeros(self.capacity, dtype=bool)
+        filled[slots] = True
+        self._order = np.concatenate([self._order[~filled[self._order]], slots])
         return taken, slots
 
     def forget(self, records: np.ndarray) -> None:
-        """The content of these records is no longer valid; their slots are free."""
+        """The content of these records is no longer valid; their slots are empty, and next to be filled."""
         slots = self.locate(records)
-        held = slots != ABSENT
-        self._record_in[slots[held]] = ABSENT
-        self._slot_of[records[held]] = ABSENT
+        slots = slots[slots != ABSENT]
+        if len(slots):
+            self._slot_of[self._record_in[slots]] = ABSENT
+            self._record_in[slots] = ABSENT
+            empty = np.zeros(self.capacity, dtype=bool)
+            empty[slots] = True
+            self._order = np.concatenate([slots, self._order[~empty[self._order]]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .buffers import lasting_empty
 from .records import RecordFormat
 from .report import MemoryAccount
 
@@ -21,7 +22,8 @@ class RollingTail:
         self.form = form
         self.length = 0
         self._account = account
-        self._buffer = torch.empty(batch, num_recent + form.group_size, form.entry_width, dtype=form.dtype, device=device)
+        shape = (batch, num_recent + form.group_size, form.entry_width)
+        self._buffer = lasting_empty(*shape, dtype=form.dtype, device=device)
         account.hold("rolling tail", self._buffer.nbytes)
 
     @property
@@ -56,9 +58,10 @@ class RollingTail:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old = self._buffer.nbytes
-        self._buffer = self._buffer.index_select(0, rows.to(self._buffer.device))
-        self._account.hold("rolling tail", self._buffer.nbytes - old)
+        old = self._buffer
+        self._buffer = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
+        self._account.hold("rolling tail", self._buffer.nbytes - old.nbytes)
 
     def close(self) -> None:
         self._account.release("rolling tail", self._buffer.nbytes)

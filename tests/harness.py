@@ -49,13 +49,13 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: in
     return model
 
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -124,7 +124,7 @@ def config_of(name: str) -> PreTrainedConfig:
     """A fresh tiny config of the matrix."""
     prefix, fields = TINY[name]
     config_class = getattr(transformers, _CLASS_OF_CONFIG.get(prefix, f"{prefix}Config"))
-    return config_class(**copy.deepcopy({**_COMMON, **fields}))
+    return config_class(**copy.deepcopy({**COMMON, **fields}))
 
 
 def fresh(name: str, seed: int = 0) -> Any:

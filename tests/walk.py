@@ -1,6 +1,6 @@
 """Every causal language model that transformers ships, tiny: is a cache of ours exact with it?
 
-`walk_one(config_class)` looks at one architecture; `python tests/walk.py [--all-cases] [NAME ...]` prints the walk.
+`walk_one(config_class)` looks at one architecture; `PYTHONPATH=. python tests/walk.py [--all-cases] [NAME ...]` walks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import harness
 import transformers
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hf_offload_cache import DiskSwapCache
 
 SHORT_CASES = ("greedy", "beams", "left_padding")
 FURTHER_CASES = ("sample", "batch", "chunked_prefill", "padded_chunked_prefill", "prompt_lookup", "second_turn")
@@ -131,6 +133,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}},
     "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}},
     "gemma3n_text": {"intermediate_size": [FFN] * LAYERS},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "xmod": {"default_language": "en_XX"},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -239,8 +246,6 @@ MakeCache = Callable[..., Any]
 
 def disk_swap(model: Any, exact: bool | str) -> Any:
     """The cache under test, without a disk: the store has tests of its own."""
-    from hf_offload_cache import DiskSwapCache
-
     return DiskSwapCache(model, exact=exact, engine="memory", **harness.SMALL)
 
 
@@ -287,31 +292,38 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, result: Re
     before = harness.fingerprint(model)
     try:
         for case, reference in references.items():
-            found, layers = _run(model, case, reference, make, True)
+            found, layers, _ = _run(model, case, reference, make, True)
             result.deviations[case] = found.deviation
             result.layers = {key: max(count, result.layers.get(key, 0)) for key, count in layers.items()}
             if not found.exact:
                 result.status, result.reason = "wrong", f"{case}: {found}"
-        result.bitwise = _run(model, "greedy", references["greedy"], make, "bitwise")[0].bitwise
-        if not result.bitwise:
-            result.status, result.reason = "wrong", result.reason or "greedy is not bitwise equal"
-        if harness.fingerprint(model) != before:
-            result.status, result.reason = "wrong", result.reason or "closing did not restore the model"
+        found, _, inert = _run(model, "greedy", references["greedy"], make, "bitwise", beside=True)
+        result.bitwise = found.bitwise
+        restored = harness.fingerprint(model) == before
+        for good, reason in (
+            (inert, "DynamicCache on the attached model is not as before"),
+            (found.bitwise, "greedy is not bitwise equal"),
+            (restored, "closing did not restore the model"),
+        ):
+            if not good:
+                result.status, result.reason = "wrong", "; ".join(filter(None, (result.reason, reason)))
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         result.status, result.reason = "wrong", f"{_one_line(error)} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _run(
-    model: Any, case: str, reference: harness.Decoded, make: MakeCache, exact: bool | str
-) -> tuple[harness.Comparison, dict[str, int]]:
+    model: Any, case: str, reference: harness.Decoded, make: MakeCache, exact: bool | str, beside: bool = False
+) -> tuple[harness.Comparison, dict[str, int], bool]:
+    """How a cache of ours compares, its layers' states, and (`beside`) whether `DynamicCache` is bitwise as before."""
     cache = make(model, exact=exact)
     try:
         decoded = harness.CASES[case](model, cache)
         layers = dict(cache.report().layers) if hasattr(cache, "report") else {}
+        plain = harness.CASES[case](model, DynamicCache(config=model.config)) if beside else reference
     finally:
         getattr(cache, "close", lambda: None)()
-    return harness.compare(reference, decoded), layers
+    return harness.compare(reference, decoded), layers, harness.compare(reference, plain).bitwise
 
 
 def _one_line(error: Exception) -> str:

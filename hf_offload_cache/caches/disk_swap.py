@@ -174,6 +174,8 @@ class DiskSwapLayer(OffloadLayer):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)
+        if self.buffer is not None:
+            self.buffer.rows_changed(self)
         if self.summary is not None:
             self.summary.select_rows(rows)
 
@@ -213,11 +215,24 @@ class DiskSwapCache(OffloadCache):
             if adapter is not None:
                 layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank)
 
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+        super().begin_step(model, kwargs)
+        if self.decoding and self.offloaded:
+            self._prefetch(self.offloaded[0], None)
+
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        following = self._by_index.get(layer_idx + 1)
-        if self.look_ahead is None or not self.decoding or not isinstance(following, DiskSwapLayer):
+        """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""
+        if self.decoding and layer_idx + 1 in self._by_index:
+            self._prefetch(self._by_index[layer_idx + 1], output)
+
+    def _prefetch(self, layer: OffloadLayer, output: torch.Tensor | None) -> None:
+        settings = self.config
+        assert isinstance(settings, DiskSwapConfig)
+        assert isinstance(layer, DiskSwapLayer)
+        if self.look_ahead is None or settings.selection == "random":
             return
-        if following.settings.selection != "random":
-            query = self.look_ahead.predict(following.layer_idx, output)
-            if query is not None:
-                following.prefetch_for(query)
+        query = None if output is None else self.look_ahead.predict(layer.layer_idx, output)
+        if query is not None:
+            layer.prefetch_for(query)
+        elif settings.selection == "default" and layer.buffer is not None and layer.is_initialized:
+            layer.buffer.prefetch_again(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..buffers import lasting_empty
 from ..report import MemoryAccount
 
 _CLIP = 5.0
@@ -40,14 +41,15 @@ class LowRankKeys:
         self.scale = (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
         self.tokens = 0
         self._account = account
-        self._keys = torch.empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
+        self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
         account.hold("adapters", adapter.nbytes)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by an eighth beyond what is asked once there is something."""
         if tokens > self._keys.shape[1]:
             room = tokens if not self.tokens else tokens + max(256, tokens // 8)
-            grown = self._keys.new_empty(self._keys.shape[0], room, self._keys.shape[2])
+            shape = (self._keys.shape[0], room, self._keys.shape[2])
+            grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
             grown[:, : self.tokens] = self._keys[:, : self.tokens]
             self._account.hold("compact keys", grown.nbytes - self._keys.nbytes)
             self._keys = grown
@@ -68,9 +70,10 @@ class LowRankKeys:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old = self._keys.nbytes
-        self._keys = self._keys.index_select(0, rows.to(self._keys.device))
-        self._account.hold("compact keys", self._keys.nbytes - old)
+        old = self._keys
+        self._keys = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows.to(old.device), out=self._keys)
+        self._account.hold("compact keys", self._keys.nbytes - old.nbytes)
 
     def close(self) -> None:
         self._account.release("compact keys", self._keys.nbytes)

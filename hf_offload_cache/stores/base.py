@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        """Fill `out` (uint8, (n, record_bytes), host memory, contiguous, aligned to `DEVICE_BLOCK`) with `ids`, in order.
+        """Fill `out` (uint8, (n, record_bytes), host memory, aligned to `DEVICE_BLOCK`) with `ids`, in order.
 
         Blocks until the bytes are there; adjacent ids are one request. Raises `StoreError`; `out` is then undefined.
         """
@@ -87,7 +88,7 @@ def runs(ids: np.ndarray) -> list[tuple[int, int]]:
         return []
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     edges = [0, *breaks.tolist(), len(ids)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> torch.Tensor:

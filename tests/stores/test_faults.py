@@ -13,8 +13,8 @@ import torch
 
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store, aligned_empty
+from hf_offload_cache.stores.engines import open_store, probe_direct
 from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.mmap import open_store, probe_direct
 from hf_offload_cache.stores.scratch import ScratchFile
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, fill, open_descriptors, pattern, read
 

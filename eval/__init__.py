@@ -1,0 +1,1 @@
+"""Benchmarks: what the library promises, measured. `python -m eval.bench` runs all of them."""

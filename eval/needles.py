@@ -1,0 +1,178 @@
+"""Needles in a haystack with the real model: which planted facts does each cache still find?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.default_model import load_default_model
+from hf_offload_cache.generation import build_prompt, generate_answer
+
+ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
+NOUNS = ("lighthouse", "orchard", "library", "harbour", "windmill", "greenhouse", "tower", "bridge", "museum", "well")
+_TEMPLATE_TOKENS = 90
+"""About what the fact, the question and the chat template take."""
+
+METHODS: dict[str, dict[str, Any] | None] = {
+    "DynamicCache": None,
+    "default": {},
+    "paper": {"selection": "paper"},
+    "random": {"selection": "random"},
+}
+"""Name -> fields of `DiskSwapCache`; None for transformers' own cache, which the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """One sample: a document with a fact in it, and the question for it."""
+
+    document: str
+    fact: str
+    question: str
+    code: str
+    depth: float
+
+
+def haystack() -> list[str]:
+    """Paragraphs of Python's own help texts: there wherever Python is; the same for the same version."""
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return [pydoc.plain(part).strip() for part in text.split("\n\n") if part.strip()]
+
+
+def make_needles(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> Iterator[Needle]:
+    """`count` samples of about `tokens` tokens: other text, another fact and another depth each, always the same."""
+    paragraphs = haystack()
+    generator = random.Random(0)
+    for index in range(count):
+        adjective, noun = generator.choice(ADJECTIVES), generator.choice(NOUNS)
+        code = str(generator.randrange(10_000, 100_000))
+        depth = (index + 0.5) / count
+        chosen: list[str] = []
+        lengths: list[int] = []
+        room = tokens - _TEMPLATE_TOKENS
+        position = index * len(paragraphs) // count
+        while True:
+            paragraph = paragraphs[position % len(paragraphs)]
+            position += 1
+            length = len(tokenizer(paragraph, verbose=False)["input_ids"]) + 1
+            if sum(lengths) + length > room:
+                if room - sum(lengths) < 40 or length < 200:  # nearly full, or only a little too long
+                    break
+                continue
+            chosen.append(paragraph)
+            lengths.append(length)
+        before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= depth * sum(lengths))
+        fact = f"The secret code of the {adjective} {noun} is {code}."
+        chosen.insert(before, fact)
+        question = f"What is the secret code of the {adjective} {noun}?"
+        yield Needle("\n\n".join(chosen), fact, question, code, depth)
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: dict[str, dict[str, Any] | None],
+    samples: int = 20,
+    tokens: int = 4096,
+    max_new_tokens: int = 16,
+    chunk: int = 4096,
+    path: str | None = None,
+) -> dict[str, Any]:
+    """Every method on every sample; answered: the code is in the greedy answer."""
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    records: list[dict[str, Any]] = []
+    with Progress(*bar) as progress:
+        task = progress.add_task(f"needles in {tokens:,} tokens", total=samples * len(methods))
+        for index, needle in enumerate(make_needles(tokenizer, samples, tokens)):
+            input_ids = build_prompt(tokenizer, needle.document, needle.question)
+            for name, fields in methods.items():
+                own = fields is None
+                cache = DynamicCache(config=model.config) if own else DiskSwapCache(model, path=path, **fields)
+                try:
+                    answer = generate_answer(model, tokenizer, input_ids, cache, max_new_tokens, chunk)
+                finally:
+                    getattr(cache, "close", lambda: None)()
+                record = {"sample": index, "method": name, "depth": needle.depth, "code": needle.code}
+                record |= {"answered": needle.code in answer.text, "text": answer.text, "tokens": input_ids.shape[1]}
+                record |= {"prefill_seconds": answer.prefill_seconds, "decode_seconds": answer.decode_seconds}
+                report = answer.report
+                if report is not None:
+                    kept = ("hit_rate", "prefetch_hit_rate", "selected_fraction", "peak_memory_bytes", "full_kv_bytes")
+                    record |= {field: getattr(report, field) for field in kept}
+                records.append(record)
+                progress.advance(task)
+    summary = {"samples": samples, "tokens": tokens, "methods": summarise(records, methods), "records": records}
+    return summary
+
+
+def summarise(records: list[dict[str, Any]], methods: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """Per method: how many answered, how many lost of those that `DynamicCache` answered, and mean rates."""
+    reference = next(name for name, fields in methods.items() if fields is None)
+    known = {r["sample"] for r in records if r["method"] == reference and r["answered"]}
+    table = {}
+    for name, fields in methods.items():
+        own = [record for record in records if record["method"] == name]
+        row: dict[str, Any] = {
+            "fields": fields,
+            "answered": sum(record["answered"] for record in own),
+            "lost": sum(record["sample"] in known and not record["answered"] for record in own),
+            "of": len(known),
+        }
+        for field in ("hit_rate", "prefetch_hit_rate", "selected_fraction"):
+            values = [record[field] for record in own if record.get(field) is not None]
+            row[field] = sum(values) / len(values) if values else None
+        table[name] = row
+    return table
+
+
+def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
+    """"name:field=value,field=value" -> name and fields; values are JSON where they can be, else text."""
+    name, _, rest = text.partition(":")
+    fields: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = pair.partition("=")
+        try:
+            fields[key] = json.loads(value)
+        except ValueError:
+            fields[key] = value
+    return name, fields
+
+
+def main() -> None:
+    """Plant facts in long texts and ask for them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill call")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one more method")
+    parser.add_argument("--path", help="folder on the disk to use")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    model, tokenizer = load_default_model(torch.bfloat16)
+    names = dict.fromkeys(["DynamicCache", *arguments.methods])
+    methods = {name: METHODS[name] for name in names} | dict(map(parse_setting, arguments.set))
+    result = run(
+        model, tokenizer, methods, arguments.samples, arguments.tokens, chunk=arguments.chunk, path=arguments.path
+    )
+    for name, row in result["methods"].items():
+        shares = [f"{key} {row[key]:.2f}" for key in ("hit_rate", "prefetch_hit_rate", "selected_fraction") if row[key]]
+        print(f"{name:14} answered {row['answered']:2}, lost {row['lost']} of {row['of']}  {', '.join(shares)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Models of SmolLM2-135M's shape with random weights, and long contexts put into a cache without a prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import Cache
+
+from hf_offload_cache.layer import TAG, OffloadLayer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the time and the memory of a step; SmolLM2-135M's by default."""
+
+    layers: int = 30
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    hidden: int = 576
+    intermediate: int = 1536
+    vocabulary: int = 49152
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in 16 bits, all layers."""
+        return 4 * self.layers * self.kv_heads * self.head_dim
+
+    def light(self) -> Shape:
+        """The same cache beside a model that is next to nothing: for measurements of the cache alone."""
+        return Shape(self.layers, self.heads, self.kv_heads, self.head_dim, 64, 64, 256)
+
+
+def build_model(shape: Shape, positions: int = 65536, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama with random weights in bfloat16 on the CPU, in evaluation mode."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def random_keys_and_values(shape: Shape, tokens: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (1, Hkv, T, D), bfloat16, the same for the same arguments; never zeros.
+
+    Keys are a mean, a part of low rank that drifts slowly from token to token (neighbours are alike, as in text), and
+    noise: most of their energy fits a compact copy, not all. Values are noise.
+    """
+    generator = torch.Generator().manual_seed(1000 + layer_idx)
+    width, rank, span = shape.kv_heads * shape.head_dim, 24, 64
+    corners = torch.randn(tokens // span + 2, rank, generator=generator)
+    drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
+    basis = torch.randn(rank, width, generator=generator) / rank**0.5
+    keys = drift @ basis + torch.randn(width, generator=generator)
+    keys += 0.5 * torch.randn(tokens, width, generator=generator)
+    values = torch.randn(tokens, width, generator=generator)
+    parts = (part.view(1, tokens, shape.kv_heads, shape.head_dim).transpose(1, 2) for part in (keys, values))
+    keys, values = (part.to(torch.bfloat16).contiguous() for part in parts)
+    return keys, values
+
+
+def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int) -> None:
+    """Put a context of random keys and values into an empty cache, ours or transformers', layer by layer.
+
+    An offloaded layer goes the way of a prefill in one piece: `update`, then `attend` with an attention function that
+    computes nothing, so that the layer is tagged, its groups are sealed and written, and its summary is made.
+    """
+    with torch.no_grad():
+        for layer_idx in range(shape.layers):
+            keys, values = random_keys_and_values(shape, tokens, layer_idx)
+            returned, other = cache.update(keys, values, layer_idx)
+            layer = cache.layers[layer_idx]
+            if isinstance(layer, OffloadLayer) and layer.state != "full":
+                module = model.model.layers[layer_idx].self_attn
+                query = keys.new_zeros(1, shape.heads, 1, shape.head_dim)
+                layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
+
+
+def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return query.transpose(1, 2), None
+
+
+def static_cache(model: LlamaForCausalLM, tokens: int) -> StaticCache:
+    """A `StaticCache` with room for `tokens`."""
+    return StaticCache(config=model.config, max_cache_len=tokens)
+
+
+def decode_step(model: LlamaForCausalLM, cache: Cache, token: int) -> torch.Tensor:
+    """One decoding step of one sequence; the logits (1, 1, vocabulary)."""
+    with torch.no_grad():
+        return model(
+            input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+
+
+def random_tokens(shape: Shape, count: int, seed: int = 1) -> list[int]:
+    """Token ids to feed: a model with random weights would repeat itself, and then every selection is the last one."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shape.vocabulary, (count,), generator=generator).tolist()
