@@ -31,7 +31,7 @@ class Shape:
 
     def light(self) -> Shape:
         """The same cache beside a model that is next to nothing: for measurements of the cache alone."""
-        return Shape(self.layers, self.heads, self.kv_heads, self.head_dim, 64, 64, 256)
+        return Shape(self.layers, self.heads, self.kv_heads, self.head_dim, 8 * self.heads, 64, 256)
 
 
 def build_model(shape: Shape, positions: int = 65536, seed: int = 0) -> LlamaForCausalLM:

@@ -16,7 +16,7 @@ from .fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class Adapter:
-    """Projections (Hk D, r) float32 by layer index, columns in order of energy: the first s make the adapter of rank s."""
+    """Projections (Hk D, r) float32 by layer index, most energy first: the first s columns are that of rank s."""
 
     projections: dict[int, torch.Tensor]
     made_for: dict[str, str]
@@ -50,5 +50,5 @@ class Adapter:
         if projection is None:
             raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
         if rank is not None and rank > projection.shape[1]:
-            raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use at most that")
+            raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use less")
         return projection if rank is None else projection[:, :rank].contiguous()

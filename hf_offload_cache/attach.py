@@ -85,6 +85,13 @@ def release(model: PreTrainedModel | None, token: int) -> None:
         _take_off(model, attachment)
 
 
+def intact(model: torch.nn.Module) -> bool:
+    """Whether every config that carried our attention when the seams went on still does."""
+    attachment = _ATTACHED.get(model) if isinstance(model, PreTrainedModel) else None
+    names = [] if attachment is None else [config._attn_implementation_internal for config, _ in attachment.renamed]
+    return all((name or "").startswith(PREFIX) for name in names)
+
+
 def detach(model: Any) -> None:
     """Close every cache on `model` and restore it. Does nothing on a model without caches."""
     inner = inner_model(model)
@@ -202,7 +209,7 @@ class _Seam:
         if cache is None:
             return
         if self.verb == "begin_step":
-            cache.begin_step(module, kwargs)
+            cache.begin_step(module, {"input_ids": args[0], **kwargs} if args else kwargs)
         elif self.verb == "end_step":
             cache.end_step()
         elif self.verb == "leave_attention":

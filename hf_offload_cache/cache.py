@@ -21,11 +21,11 @@ from transformers.cache_utils import (
 
 from . import attach
 from .config import OffloadConfig
-from .errors import PromptError, UnsupportedModelError
+from .errors import PromptError, SeamLostError, UnsupportedModelError
 from .layer import OffloadLayer, hybrid
 from .lookahead import LookAhead
 from .report import CacheReport
-from .shared import Shared
+from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
 
 
@@ -101,6 +101,8 @@ class OffloadCache(Cache):
         """Before the model's forward: check that the step continues what is held, start the clock."""
         self.shared.check_open()
         self.shared.check_seam()
+        if not attach.intact(model) and any(layer.state == "tagged" for layer in self.offloaded):
+            raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
         lengths = {layer.length for layer in self.offloaded}
@@ -182,7 +184,7 @@ class OffloadCache(Cache):
         )
 
     def _check_sparse(self) -> None:
-        dense = [layer.layer_idx for layer in self.offloaded if layer.state == "full"]
+        dense = [layer.layer_idx for layer in self.offloaded if layer.state != "tagged"]
         if dense and not any("cannot be sparse" in warning for warning in self.warnings):
             self._warn(
                 f"layers {dense} cannot be sparse (their attention is not a plain softmax over the keys that the cache "

@@ -49,6 +49,11 @@ class OffloadConfig:
         if self.group_size is not None:
             self._at_least("group_size", 1)
             self._at_most("group_size", 1024)
+            if self.block_tokens < self.group_size:
+                raise ConfigError(
+                    f"block_tokens ({self.block_tokens}) must be at least group_size ({self.group_size}), since whole "
+                    f"groups are read: use block_tokens={self.group_size} or group_size={self.block_tokens}"
+                )
         self._one_of("exact", (False, True, "bitwise"))
         self._one_of("engine", ("auto", "direct", "mapped", "memory"))
         if parse_size(self.write_queue) < 2**16:
@@ -127,3 +132,8 @@ class DiskSwapConfig(OffloadConfig):
         self._one_of("selection", ("default", "paper", "random"))
         if self.adapter is not None and not isinstance(self.adapter, str | Path):
             raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")
+        if self.exact and (self.adapter is not None or self.selection != "default"):
+            raise ConfigError(
+                f"exact={self.exact!r} attends to everything, so adapter and selection have no effect: "
+                "leave them out, or use exact=False"
+            )

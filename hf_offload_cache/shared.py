@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from .layer import OffloadLayer
 
 
+SEAM_LOST = (
+    "something replaced the model's attention implementation while a cache was attached. This step gave no token; "
+    "close() the cache, set the implementation first, and construct the cache after"
+)
+
+
 @dataclass(eq=False)
 class Tag:
     """Rides on the keys and values that an `update` returns, so that attention finds their layer."""
@@ -70,11 +76,7 @@ class Shared:
         """Raise when keys that stand for a history were handed out and no attention of ours saw them."""
         if self.unseen is not None:
             layer = self.unseen.layer.layer_idx
-            raise SeamLostError(
-                f"the keys of layer {layer} did not reach hf_offload_cache's attention: something replaced the model's "
-                "attention implementation while a cache was attached. This step gave no token; close() the cache, "
-                "set the implementation first, and construct the cache after"
-            )
+            raise SeamLostError(f"the keys of layer {layer} did not reach hf_offload_cache's attention: {SEAM_LOST}")
 
     def stream(
         self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device

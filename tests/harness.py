@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 TOLERANCE = 2e-3
 """Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
@@ -358,3 +358,52 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     after = fingerprint(model)
     assert after.keys() == before.keys()
     assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
+
+
+# ---------------------------------------------------------------------------------------------- broken on purpose
+
+
+class OnlyNewTokens(DynamicLayer):
+    """Loses the history."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        super().update(key_states, value_states, *args, **kwargs)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self.get_seq_length()
+
+
+class StaleGroup(DynamicLayer):
+    """Hands out four tokens of the history as zeros, once it is long."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(*args, **kwargs)
+        if keys.shape[-2] < 48:
+            return keys, values
+        keys, values = keys.clone(), values.clone()
+        keys[:, :, 32:36] = 0
+        values[:, :, 32:36] = 0
+        return keys, values
+
+
+class NoReorder(DynamicLayer):
+    """Leaves the beams where they are."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        pass
+
+
+class CropsTooMuch(DynamicLayer):
+    """Takes the oldest instead of the newest tokens away."""
+
+    def crop(self, max_length: int) -> None:
+        if max_length and self.is_initialized:
+            self.keys, self.values = self.keys[..., -max_length:, :], self.values[..., -max_length:, :]
+
+
+def broken(model: Any, layer_class: type[DynamicLayer]) -> DynamicCache:
+    """A `DynamicCache` whose full-attention layers are of the class."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [layer_class() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

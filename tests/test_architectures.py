@@ -5,10 +5,12 @@ With the environment variable WALK_JSON set, the summary of the short walk is wr
 
 from __future__ import annotations
 
+import harness
 import pytest
 import transformers
 import walk
 from packaging.version import Version
+from transformers.cache_utils import DynamicLayer
 
 MIN_GENERATING, MIN_EXACT, MIN_TAGGED = 170, 130, 105
 """Of transformers 5.23; the walk is empty-handed when fewer generate, whatever the cache does."""
@@ -42,6 +44,14 @@ def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
 def test_architecture_in_further_cases(name: str) -> None:
     """Sampling, batches, chunked prefill and prompt lookup, wherever `DynamicCache` runs them."""
     check(walk.walk_one(walk.architectures()[name], ("greedy", *walk.FURTHER_CASES)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text", "deepseek_v3", "bloom"])
+@pytest.mark.parametrize("layer_class", [harness.OnlyNewTokens, harness.StaleGroup, harness.NoReorder])
+def test_the_walk_notices_a_broken_cache(name: str, layer_class: type[DynamicLayer]) -> None:
+    """A cache that loses, damages or mixes up its history is "wrong"."""
+    result = walk.walk_one(walk.architectures()[name], make=lambda model, exact: harness.broken(model, layer_class))
+    assert result.status == "wrong", result
 
 
 def test_the_walk_as_a_whole(results: dict[str, walk.Result], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,23 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CASES, SMALL, Decoded, assert_exact, compare, generate, prompt, reference, tiny
+from harness import (
+    CASES,
+    SMALL,
+    CropsTooMuch,
+    Decoded,
+    NoReorder,
+    OnlyNewTokens,
+    StaleGroup,
+    assert_exact,
+    broken,
+    compare,
+    generate,
+    prompt,
+    reference,
+    tiny,
+)
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from hf_offload_cache import DiskSwapCache
 
@@ -193,52 +207,6 @@ def test_one_cache_after_reset_is_as_new() -> None:
 # ---------------------------------------------------------------------------------------------- the harness itself
 
 
-class _OnlyNewTokens(DynamicLayer):
-    """Loses the history."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        super().update(key_states, value_states, *args, **kwargs)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, self.get_seq_length()
-
-
-class _StaleGroup(DynamicLayer):
-    """Hands out four tokens of the history as zeros, once it is long."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        keys, values = super().update(*args, **kwargs)
-        if keys.shape[-2] < 48:
-            return keys, values
-        keys, values = keys.clone(), values.clone()
-        keys[:, :, 32:36] = 0
-        values[:, :, 32:36] = 0
-        return keys, values
-
-
-class _NoReorder(DynamicLayer):
-    """Leaves the beams where they are."""
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        pass
-
-
-class _CropsTooMuch(DynamicLayer):
-    """Takes the oldest instead of the newest tokens away."""
-
-    def crop(self, max_length: int) -> None:
-        if max_length and self.is_initialized:
-            self.keys, self.values = self.keys[..., -max_length:, :], self.values[..., -max_length:, :]
-
-
-def broken(model: Any, layer_class: type[DynamicLayer]) -> DynamicCache:
-    """A `DynamicCache` whose full-attention layers are of the class."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [layer_class() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
 @contextmanager
 def padding_forgotten(model: Any) -> Iterator[None]:
     """Within it, single-query steps know nothing of the padding."""
@@ -254,7 +222,7 @@ def padding_forgotten(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-BROKEN = {"greedy": _OnlyNewTokens, "second_turn": _StaleGroup, "beams": _NoReorder, "prompt_lookup": _CropsTooMuch}
+BROKEN = {"greedy": OnlyNewTokens, "second_turn": StaleGroup, "beams": NoReorder, "prompt_lookup": CropsTooMuch}
 
 
 @pytest.mark.parametrize("case", BROKEN)

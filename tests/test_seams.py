@@ -22,6 +22,7 @@ import torch
 import transformers
 from harness import CASES, PAD, SMALL, Decoded, assert_exact, fresh, generate, padding, prompt, tiny, unchanged
 from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_offload_cache import DiskSwapCache, detach
 from hf_offload_cache.errors import CacheClosedError, PromptError, SeamLostError, UnsupportedModelError
@@ -558,6 +559,7 @@ _LOAD = """
 import pickle, sys, torch
 torch.set_num_threads(1)
 from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 if sys.argv[1] == "pickle":
     with open(sys.argv[2], "rb") as file:
         model = pickle.load(file)
@@ -620,7 +622,7 @@ def test_save_pretrained_while_attached(tmp_path: Path) -> None:
 class Pair:
     """Our cache and a `DynamicCache`, given the same tokens and operations; every step compares the logits."""
 
-    def __init__(self, model: Any, cache: DiskSwapCache, rows: int = 3, length: int = 40, seed: int = 0) -> None:
+    def __init__(self, model: Any, cache: Cache, rows: int = 3, length: int = 40, seed: int = 0) -> None:
         self.model = model
         self.caches = (dynamic(model), cache)
         self.random = random.Random(seed)
@@ -700,6 +702,25 @@ def test_batch_operations(mode: str, operation: str) -> None:
         pair = Pair(model, cache)
         OPERATIONS[operation](pair)
         for tokens in (1, 1, 6, 1, 17, 1):
+            pair.step(tokens)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "operation"),
+    [
+        (harness.StaleGroup, "reset"),
+        (harness.NoReorder, "reorder"),
+        (harness.NoReorder, "reorder with copies"),
+        (harness.CropsTooMuch, "crop into groups"),
+    ],
+)
+def test_a_pair_notices_a_broken_cache(layer_class: type[DynamicLayer], operation: str) -> None:
+    """The comparison itself: what is wrong with the cache comes out."""
+    model = tiny("llama")
+    pair = Pair(model, harness.broken(model, layer_class))
+    OPERATIONS[operation](pair)
+    with pytest.raises(AssertionError, match="deviation"):
+        for tokens in (1, 32):
             pair.step(tokens)
 
 

@@ -14,6 +14,7 @@ from ..adapter import Adapter
 from ..attention import AttentionFunction, visible_columns
 from ..cache import OffloadCache
 from ..config import DiskSwapConfig, OffloadConfig
+from ..errors import ConfigError
 from ..layer import OffloadLayer
 from ..lookahead import LookAhead
 from ..predictors.low_rank import LowRankKeys, principal_directions
@@ -189,6 +190,16 @@ class DiskSwapLayer(OffloadLayer):
             self.buffer.drop(self)
 
 
+def key_width(model: PreTrainedModel) -> int | None:
+    """Hk D as the model's configuration says it; None where it does not."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    hidden = getattr(config, "hidden_size", None)
+    dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    return key_heads * dim if isinstance(key_heads, int) and isinstance(dim, int) else None
+
+
 class DiskSwapCache(OffloadCache):
     """Keeps the KV cache on disk and brings back, group by group, what each step needs.
 
@@ -205,6 +216,12 @@ class DiskSwapCache(OffloadCache):
         assert isinstance(settings, DiskSwapConfig)
         if settings.exact:
             return
+        width = key_width(model)
+        if settings.rank is not None and width is not None and settings.rank > width:
+            raise ConfigError(
+                f"rank must be at most {width}, the joined width of this model's keys, got {settings.rank}: "
+                f"use rank={width}"
+            )
         buffer = SelectionBuffer(self.shared, settings)
         self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
         layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]

@@ -85,29 +85,33 @@ class LowRankKeys:
         grouped = query.float().unflatten(1, (self.adapter.shape[0], -1))
         return (grouped @ self.adapter).flatten(1, 2) * self.scale
 
-    def scores(self, query: torch.Tensor) -> torch.Tensor:
-        """Low-rank queries (B, h, r) against all compact keys: (B, tokens, h) float32."""
-        keys = self._keys[:, : self.tokens]
-        if keys.dtype != torch.int8:
-            return (keys @ query.to(keys.dtype).transpose(1, 2)).float()
-        if keys.device.type != "cpu":
-            return (keys.to(torch.bfloat16) @ query.to(torch.bfloat16).transpose(1, 2)).float()
-        unit = query.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        query8 = (query / unit).round_().to(torch.int8).transpose(1, 2).contiguous()
-        rows = [torch._int_mm(keys[row], query8[row]) for row in range(keys.shape[0])]
-        return torch.stack(rows) * unit.transpose(1, 2)
+    def group_scores(self, query: torch.Tensor, group_size: int) -> torch.Tensor:
+        """The best score in each group of low-rank queries (B, h, r): (B, tokens // group_size, h) float32.
+
+        8-bit keys on a CPU are multiplied as integers, the query rounded to 8 bits too; the maximum is taken before
+        anything is scaled, since it is a pass over all tokens.
+        """
+        groups = self.tokens // group_size
+        keys = self._keys[:, : groups * group_size]
+        shape = (keys.shape[0], groups, group_size, query.shape[1])
+        if keys.dtype == torch.int8 and keys.device.type == "cpu":
+            unit = query.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+            query8 = (query / unit).round_().to(torch.int8).transpose(1, 2).contiguous()
+            raw = [torch._int_mm(row, row_query) for row, row_query in zip(keys, query8, strict=True)]
+            best = (raw[0][None] if len(raw) == 1 else torch.stack(raw)).view(shape).amax(2)
+            return best * unit.transpose(1, 2)
+        dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
+        scores = keys.to(dtype) @ query.to(dtype).transpose(1, 2)
+        return scores.view(shape).amax(2).float()
 
     def group_importance(self, query: torch.Tensor, scaling: float, group_size: int, rule: str) -> torch.Tensor:
         """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, only to be compared.
 
         "default": the maximum in the group for each head, softmax over groups for each head, summed over heads: heads
         with large raw scores do not drown the others. "paper": raw scores summed over heads, then the maximum in the
-        group (section 3.3, "Scoring and selection").
+        group (section 3.3, "Scoring and selection"); the sum is linear, so one vector stands for all heads.
         """
         low = self.low_rank_query(query)
-        groups = self.tokens // group_size
-        if rule == "paper":  # the sum over heads is linear: one vector does
-            summed = self.scores(low.sum(1, keepdim=True))[..., 0]
-            return summed[:, : groups * group_size].unflatten(1, (groups, group_size)).amax(-1)
-        best = self.scores(low)[:, : groups * group_size].unflatten(1, (groups, group_size)).amax(2)
-        return torch.softmax(best * scaling, 1).sum(-1)
+        if rule == "paper":
+            return self.group_scores(low.sum(1, keepdim=True), group_size)[..., 0]
+        return torch.softmax(self.group_scores(low, group_size) * scaling, 1).sum(-1)

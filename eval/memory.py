@@ -1,0 +1,203 @@
+"""The memory account: how small is the cache, and does the process agree?
+
+A child process drives a cache through a model of the same cache shape that itself is next to nothing (`Shape.light`),
+and compares the cache's account with the kernel's: anonymous resident memory, plus the pages of the cache's files that
+are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LEAST_BYTES = 3 << 20
+"""Differences below this are noise of the process (Python's objects, thread stacks), whatever the size of the cache."""
+
+_CHILD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_ARENA_MAX": "1",
+    # Fixed, so that what is freed goes back to the kernel: glibc raises the threshold as it goes.
+    "MALLOC_MMAP_THRESHOLD_": "16384",
+    "MALLOC_TRIM_THRESHOLD_": "16384",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a child does. `chunk` 0: prefill in one piece; `real`: the embedded model instead of the light one."""
+
+    tokens: int = 7168
+    chunk: int = 0
+    steps: int = 50
+    layers: int = 30
+    real: bool = False
+    path: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Runs a child process; returns what it found (see `child`). Raises `RuntimeError` with its output if it fails."""
+    command = [sys.executable, "-m", "eval.memory", "--child", json.dumps(asdict(run))]
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **_CHILD_ENVIRONMENT, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def agrees(account: int, measured: int, tolerance: float = 0.1) -> bool:
+    """Within `tolerance` of what was measured, or nearer than `LEAST_BYTES`."""
+    return abs(account - measured) <= max(tolerance * measured, LEAST_BYTES)
+
+
+def child(run: Run) -> dict[str, Any]:
+    """Prefill and decode; "account" and "measured" bytes after each, and the peak against the full KV.
+
+    Before that, a first cache does the same and is closed, so that torch's and Python's own pools are filled and do not
+    look like the cache's memory.
+    """
+    import torch
+
+    from hf_offload_cache import DiskSwapCache
+
+    _whole_pages_only()
+    model, vocabulary = _model(run)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, run.tokens + run.steps), generator=generator)
+    with DiskSwapCache(model, path=run.path, **run.fields) as cache:
+        _drive(model, cache, ids, run)
+    del cache
+    before = anonymous_bytes()
+    stages: dict[str, Any] = {}
+    with DiskSwapCache(model, path=run.path, **run.fields) as cache:
+
+        def note(stage: str) -> None:
+            cache.shared.prefetcher.flush()
+            account, owners = cache.memory_bytes, cache.report().memory_by_owner
+            pages = sum(resident_file_bytes(store) for store in cache.shared.stores)
+            anonymous = anonymous_bytes() - before
+            stages[stage] = {"account": account, "measured": anonymous + pages, "file_pages": pages}
+            stages[stage] |= {"difference": account / (anonymous + pages) - 1, "owners": owners}
+            stages[stage]["agrees"] = agrees(account, anonymous + pages)
+
+        _drive(model, cache, ids, run, note)
+        report = cache.report()
+    return {
+        **asdict(run),
+        "full_kv_bytes": report.full_kv_bytes,
+        "peak_memory_bytes": report.peak_memory_bytes,
+        "share_of_full_kv": report.peak_memory_bytes / report.full_kv_bytes,
+        "store": report.store,
+        "stages": stages,
+        "left_after_close": anonymous_bytes() - before,
+    }
+
+
+def _model(run: Run) -> tuple[Any, int]:
+    if run.real:
+        from hf_offload_cache.default_model import load_default_model
+
+        model, _ = load_default_model()
+        return model, model.config.vocab_size
+    from .synthetic import Shape, build_model
+
+    shape = Shape(layers=run.layers).light()
+    return build_model(shape), shape.vocabulary
+
+
+def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
+    from hf_offload_cache.generation import prefill
+
+    prefill(model, ids[:, : run.tokens], cache, run.chunk or run.tokens)
+    note("prefill")
+    prefill(model, ids[:, run.tokens :], cache, 1)
+    note("decode")
+
+
+def anonymous_bytes() -> int:
+    """Resident anonymous memory of this process, after what was freed has gone back to the kernel."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def resident_file_bytes(store: Any) -> int:
+    """Bytes of a store's scratch file that are in the page cache, whoever maps them (mincore)."""
+    file = getattr(store, "_file", None)
+    size = 0 if file is None else file.size
+    if not size:
+        return 0
+    with mmap.mmap(file.fd, size) as mapped:
+        flags = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+        anchor = ctypes.c_char.from_buffer(mapped)
+        try:
+            address = ctypes.c_void_p(ctypes.addressof(anchor))
+            if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(size), flags):
+                raise OSError(ctypes.get_errno(), "mincore")
+        finally:
+            del anchor
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
+
+
+def _whole_pages_only() -> None:
+    """No transparent huge pages in this process: they make touched memory look larger, by chance of alignment."""
+    pr_set_thp_disable = 41
+    ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0)
+
+
+def run_all(tokens: int = 7168, layers: int = 30, real: bool = False, path: str | None = None) -> dict[str, Any]:
+    """Prefill in chunks and in one piece, both engines: the share of the full KV, and the account's difference."""
+    runs = [Run(tokens, chunk, layers=layers, path=path) for chunk in (0, 1024)]
+    runs.append(Run(tokens, 1024, layers=layers, path=path, fields={"engine": "mapped"}))
+    if real:
+        runs += [Run(tokens, chunk, real=True, path=path) for chunk in (0, 1024)]
+    rows = [measure(run) for run in runs]
+    return {
+        "rows": rows,
+        "share_of_full_kv": max(row["share_of_full_kv"] for row in rows),
+        "difference": max((stage["difference"] for row in rows for stage in row["stages"].values()), key=abs),
+    }
+
+
+def main() -> None:
+    """The account of a cache against the process that holds it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--tokens", type=int, default=7168)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--real", action="store_true", help="also with the embedded model")
+    parser.add_argument("--path", help="folder on the disk to use")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(child(Run(**json.loads(arguments.child)))))
+        return
+    result = run_all(arguments.tokens, arguments.layers, arguments.real, arguments.path)
+    for row in result["rows"]:
+        how = f"{'real' if row['real'] else 'light'} model, prefill in {row['chunk'] or 'one piece'}, {row['store']}"
+        print(f"{how}: peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV")
+        for stage, found in row["stages"].items():
+            print(
+                f"  after {stage:8} account {found['account'] / 2**20:6.2f} MiB, measured "
+                f"{found['measured'] / 2**20:6.2f} MiB ({found['difference']:+.1%}), {found['owners']}"
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
