@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,15 +26,29 @@ _REPLACEABLE = ("sdpa", "eager")
 _LOCK = threading.RLock()
 
 
-class SeamVerbs(Protocol):
-    """What hooks call on the cache that a forward was given; all on the thread that runs the model."""
+class Attachable:
+    """What the seams call on the cache that a forward was given, all on the thread that runs the model."""
 
-    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None: ...
-    def end_step(self) -> None: ...
-    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None: ...
-    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None: ...
-    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None: ...
-    def check_prompt(self, input_ids: torch.Tensor) -> None: ...
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+        """Before the whole model's forward."""
+
+    def end_step(self) -> None:
+        """After the whole model's forward; not after one that raised."""
+
+    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
+        """Before a decoder block, with the residual stream (B, q, hidden)."""
+
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+        """Before its attention, with the normed stream (B, q, hidden) and the rotary cosines and sines, if given."""
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        """After its attention, with what it adds to the stream (B, q, hidden)."""
+
+    def check_prompt(self, input_ids: torch.Tensor) -> None:
+        """`generate` is about to drop the first of ids (B, P), which the cache should hold."""
+
+    def close(self) -> None:
+        """The cache is not to be used any more."""
 
 
 @dataclass
@@ -58,7 +72,7 @@ def inner_model(model: Any) -> PreTrainedModel:
     return inner
 
 
-def attach(model: PreTrainedModel, cache: SeamVerbs) -> int:
+def attach(model: PreTrainedModel, cache: Attachable) -> int:
     """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
     with _LOCK:
         attachment = _ATTACHED.get(model)
@@ -223,13 +237,11 @@ class _Seam:
                     cache.enter_attention(self.layer_idx, module, hidden, kwargs.get("position_embeddings"))
 
 
-def _cache_among(args: tuple, kwargs: dict[str, Any]) -> Any:
-    from .cache import OffloadCache
-
+def _cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, OffloadCache):
+    if isinstance(cache, Attachable):
         return cache
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, OffloadCache)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Attachable)), None)
 
 
 def _prepare_inputs(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
@@ -29,7 +28,7 @@ from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
 
 
-class OffloadCache(Cache):
+class OffloadCache(Cache, attach.Attachable):
     """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
     collection takes them off again. Used by one thread at a time; several caches may share a model.
 
@@ -142,7 +141,9 @@ class OffloadCache(Cache):
             self._step_started = None
         elif not self.config.exact:
             self._check_sparse()
-        self._account_kept()
+        if self.look_ahead is not None:
+            self.look_ahead.end_step()
+        self._account_live()
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if self.look_ahead is not None:
@@ -151,9 +152,6 @@ class OffloadCache(Cache):
     def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
         if self.look_ahead is not None:
             self.look_ahead.enter_attention(layer_idx, module, hidden, rotary)
-
-    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        """After a layer's attention: where a method fetches ahead for the next layer."""
 
     def check_prompt(self, input_ids: torch.Tensor) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
@@ -226,7 +224,7 @@ class OffloadCache(Cache):
     @property
     def memory_bytes(self) -> int:
         """What the cache holds now in compute and host memory, all of it."""
-        self._account_kept()
+        self._account_live()
         return self.shared.account.current
 
     @property
@@ -280,19 +278,22 @@ class OffloadCache(Cache):
             total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
         return total
 
-    def _account_kept(self) -> None:
-        held = self.shared.account.by_owner["layers not offloaded"]
-        if (now := self._kept_bytes()) != held:
-            self.shared.account.hold("layers not offloaded", now - held)
+    def _account_live(self) -> None:
+        """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""
+        account = self.shared.account
+        stores = sum(store.memory_bytes for store in self.shared.stores)
+        for owner, now in (("layers not offloaded", self._kept_bytes()), ("records in memory", stores)):
+            if now != account.by_owner[owner]:
+                account.hold(owner, now - account.by_owner[owner])
 
     # --- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
         self._finalizer()
-        with contextlib.suppress(AttributeError):
-            for layer in self.offloaded:
-                layer.close()
+        for layer in self.offloaded:
+            layer.close()
+        self._tokens.truncate(0)
 
     @property
     def closed(self) -> bool:

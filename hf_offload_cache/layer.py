@@ -173,7 +173,7 @@ class OffloadLayer(CacheLayerMixin):
         replaceable = getattr(value, TAG, None) is tag and (
             not args and self._replaceable(module, query, key, mask, kwargs)
         )
-        self.state = "tagged" if replaceable else "full"
+        self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, []
         if sealed and replaceable:
             self.summarise(sealed, visible_columns(mask))

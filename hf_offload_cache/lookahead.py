@@ -29,6 +29,7 @@ class _Sight:
     normed: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     rotary_from: int | None = None
+    rotated: bool = False
     norm: str | None = None
     project: _Projection | None = None
     scale: float = 1.0
@@ -45,7 +46,7 @@ class LookAhead:
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         sight = self.sights.setdefault(layer_idx, _Sight())
-        sight.residual = hidden[:, -1:].detach()
+        sight.residual = hidden[:, -1:].detach().clone()
         if sight.block is None:
             sight.block = weakref.ref(block)
 
@@ -57,7 +58,7 @@ class LookAhead:
             sight.attention = weakref.ref(attention)
         sight.rotary = rotary if isinstance(rotary, tuple) and len(rotary) == 2 else None
         if not sight.learned:
-            sight.normed = hidden[:, -1:].detach()
+            sight.normed = hidden[:, -1:].detach().clone()
 
     def learn(self, layer_idx: int, query: torch.Tensor) -> None:
         """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it."""
@@ -70,6 +71,7 @@ class LookAhead:
         attention = sight.attention()
         if block is None or attention is None or sight.residual is None or normed is None:
             return
+        sight.rotated = sight.rotary is not None
         if sight.rotary is not None:
             earlier = [i for i, other in self.sights.items() if i < layer_idx and _same(other.rotary, sight.rotary)]
             sight.rotary_from = min(earlier, default=None)
@@ -96,15 +98,22 @@ class LookAhead:
         if block is None or attention is None or sight.norm is None:
             return None
         rotary = None if sight.rotary_from is None else self.sights[sight.rotary_from].rotary
-        if sight.rotary is not None and rotary is None:
+        if sight.rotated and rotary is None:
             return None
-        hidden = previous.residual
-        if self.source == "attended":
-            hidden = hidden + attention_output[:, -1:].to(hidden.device)
+        hidden, before = previous.residual, None if previous.block is None else previous.block()
         with torch.no_grad():
+            if self.source == "attended":
+                if hasattr(before, "post_feedforward_layernorm"):  # a block that norms what it adds
+                    attention_output = before.post_attention_layernorm(attention_output)  # type: ignore[union-attr]
+                hidden = hidden + attention_output[:, -1:].to(hidden.device)
             normed = block.get_submodule(sight.norm)(hidden) if sight.norm else hidden
             query = sight.project(attention, normed, rotary)
         return None if query is None else query * sight.scale
+
+    def end_step(self) -> None:
+        """Let go of the step's tensors."""
+        for sight in self.sights.values():
+            sight.residual = sight.rotary = sight.normed = None
 
 
 def _same(one: Any, other: Any) -> bool:

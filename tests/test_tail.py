@@ -81,8 +81,10 @@ def test_replace_by_an_overlapping_view_of_itself() -> None:
 def test_arguments_are_copied() -> None:
     tail, _ = make(1, 2, 2)
     keys, values = sequence(1, 3)
-    tail.append(keys.clone().mul_(1), other := values.clone())
-    other.zero_()
+    given_keys, given_values = keys.clone(), values.clone()
+    tail.append(given_keys, given_values)
+    given_keys.zero_()
+    given_values.zero_()
     holds(tail, keys, values)
 
 

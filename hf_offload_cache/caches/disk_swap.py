@@ -104,11 +104,11 @@ class DiskSwapLayer(OffloadLayer):
         """Attention over the selected groups and the tail, by the model's own function on the gathered keys."""
         buffer = self.buffer
         self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        visible = visible_columns(mask)
+        if buffer is not None:
+            buffer.visible = visible_columns(mask)
         if buffer is None or not self._ready(buffer):
             return super().decode(attention, module, query, mask, *args, **kwargs)
         self.shared.release_stream_buffers()
-        buffer.visible = visible
         groups = buffer.decided(self.layer_idx) if self.settings.selection == "paper" else None
         if groups is None:
             groups = self.select(query, buffer)
