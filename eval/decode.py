@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from hf_offload_cache import DiskSwapCache
 
 from .disk import raw_rate
-from .synthetic import Shape, build_model, decode_step, fill, random_tokens, static_cache
+from .synthetic import Inputs, Shape, build_model, decode_step, fill, static_cache
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DynamicCache": None,
@@ -34,6 +34,9 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 """Name -> fields of `DiskSwapCache`; None for transformers' own. The reloads read every layer back in every step, the
 next block while this one is copied (bitwise) or attended to (streamed): what FlexGen does on a machine of this kind."""
 
+LIKENESS = 0.9
+"""Of successive inputs (see `Inputs`)."""
+
 IN_MEMORY, RELOADS = ("DynamicCache", "StaticCache"), ("reload", "reload, streamed")
 _WARM_UP = 3
 
@@ -45,6 +48,7 @@ class Contender:
     name: str
     model: LlamaForCausalLM
     cache: Cache
+    inputs: Inputs
     repetitions: list[list[float]] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     bytes_read: list[int] = field(default_factory=list)
@@ -53,13 +57,14 @@ class Contender:
     def own(self) -> DiskSwapCache | None:
         return self.cache if isinstance(self.cache, DiskSwapCache) else None
 
-    def steps(self, tokens: list[int], keep: bool = True) -> None:
-        """Decode `tokens`, one a step, as one repetition."""
+    def steps(self, count: int, keep: bool = True) -> None:
+        """Decode `count` steps as one repetition."""
         seconds = []
-        for token in tokens:
+        for _ in range(count):
+            embedding = self.inputs.next()
             before = self._waited_and_read()
             start = time.perf_counter()
-            decode_step(self.model, self.cache, token)
+            decode_step(self.model, self.cache, embedding)
             seconds.append(time.perf_counter() - start)
             after = self._waited_and_read()
             if keep:
@@ -113,15 +118,15 @@ def reads_waited_for(cache: DiskSwapCache) -> Iterator[dict[str, float]]:
         del prefetcher.read
 
 
-def store_time(contender: Contender, tokens: list[int]) -> dict[str, float]:
+def store_time(contender: Contender, count: int) -> dict[str, float]:
     """Seconds in the store and bytes from it, a step, with overlap off."""
     assert contender.own is not None
     before = contender._waited_and_read()[1]
     with reads_waited_for(contender.own) as spent:
-        contender.steps(tokens, keep=False)
+        contender.steps(count, keep=False)
     nbytes = contender._waited_and_read()[1] - before
     return {
-        "store_seconds": spent["seconds"] / len(tokens),
+        "store_seconds": spent["seconds"] / count,
         "store_bytes_per_second": nbytes / spent["seconds"] if spent["seconds"] else 0.0,
     }
 
@@ -135,6 +140,7 @@ def run(
     names: tuple[str, ...] = tuple(CONTENDERS),
     path: str | None = None,
     fields: dict[str, Any] | None = None,
+    likeness: float = LIKENESS,
 ) -> dict[str, Any]:
     """All contenders in turns, forth and back (ABBA), on one model's weights. `fields` go to "direct" and "mapped".
 
@@ -142,11 +148,6 @@ def run(
     """
     shape = shape or Shape()
     plain, attached = build_model(shape), build_model(shape)  # transformers' own run without our seams
-    ids = iter(random_tokens(shape, 4 * (repetitions + 2) * (steps + reload_steps + _WARM_UP) * len(names)))
-
-    def take(count: int) -> list[int]:
-        return [next(ids) for _ in range(count)]
-
     with contextlib.ExitStack() as stack:
         contenders = []
         room = tokens + _WARM_UP + steps * (repetitions + 2)
@@ -161,23 +162,24 @@ def run(
             fill(cache, model, shape, tokens)
             if isinstance(cache, DiskSwapCache):
                 cache.shared.prefetcher.flush()
-            contenders.append(Contender(name, model, cache))
+            contenders.append(Contender(name, model, cache, Inputs(shape, likeness)))
         length: Callable[[Contender], int] = lambda one: reload_steps if one.name in RELOADS else steps  # noqa: E731
         for one in contenders:
-            one.steps(take(_WARM_UP), keep=False)
+            one.steps(_WARM_UP, keep=False)
             if one.own is not None:
                 one.own.shared.reset_counters()
         turns = [one for turn in range(repetitions) for one in (contenders if turn % 2 == 0 else contenders[::-1])]
         for one in track(turns, "steps"):
-            one.steps(take(length(one)))
+            one.steps(length(one))
         rows = {one.name: one.summary() for one in contenders}
         for one in contenders:
             if one.own is not None:
-                rows[one.name] |= store_time(one, take(length(one)))
+                rows[one.name] |= store_time(one, length(one))
         raw = [raw_rate(size, path) for size in sorted({s.record_bytes for s in _stores(contenders)} | {1 << 20})]
     return {
         "tokens": tokens,
         "shape": vars(shape),
+        "likeness": likeness,
         "threads": torch.get_num_threads(),
         "full_kv_bytes": tokens * shape.token_bytes,
         "rows": rows,
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for direct and mapped")
+    parser.add_argument("--likeness", type=float, default=LIKENESS, help="of successive inputs, 0 to 1")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--path", help="folder on the disk to use")
     parser.add_argument("--json", type=Path)
@@ -236,6 +239,7 @@ def main() -> None:
         tuple(arguments.contenders),
         arguments.path,
         parse_setting(":" + ",".join(arguments.set))[1],
+        arguments.likeness,
     )
     for name, row in result["rows"].items():
         more = ""

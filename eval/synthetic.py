@@ -56,7 +56,8 @@ def random_keys_and_values(shape: Shape, tokens: int, layer_idx: int) -> tuple[t
     """Keys and values (1, Hkv, T, D), bfloat16, the same for the same arguments; never zeros.
 
     Keys are a mean, a part of low rank that drifts slowly from token to token (neighbours are alike, as in text), and
-    noise: most of their energy fits a compact copy, not all. Values are noise.
+    noise: most of their energy fits a compact copy, not all. Most lies where the rotary embedding turns slowly, as a
+    trained model's does, so that a query means the same in the next step. Values are noise.
     """
     generator = torch.Generator().manual_seed(1000 + layer_idx)
     width, rank, span = shape.kv_heads * shape.head_dim, 24, 64
@@ -65,6 +66,9 @@ def random_keys_and_values(shape: Shape, tokens: int, layer_idx: int) -> tuple[t
     basis = torch.randn(rank, width, generator=generator) / rank**0.5
     keys = drift @ basis + torch.randn(width, generator=generator)
     keys += 0.5 * torch.randn(tokens, width, generator=generator)
+    half = torch.arange(shape.head_dim // 2)
+    slow = torch.where(half < shape.head_dim // 4, 0.2, 1.0).repeat(2 * shape.kv_heads)
+    keys *= slow
     values = torch.randn(tokens, width, generator=generator)
     parts = (part.view(1, tokens, shape.kv_heads, shape.head_dim).transpose(1, 2) for part in (keys, values))
     keys, values = (part.to(torch.bfloat16).contiguous() for part in parts)
@@ -97,15 +101,29 @@ def static_cache(model: LlamaForCausalLM, tokens: int) -> StaticCache:
     return StaticCache(config=model.config, max_cache_len=tokens)
 
 
-def decode_step(model: LlamaForCausalLM, cache: Cache, token: int) -> torch.Tensor:
+class Inputs:
+    """Input embeddings (1, 1, hidden) of successive steps, the same for the same arguments.
+
+    `likeness` is the correlation of one step's with the next's. It sets how much successive selections have in common,
+    and so the hit rate: tokens drawn at random (0) select anew in every step, a random model's own greedy tokens repeat
+    themselves (1), and text is between.
+    """
+
+    def __init__(self, shape: Shape, likeness: float, seed: int = 1) -> None:
+        self.shape, self.likeness = shape, likeness
+        self._generator = torch.Generator().manual_seed(seed)
+        self._latest = self._noise()
+
+    def _noise(self) -> torch.Tensor:
+        return 0.02 * torch.randn(1, 1, self.shape.hidden, generator=self._generator)
+
+    def next(self) -> torch.Tensor:
+        """The embedding of the next step, bfloat16."""
+        self._latest = self.likeness * self._latest + (1 - self.likeness**2) ** 0.5 * self._noise()
+        return self._latest.to(torch.bfloat16)
+
+
+def decode_step(model: LlamaForCausalLM, cache: Cache, embedding: torch.Tensor) -> torch.Tensor:
     """One decoding step of one sequence; the logits (1, 1, vocabulary)."""
     with torch.no_grad():
-        return model(
-            input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits
-
-
-def random_tokens(shape: Shape, count: int, seed: int = 1) -> list[int]:
-    """Token ids to feed: a model with random weights would repeat itself, and then every selection is the last one."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(shape.vocabulary, (count,), generator=generator).tolist()
+        return model(inputs_embeds=embedding, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

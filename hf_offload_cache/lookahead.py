@@ -103,8 +103,8 @@ class LookAhead:
         hidden, before = previous.residual, None if previous.block is None else previous.block()
         with torch.no_grad():
             if self.source == "attended":
-                if hasattr(before, "post_feedforward_layernorm"):  # a block that norms what it adds
-                    attention_output = before.post_attention_layernorm(attention_output)  # type: ignore[union-attr]
+                if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it norms what it adds
+                    attention_output = before.get_submodule("post_attention_layernorm")(attention_output)
                 hidden = hidden + attention_output[:, -1:].to(hidden.device)
             normed = block.get_submodule(sight.norm)(hidden) if sight.norm else hidden
             query = sight.project(attention, normed, rotary)

@@ -73,7 +73,7 @@ def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
     exact, compact = predictor(keys, WIDTH), predictor(keys, WIDTH, dtype)
     exact.append(keys)
     compact.append(keys)
-    scores = [p.scores(p.low_rank_query(query)) for p in (exact, compact)]
+    scores = [p.group_scores(p.low_rank_query(query), 1) for p in (exact, compact)]
     difference = (scores[0] - scores[1]).abs()
     assert difference.mean() < 0.03 * scores[0].std()
     assert difference.max() < 0.25 * scores[0].std()
@@ -124,7 +124,7 @@ def test_clipped_components_do_not_wrap() -> None:
     outlier[:, :, 100] *= 40
     summary.append(outlier)
     query = outlier[:, :, 100].repeat_interleave(HEADS // KV, 1)
-    assert int(summary.scores(summary.low_rank_query(query)).sum(-1).argmax()) == 100
+    assert int(summary.group_scores(summary.low_rank_query(query), 1).sum(-1).argmax()) == 100
 
 
 @pytest.mark.parametrize("rank", [1, 5, WIDTH])
@@ -158,9 +158,8 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
 
     def check(rows: list[int], tokens: int) -> None:
         assert summary.tokens == tokens
-        low = summary.low_rank_query(query[: len(rows)])
-        other = whole.scores(whole.low_rank_query(query[: len(rows)])[:1].expand(2, -1, -1))
-        mine = summary.scores(low[:1].expand(len(rows), -1, -1))
+        other = whole.group_scores(whole.low_rank_query(query[:1]).expand(2, -1, -1), 1)
+        mine = summary.group_scores(summary.low_rank_query(query[:1]).expand(len(rows), -1, -1), 1)
         torch.testing.assert_close(mine, other[rows, :tokens], rtol=1e-5, atol=1e-5)
         held = account.by_owner["compact keys"]
         assert held % (len(rows) * 7 * dtype.itemsize) == 0
