@@ -244,7 +244,8 @@ def main() -> None:
     for name, row in result["rows"].items():
         more = ""
         if "store_seconds" in row:
-            more = f"waited {1e3 * row['stall_seconds']:6.1f}, in the store without overlap {1e3 * row['store_seconds']:6.1f}"
+            more = f"waited {1e3 * row['stall_seconds']:6.1f}, in the store without overlap "
+            more += f"{1e3 * row['store_seconds']:6.1f}"
             more += f" ({row['store_bytes_per_second'] / 1e6:.0f} MB/s), hits {row['hit_rate'] or 0:.2f}"
         print(
             f"{name:17} {1e3 * row['median_seconds']:7.1f} ms a step (p95 {1e3 * row['p95_seconds']:7.1f}, "

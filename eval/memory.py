@@ -189,7 +189,8 @@ def main() -> None:
     result = run_all(arguments.tokens, arguments.layers, arguments.real, arguments.path)
     for row in result["rows"]:
         how = f"{'real' if row['real'] else 'light'} model, prefill in {row['chunk'] or 'one piece'}, {row['store']}"
-        print(f"{how}: peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV")
+        peak = f"peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV"
+        print(f"{how}: {peak}")
         for stage, found in row["stages"].items():
             print(
                 f"  after {stage:8} account {found['account'] / 2**20:6.2f} MiB, measured "

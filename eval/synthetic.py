@@ -106,7 +106,7 @@ class Inputs:
 
     `likeness` is the correlation of one step's with the next's. It sets how much successive selections have in common,
     and so the hit rate: tokens drawn at random (0) select anew in every step, a random model's own greedy tokens repeat
-    themselves (1), and text is between.
+    themselves (1), and text is between. Elements are of size 1, so that what random layers add does not drown them.
     """
 
     def __init__(self, shape: Shape, likeness: float, seed: int = 1) -> None:
@@ -115,7 +115,7 @@ class Inputs:
         self._latest = self._noise()
 
     def _noise(self) -> torch.Tensor:
-        return 0.02 * torch.randn(1, 1, self.shape.hidden, generator=self._generator)
+        return torch.randn(1, 1, self.shape.hidden, generator=self._generator)
 
     def next(self) -> torch.Tensor:
         """The embedding of the next step, bfloat16."""

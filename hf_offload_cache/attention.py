@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -160,3 +161,24 @@ def attend_block_reference(
         outputs.append((weights @ values32).flatten(1, 2))
         log_sums.append(log_sum.flatten(1, 2))
     return torch.cat(outputs, 2), torch.cat(log_sums, 2)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "no gradient flows through a history that hf_offload_cache brought back from its store: "
+            "run the forward under torch.no_grad(), or train with DynamicCache"
+        )
+
+
+def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """`tensor` (a leaf), whose values joined a graph that `beside` is part of: a backward pass that comes here raises
+    instead of being silently wrong."""
+    if not (torch.is_grad_enabled() and beside.requires_grad):
+        return tensor
+    return _NoBackward.apply(tensor.requires_grad_())

@@ -21,7 +21,8 @@ from transformers.cache_utils import (
 from . import attach
 from .config import OffloadConfig
 from .errors import PromptError, SeamLostError, UnsupportedModelError
-from .layer import OffloadLayer, hybrid
+from .hybrid import hybrid
+from .layer import OffloadLayer
 from .lookahead import LookAhead
 from .report import CacheReport
 from .shared import SEAM_LOST, Shared
@@ -237,9 +238,8 @@ class OffloadCache(Cache, attach.Attachable):
         states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(self.layers) - len(self.offloaded)}
         for layer in self.offloaded:
             states[layer.state] += 1
-        full = sum(
-            layer.batch * layer.length * layer.form.entry_bytes for layer in self.offloaded if layer.is_initialized
-        )
+        used = [layer for layer in self.offloaded if layer.is_initialized]
+        full = sum(layer.batch * layer.length * layer.history.form.entry_bytes for layer in used)
         stores = self.shared.stores
         memory = self.memory_bytes
         notes = list(self.warnings)

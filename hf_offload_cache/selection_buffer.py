@@ -6,19 +6,16 @@ The mapping table of KVSwap's section 3.4.4: attention gets one tensor, whatever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .buffers import lasting_empty
 from .config import DiskSwapConfig
+from .layer import OffloadLayer
 from .prefetch import Staging, Ticket
 from .shared import Shared
 from .slots import ABSENT, SlotTable
-
-if TYPE_CHECKING:
-    from .caches.disk_swap import DiskSwapLayer
 
 
 @dataclass
@@ -68,22 +65,26 @@ class SelectionBuffer:
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    def prefetch(self, layer: DiskSwapLayer, groups: np.ndarray) -> None:
-        """Start reading the records of groups (B, M) of `layer`, and of its last step's, that lie in no slot."""
-        slots, guessed = self._slots_of(layer), groups
-        if self.settings.selection == "default" and layer.layer_idx in self._last:
-            groups = np.concatenate([groups, self._last[layer.layer_idx]], 1)
-        records = np.unique(np.take_along_axis(layer.table.ids, groups, 1))
-        missing = records[slots.table.locate(records) == ABSENT]
+    def prefetch(self, layer: OffloadLayer, groups: np.ndarray) -> None:
+        """Start reading the records of groups (B, M) of `layer` that lie in no slot; of its last step's, where there
+        is room."""
         self._turn = 1 - self._turn
         self._settle(self._turn)
         area = self._staging(layer)[self._turn]
         area.wait_uploaded()
-        missing = missing[: area.host.shape[0]]
-        ticket = self.shared.prefetcher.read(layer.store, missing, area.host[: len(missing)])
-        self._ahead[self._turn] = _Ahead(layer.layer_idx, guessed, missing, ticket)
+        missing = self._absent(layer, groups)
+        if self.settings.selection == "default" and layer.layer_idx in self._last:
+            others = np.setdiff1d(self._absent(layer, self._last[layer.layer_idx]), missing, assume_unique=True)
+            missing = np.sort(np.concatenate([missing, others[: area.host.shape[0] - len(missing)]]))
+        ticket = self.shared.prefetcher.read(layer.history.store, missing, area.host[: len(missing)])
+        self._ahead[self._turn] = _Ahead(layer.layer_idx, groups, missing, ticket)
 
-    def prefetch_again(self, layer: DiskSwapLayer) -> None:
+    def _absent(self, layer: OffloadLayer, groups: np.ndarray) -> np.ndarray:
+        """The records of groups (B, M) that lie in no slot, ascending."""
+        records = np.unique(np.take_along_axis(layer.history.table.ids, groups, 1))
+        return records[self._slots_of(layer).table.locate(records) == ABSENT]
+
+    def prefetch_again(self, layer: OffloadLayer) -> None:
         """Start reading what the layer's last step selected and no slot holds: for a layer without a look-ahead."""
         if layer.layer_idx in self._last:
             self.prefetch(layer, self._last[layer.layer_idx])
@@ -92,15 +93,15 @@ class SelectionBuffer:
         """The groups that the look-ahead chose for this layer in this step, if it did."""
         return next((a.groups for a in self._ahead if a is not None and a.layer_idx == layer_idx), None)
 
-    def gather(self, layer: DiskSwapLayer, groups: np.ndarray) -> torch.Tensor:
+    def gather(self, layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
         """Entries (B, M G + tail, entry_width) of groups (B, M) and of the tail, each row in order of position.
 
         Valid until the next `gather`. Waits for what was prefetched, reads what is still missing, and keeps what was
         read in the layer's slots. Raises `StoreError`; then no slot has changed.
         """
-        form, slots, counters = layer.form, self._slots_of(layer), self.shared.counters
+        form, slots, counters = layer.history.form, self._slots_of(layer), self.shared.counters
         batch, wanted = groups.shape
-        records = np.take_along_axis(layer.table.ids, groups, 1).reshape(-1)
+        records = np.take_along_axis(layer.history.table.ids, groups, 1).reshape(-1)
         lies_in = slots.table.locate(records)
         absent = np.flatnonzero(lies_in == ABSENT)
         missing, which = np.unique(records[absent], return_inverse=True)
@@ -123,11 +124,11 @@ class SelectionBuffer:
             if len(taken):
                 kept = fresh if len(taken) == len(missing) else fresh[_index(taken, unit)]
                 slots.data.index_copy_(0, _index(into, unit), kept)
-        entries = view.view(batch, -1, form.entry_width)[:, : wanted * form.group_size + layer.tail.length]
-        entries[:, wanted * form.group_size :] = layer.tail.entries
+        entries = view.view(batch, -1, form.entry_width)[:, : wanted * form.group_size + layer.history.tail.length]
+        entries[:, wanted * form.group_size :] = layer.history.tail.entries
         return entries
 
-    def _fetch(self, layer: DiskSwapLayer, missing: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+    def _fetch(self, layer: OffloadLayer, missing: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Payloads (n, payload_width) of the records `missing` (ascending), and which of them were read ahead."""
         areas = self._staging(layer)
         ready = np.zeros(len(missing), dtype=bool)
@@ -142,21 +143,21 @@ class SelectionBuffer:
             if len(ahead.records):
                 ready = ahead.records[position] == missing
             areas[turn].upload(0, len(ahead.records))
-            parts.append(layer.form.payload(areas[turn].device)[_index(position[ready], areas[turn].device)])
+            parts.append(layer.history.form.payload(areas[turn].device)[_index(position[ready], areas[turn].device)])
             order.append(np.flatnonzero(ready))
         rest = np.flatnonzero(~ready)
         if len(rest):
             area = areas[2]
             area.wait_uploaded()
-            ticket = self.shared.prefetcher.read(layer.store, missing[rest], area.host[: len(rest)])
+            ticket = self.shared.prefetcher.read(layer.history.store, missing[rest], area.host[: len(rest)])
             self.shared.counters.stall_seconds += ticket.wait()
             area.upload(0, len(rest))
-            parts.append(layer.form.payload(area.device[: len(rest)]))
+            parts.append(layer.history.form.payload(area.device[: len(rest)]))
             order.append(rest)
         if len(parts) == 1:
             return parts[0], ready
         if not parts:
-            return torch.empty(0, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device), ready
+            return self._slots_of(layer).data[:0], ready
         joined = torch.cat(parts)
         return joined[_index(np.argsort(np.concatenate(order)), joined)], ready
 
@@ -168,43 +169,44 @@ class SelectionBuffer:
 
     # --- memory ------------------------------------------------------------------------------------------------
 
-    def _staging(self, layer: DiskSwapLayer) -> list[Staging]:
-        count, size = layer.batch * self.groups_selected(layer.form.group_size), layer.form.record_bytes
+    def _staging(self, layer: OffloadLayer) -> list[Staging]:
+        count, size = layer.batch * self.groups_selected(layer.history.form.group_size), layer.history.form.record_bytes
         fits = self._areas and (
             self._areas[0].host.shape[0] >= count
             and self._areas[0].host.shape[1] == size
-            and self._areas[0].device.device == layer.device
+            and self._areas[0].device.device == layer.history.device
         )
         if not fits:
             self._settle(0)
             self._settle(1)
             for area in self._areas:
                 area.release()
-            self._areas = [Staging(count, size, layer.device, self.shared.account, "staging") for _ in range(3)]
+            self._areas = [Staging(count, size, layer.history.device, self.shared.account, "staging") for _ in range(3)]
         return self._areas
 
-    def _view_for(self, layer: DiskSwapLayer, wanted: int) -> tuple[torch.Tensor, int]:
-        form = layer.form
-        tail_units = -(-layer.tail.capacity // form.group_size)
+    def _view_for(self, layer: OffloadLayer, wanted: int) -> tuple[torch.Tensor, int]:
+        form = layer.history.form
+        tail_units = -(-layer.history.tail.capacity // form.group_size)
         shape = (layer.batch, wanted + tail_units, form.payload_width)
         size = shape[0] * shape[1] * shape[2]
         view = self._view
-        if view is None or view.numel() < size or view.dtype != form.dtype or view.device != layer.device:
+        if view is None or view.numel() < size or view.dtype != form.dtype or view.device != layer.history.device:
             if view is not None:
                 self.shared.account.release("selection", view.nbytes)
-            view = self._view = lasting_empty(size, dtype=form.dtype, device=layer.device)
+            view = self._view = lasting_empty(size, dtype=form.dtype, device=layer.history.device)
             self.shared.account.hold("selection", view.nbytes)
         return view[:size].view(shape), tail_units
 
-    def _slots_of(self, layer: DiskSwapLayer) -> _Slots:
-        group = layer.form.group_size
+    def _slots_of(self, layer: OffloadLayer) -> _Slots:
+        group = layer.history.form.group_size
         capacity = -(-self.settings.reuse_capacity // group)
         if capacity:
             capacity = layer.batch * (capacity + -(-self.settings.num_sinks // group))
         slots = self._slots.get(layer.layer_idx)
         if slots is None or slots.table.capacity != capacity:
             self._drop_slots(layer.layer_idx)
-            data = lasting_empty(capacity, layer.form.payload_width, dtype=layer.form.dtype, device=layer.device)
+            form = layer.history.form
+            data = lasting_empty(capacity, form.payload_width, dtype=form.dtype, device=layer.history.device)
             slots = self._slots[layer.layer_idx] = _Slots(SlotTable(capacity), data)
             self.shared.account.hold("reuse slots", data.nbytes)
         return slots
@@ -214,20 +216,20 @@ class SelectionBuffer:
         if slots is not None:
             self.shared.account.release("reuse slots", slots.data.nbytes)
 
-    def rows_changed(self, layer: DiskSwapLayer) -> None:
+    def rows_changed(self, layer: OffloadLayer) -> None:
         """Rows of `layer` are no longer what they were: what was decided for them is void. Slots stay valid."""
         self._last.pop(layer.layer_idx, None)
         for turn, ahead in enumerate(self._ahead):
             if ahead is not None and ahead.layer_idx == layer.layer_idx:
                 self._settle(turn)
 
-    def forget(self, layer: DiskSwapLayer, records: np.ndarray) -> None:
+    def forget(self, layer: OffloadLayer, records: np.ndarray) -> None:
         """These records of `layer` are free: nothing read of them is valid."""
         self.rows_changed(layer)
         if layer.layer_idx in self._slots:
             self._slots[layer.layer_idx].table.forget(records)
 
-    def drop(self, layer: DiskSwapLayer) -> None:
+    def drop(self, layer: OffloadLayer) -> None:
         """The layer holds nothing any more; with the last one, nothing is kept here."""
         self._last.pop(layer.layer_idx, None)
         self._ahead = [ahead if ahead is None or ahead.layer_idx != layer.layer_idx else None for ahead in self._ahead]

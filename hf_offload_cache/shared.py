@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,23 +17,10 @@ from .report import Counters, MemoryAccount
 from .stores.base import Store
 from .stores.engines import choose_engine, open_store
 
-if TYPE_CHECKING:
-    from .layer import OffloadLayer
-
-
 SEAM_LOST = (
     "something replaced the model's attention implementation while a cache was attached. This step gave no token; "
     "close() the cache, set the implementation first, and construct the cache after"
 )
-
-
-@dataclass(eq=False)
-class Tag:
-    """Rides on the keys and values that an `update` returns, so that attention finds their layer."""
-
-    layer: OffloadLayer
-    whole: bool
-    """The tensors are the layer's whole history, not only what the step added."""
 
 
 class Shared:
@@ -52,7 +37,7 @@ class Shared:
         self.counters = Counters()
         self.prefetcher = Prefetcher(self.account, parse_size(config.write_queue))
         self.stores: list[Store] = []
-        self.unseen: Tag | None = None
+        self.unseen: int | None = None  # the layer whose keys attention has to see next
         self.closed = False
         self._stream_buffers: list[Staging] = []
 
@@ -61,6 +46,13 @@ class Shared:
         store = open_store(self.engine, self.directory, record_bytes, f"layer {layer_idx}")
         self.stores.append(store)
         return store
+
+    def close_store(self, store: Store) -> None:
+        """Drop what is under way for `store`, and give its file back."""
+        self.prefetcher.cancel(store)
+        store.close()
+        if store in self.stores:
+            self.stores.remove(store)
 
     def reset_counters(self) -> None:
         self.counters = Counters()
@@ -75,8 +67,9 @@ class Shared:
     def check_seam(self) -> None:
         """Raise when keys that stand for a history were handed out and no attention of ours saw them."""
         if self.unseen is not None:
-            layer = self.unseen.layer.layer_idx
-            raise SeamLostError(f"the keys of layer {layer} did not reach hf_offload_cache's attention: {SEAM_LOST}")
+            raise SeamLostError(
+                f"the keys of layer {self.unseen} did not reach hf_offload_cache's attention: {SEAM_LOST}"
+            )
 
     def stream(
         self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device
@@ -134,6 +127,6 @@ class Shared:
         self.closed = True
         self.unseen = None
         self.prefetcher.close()
-        for store in self.stores:
-            store.close()
+        for store in list(self.stores):
+            self.close_store(store)
         self.release_stream_buffers()

@@ -202,7 +202,7 @@ def test_a_layer_is_missing(path: Path) -> None:
         DiskSwapCache(tiny("llama"), adapter=path, **FIELDS)
 
 
-@pytest.mark.xfail(strict=True, reason="the shapes of the tensors are not looked at: a RuntimeError in the first prefill")
+@pytest.mark.xfail(strict=True, reason="tensors' shapes are not checked: RuntimeError in the first prefill")
 @pytest.mark.parametrize("shape", [(24, 16), (32,)])
 def test_a_projection_of_another_shape(path: Path, shape: tuple[int, ...]) -> None:
     """A file whose fingerprint fits and whose tensors do not."""

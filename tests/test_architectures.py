@@ -39,10 +39,15 @@ def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
     check(results[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", walk.architectures())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in walk.REPRESENTATIVES else pytest.mark.slow)
+        for name in walk.architectures()
+    ],
+)
 def test_architecture_in_further_cases(name: str) -> None:
-    """Sampling, batches, chunked prefill and prompt lookup, wherever `DynamicCache` runs them."""
+    """Sampling, batches, chunked prefill, prompt lookup and a second turn, wherever `DynamicCache` runs them."""
     check(walk.walk_one(walk.architectures()[name], ("greedy", *walk.FURTHER_CASES)))
 
 

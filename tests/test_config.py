@@ -123,7 +123,7 @@ def test_sizes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "4 parsecs", "-1", "1e3", None, True])
 def test_sizes_that_are_none(text: Any) -> None:
-    with pytest.raises(ConfigError, match="(?i)MiB") as caught:
+    with pytest.raises(ConfigError, match=r"(?i)MiB") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
     with pytest.raises(ConfigError):

@@ -238,9 +238,9 @@ def test_the_harness_notices_a_broken_cache(name: str, case: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_harness_notices_forgotten_padding(name: str, case: str) -> None:
     """As above, for a cache that attends to padding when it decodes."""
-    model = tiny(name)
+    model, expected = tiny(name), reference(name, case)
     with padding_forgotten(model):
-        found = compare(reference(name, case), CASES[case](model, DynamicCache(config=model.config)))
+        found = compare(expected, CASES[case](model, DynamicCache(config=model.config)))
     assert not found.exact and found.deviation > 10 * harness.TOLERANCE, found
 
 

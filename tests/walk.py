@@ -27,6 +27,25 @@ from hf_offload_cache import DiskSwapCache
 
 SHORT_CASES = ("greedy", "beams", "left_padding")
 FURTHER_CASES = ("sample", "batch", "chunked_prefill", "padded_chunked_prefill", "prompt_lookup", "second_turn")
+REPRESENTATIVES = [
+    "bloom",
+    "cohere2",
+    "cpmant",
+    "deepseek_v3",
+    "doge",
+    "falcon_h1",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_oss",
+    "kimi_linear",
+    "lfm2",
+    "llama4_text",
+    "ministral",
+    "minimax_m3_vl_text",
+    "qwen3_next",
+    "zamba2",
+]
+"""Architectures unlike each other, which the default run takes through the further cases too."""
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, POSITIONS, WINDOW = 4, 64, 4, 2, 16, 96, 160, 512, 16
 
@@ -283,6 +302,8 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, result: Re
                 raise ValueError("the model does not use the cache")
             if not references[case].logits.isfinite().any():
                 raise ValueError("the logits are not finite")
+            if case == "second_turn" and cache.get_seq_length() != references[case].tokens.shape[1] - 1:
+                raise ValueError("the cache holds other tokens than were fed: generate cannot tell what is new")
         except Exception as error:
             references.pop(case, None)
             result.refused[case] = _one_line(error)

@@ -42,11 +42,11 @@ class DiskSwapLayer(OffloadLayer):
     # --- the summary -------------------------------------------------------------------------------------------
 
     def _rank(self) -> int:
-        width = self.form.key_width
+        width = self.history.form.key_width
         return min(width, self.settings.rank or max(16, min(160, width // 4)))
 
     def summarise(self, keys: list[torch.Tensor], visible: torch.Tensor | None) -> None:
-        tokens = self.table.num_groups * self.form.group_size
+        tokens = self.history.num_groups * self.history.form.group_size
         fresh = sum(part.shape[2] for part in keys)
         grown = self.adapter is None and tokens >= _REFIT * self._fitted_at
         if self.summary is not None and not grown and self.summary.tokens + fresh == tokens:
@@ -56,12 +56,12 @@ class DiskSwapLayer(OffloadLayer):
             self._fit(lambda: iter(keys) if fresh == tokens else self._stored_keys(), visible, tokens)
 
     def _stored_keys(self) -> Iterator[torch.Tensor]:
-        return (keys for keys, _ in self.history(self.table.num_groups))
+        return (keys for keys, _ in self.history.blocks(self.history.num_groups))
 
     def _fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
         """Make the summary from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts in order."""
-        width = self.form.key_width
-        moment = torch.zeros(width, width, device=self.device)
+        width = self.history.form.key_width
+        moment = torch.zeros(width, width, device=self.history.device)
         position = 0
         for part in keys():
             flat = part.transpose(1, 2).flatten(2).float()
@@ -77,7 +77,7 @@ class DiskSwapLayer(OffloadLayer):
             self.summary.close()
         dtype = getattr(torch, self.settings.summary_dtype)
         self.summary = LowRankKeys(
-            adapter, deviation, dtype, self.form.num_key_heads, self.batch, self.shared.account
+            adapter, deviation, dtype, self.history.form.num_key_heads, self.batch, self.shared.account
         )
         self.summary.reserve(tokens)
         for part in keys():
@@ -113,7 +113,7 @@ class DiskSwapLayer(OffloadLayer):
         if groups is None:
             groups = self.select(query, buffer)
         entries = buffer.gather(self, groups)
-        keys, values = self.form.split(entries)
+        keys, values = self.history.form.split(entries)
         if mask is not None:
             mask = mask.expand(self.batch, -1, -1, -1).gather(-1, self._columns(groups)[:, None, None])
         counters = self.shared.counters
@@ -123,22 +123,22 @@ class DiskSwapLayer(OffloadLayer):
 
     def _ready(self, buffer: SelectionBuffer) -> bool:
         """Groups can be chosen: there is nothing to choose from, or the summary covers all of them."""
-        if self.table.num_groups <= buffer.groups_selected(self.form.group_size):
+        if self.history.num_groups <= buffer.groups_selected(self.history.form.group_size):
             return True
         summarised = 0 if self.summary is None else self.summary.tokens
-        return summarised == self.table.num_groups * self.form.group_size
+        return summarised == self.history.num_groups * self.history.form.group_size
 
     def _columns(self, groups: np.ndarray) -> torch.Tensor:
         """Positions (B, tokens) in the history of what `gather` returns for `groups`."""
-        group = self.form.group_size
+        group = self.history.form.group_size
         chosen = (groups[:, :, None] * group + np.arange(group)).reshape(self.batch, -1)
-        latest = np.arange(self.table.num_groups * group, self.length)
+        latest = np.arange(self.history.num_groups * group, self.length)
         columns = np.concatenate([chosen, np.broadcast_to(latest, (self.batch, len(latest)))], 1)
-        return torch.from_numpy(columns).to(self.device)
+        return torch.from_numpy(columns).to(self.history.device)
 
     def select(self, query: torch.Tensor, buffer: SelectionBuffer) -> np.ndarray:
         """The groups (B, M), ascending, that query (B, H, 1, D) should attend to: sinks and the most important."""
-        group, count = self.form.group_size, self.table.num_groups
+        group, count = self.history.form.group_size, self.history.num_groups
         wanted = buffer.groups_selected(group)
         if count <= wanted or self.summary is None:
             return np.broadcast_to(np.arange(count), (self.batch, count))
@@ -171,7 +171,7 @@ class DiskSwapLayer(OffloadLayer):
 
     def truncated(self, num_groups: int) -> None:
         if self.summary is not None:
-            self.summary.truncate(num_groups * self.form.group_size)
+            self.summary.truncate(num_groups * self.history.form.group_size)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)

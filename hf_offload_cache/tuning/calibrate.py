@@ -35,7 +35,7 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
         with torch.inference_mode(), OffloadCache(inner, exact=True, engine="memory") as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache)
             for layer in cache.offloaded:
-                flat = layer.whole()[0].transpose(1, 2).flatten(0, 1).flatten(1).float()
+                flat = layer.history.whole()[0].transpose(1, 2).flatten(0, 1).flatten(1).float()
                 moment = moments.setdefault(layer.layer_idx, torch.zeros(flat.shape[1], flat.shape[1]))
                 moment += (flat.t() @ flat).cpu()
     if not moments:

@@ -1,0 +1,201 @@
+"""All benchmarks, one after the other, each in a process of its own; one JSON, one table of what was promised."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_JOBS: dict[str, tuple[list[str], list[str]]] = {
+    "engines": (["-m", "eval.engines"], ["--file-mib", "16", "--trials", "5"]),
+    "memory": (["-m", "eval.memory"], ["--tokens", "2048"]),
+    "decode": (
+        ["-m", "eval.decode"],
+        ["--tokens", "4096", "--steps", "5", "--reload-steps", "2", "--repetitions", "2"],
+    ),
+    "decode_unlike": (
+        ["-m", "eval.decode", "--likeness", "0", "--contenders", "direct", "mapped", "reload"],
+        ["--tokens", "4096", "--steps", "5", "--reload-steps", "2", "--repetitions", "2"],
+    ),
+    "needles": (["-m", "eval.needles"], ["--samples", "2", "--tokens", "1024"]),
+    "walk": (["tests/walk.py"], ["llama", "qwen3", "gpt_neox"]),
+}
+"""Name -> command, and what --quick adds to it."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A figure that the project promises: where it is in the results, and which values keep the promise."""
+
+    figure: str
+    target: str
+    job: str
+    value: Callable[[dict[str, Any]], Any]
+    met: Callable[[Any], bool]
+
+
+def _lost_share(method: str) -> Callable[[dict[str, Any]], float]:
+    return lambda found: found["methods"][method]["lost"] / max(1, found["methods"][method]["of"])
+
+
+PROMISES: tuple[Promise, ...] = (
+    Promise("architectures exact", ">= 130", "walk", lambda r: r["exact"], lambda v: v >= 130),
+    Promise("architectures wrong", "0", "walk", lambda r: r["wrong"], lambda v: v == 0),
+    Promise("architectures tagged throughout", ">= 105", "walk", lambda r: r["tagged_throughout"], lambda v: v >= 105),
+    Promise("largest logit deviation, sd", "<= 0.002", "walk", lambda r: r["max_deviation"], lambda v: v <= 2e-3),
+    Promise("needles lost", "<= 1/20", "needles", _lost_share("default"), lambda v: v <= 0.05),
+    Promise("needles lost, paper's selection", "-", "needles", _lost_share("paper"), lambda v: True),
+    Promise("needles lost, random selection", "-", "needles", _lost_share("random"), lambda v: True),
+    Promise("peak memory over full KV", "<= 1/6", "memory", lambda r: r["share_of_full_kv"], lambda v: v <= 1 / 6),
+    Promise("account against process", "within 10%", "memory", lambda r: r["difference"], lambda v: abs(v) <= 0.1),
+    Promise(
+        "step: times faster than in memory", ">= 1", "decode",
+        lambda r: r["ratios"]["step_against_memory"], lambda v: v >= 1,
+    ),
+    Promise(
+        "step: times faster than reloading", ">= 4", "decode",
+        lambda r: r["ratios"]["step_against_reload"], lambda v: v >= 4,
+    ),
+    Promise(
+        "store: times less waited for", ">= 10", "decode",
+        lambda r: r["ratios"]["stall_against_reload"], lambda v: v >= 10,
+    ),
+    Promise(
+        "store: times less, no overlap", ">= 10", "decode",
+        lambda r: r["ratios"]["store_against_reload"], lambda v: v >= 10,
+    ),
+    Promise(
+        "store, no overlap, unlike tokens", "-", "decode_unlike",
+        lambda r: r["ratios"]["store_against_reload"], lambda v: True,
+    ),
+)  # fmt: skip
+
+
+def run_job(name: str, quick: bool, path: str | None = None) -> dict[str, Any]:
+    """One benchmark in a child process; its JSON, and "seconds"; "error" with the end of its output if it failed."""
+    command, quickly = _JOBS[name]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "result.json")
+        arguments = [*command, *(quickly if quick else []), "--json", str(target)]
+        if path and name != "walk":
+            arguments += ["--path", path]
+        start = time.perf_counter()
+        call = [sys.executable, *arguments]
+        done = subprocess.run(call, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        seconds = time.perf_counter() - start
+        if not target.exists():
+            return {"error": f"exit status {done.returncode}: {done.stderr[-2000:]}", "seconds": seconds}
+        return {**json.loads(target.read_text()), "seconds": seconds}
+
+
+def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The promises with what was measured; "met" is None where there is no target or no result."""
+    rows = []
+    for promise in PROMISES:
+        found = results.get(promise.job)
+        if found is None:
+            continue
+        row: dict[str, Any] = {"figure": promise.figure, "target": promise.target, "measured": None, "met": None}
+        if "error" not in found:
+            row["measured"] = promise.value(found)
+            row["met"] = None if promise.target == "-" else bool(promise.met(row["measured"]))
+        rows.append(row)
+    return rows
+
+
+def machine(path: str | None = None) -> dict[str, Any]:
+    """What the figures depend on: processor, memory, disk, versions, date."""
+    directory = path or tempfile.gettempdir()
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "load": os.getloadavg(),
+        "kernel": platform.release(),
+        "disk": {"path": directory, "file_system": _file_system(directory)},
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "transformers", "numpy", "hf-offload-cache")},
+    }
+
+
+def _field(file: str, name: str) -> str | None:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def _file_system(directory: str) -> str | None:
+    found = subprocess.run(["df", "--output=source,fstype", directory], capture_output=True, text=True)
+    return found.stdout.splitlines()[-1] if found.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def as_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Figure, measured, target, met or missed."""
+    table = Table(title="what was promised")
+    for column in ("figure", "measured", "target", ""):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for row in rows:
+        value = row["measured"]
+        shown = "no result" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        verdict = {True: "[green]met", False: "[red]missed", None: ""}[row["met"]]
+        table.add_row(row["figure"], shown, row["target"], verdict)
+    return table
+
+
+def main() -> int:
+    """Runs the benchmarks, writes one JSON and prints one table; 1 where a promise was missed or a benchmark failed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
+    parser.add_argument("--only", nargs="+", choices=_JOBS, default=list(_JOBS))
+    parser.add_argument("--out", type=Path, default=ROOT / "bench-results")
+    parser.add_argument("--path", help="folder on the disk to measure")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    console = Console()
+    facts = machine(arguments.path)
+    for name in arguments.only:
+        console.rule(name)
+        results[name] = run_job(name, arguments.quick, arguments.path)
+        if "error" in results[name]:
+            console.print(results[name]["error"], style="red", markup=False)
+    rows = judge(results)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    target = arguments.out / f"bench-{time.strftime('%Y%m%d-%H%M%S')}{'-quick' if arguments.quick else ''}.json"
+    whole = {"machine": facts, "quick": arguments.quick, "promises": rows, "results": results}
+    target.write_text(json.dumps(whole, indent=1))
+    console.print(as_table(rows))
+    console.print(f"{target}", markup=False)
+    if arguments.quick:
+        return int(any("error" in found for found in results.values()))
+    return int(any(row["met"] is False for row in rows) or any("error" in found for found in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""All tokens of one layer: whole groups in the store, the latest ones in the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from .block_table import BlockTable
+from .records import RecordFormat
+from .shared import Shared
+from .stores.base import aligned_empty
+from .tail import RollingTail
+
+_PIECE_BYTES = 1 << 20
+"""Bytes that are packed and handed to the writer at a time."""
+
+
+class History:
+    """Tokens in, blocks of tokens out, for `batch` sequences of one layer. Owns the layer's store, table and tail.
+
+    What comes in is copied. Used by the thread that runs the model; the store is written and read in the background.
+    """
+
+    def __init__(self, shared: Shared, form: RecordFormat, batch: int, device: torch.device, layer_idx: int) -> None:
+        self.form = form
+        self.batch = batch
+        self.device = device
+        self.length = 0
+        self._shared = shared
+        self._num_recent = shared.config.num_recent
+        self._step = max(1, shared.config.block_tokens // form.group_size)
+        self.store = shared.open_store(form.record_bytes, layer_idx)
+        self.table = BlockTable(self.store, batch)
+        self.tail = RollingTail(form, batch, self._num_recent, device, shared.account)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups sealed: the first `num_groups * group_size` tokens."""
+        return self.table.num_groups
+
+    # --- in ----------------------------------------------------------------------------------------------------
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        """Put keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind the tail; seal old groups beyond `num_recent`.
+
+        Returns the keys of the groups sealed by that, in order, as parts (B, Hk, ·, Dk): valid as long as the
+        arguments. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed.
+        """
+        groups, held = self.num_groups, self.tail.length
+        try:
+            sealed = self._append(keys, values)
+        except BaseException:
+            self.table.truncate(groups)
+            self.tail.length = held
+            raise
+        self.length += keys.shape[2]
+        return [part for part in sealed if part.shape[2]]
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        group, old = self.form.group_size, self.tail.entries
+        total = old.shape[1] + keys.shape[2]
+        count = max(0, total - self._num_recent) // group
+        sealed: list[torch.Tensor] = []
+        if count:
+            ids = self.table.append(count)
+            held = old[:, : count * group].clone()
+            sealed = [self.form.split(held)[0], keys[:, :, : count * group - held.shape[1]]]
+        if total <= self.tail.capacity:
+            self.tail.append(keys, values)
+            if count:
+                self._write(ids, self.tail.entries[:, : count * group])
+                self.tail.drop_first(count * group)
+        else:
+            piece = max(1, _PIECE_BYTES // (self.batch * self.form.record_bytes))
+            for start in range(0, count, piece):
+                stop = min(start + piece, count)
+                self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
+            self.tail.replace(self._join(old, keys, values, count * group, total))
+        return sealed
+
+    def _join(
+        self, old: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Entries [start, stop) of old entries followed by new keys and values, as a new tensor."""
+        held = old.shape[1]
+        joined = torch.empty(self.batch, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
+        split = min(max(held - start, 0), stop - start)
+        joined[:, :split] = old[:, start : start + split]
+        rest = slice(max(start - held, 0), max(stop - held, 0))
+        self.form.entries(keys[:, :, rest], values[:, :, rest], joined[:, split:])
+        return joined
+
+    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> None:
+        """Hand entries (B, n G, entry_width) to the writer as records `ids` (B, n); the padding is zeros."""
+        records = aligned_empty(ids.size, self.form.record_bytes)
+        typed = records.view(self.form.dtype)
+        typed[:, self.form.payload_width :] = 0
+        shape = (self.batch, ids.shape[1], self.form.group_size, self.form.entry_width)
+        typed[:, : self.form.payload_width].view(shape).copy_(entries.reshape(shape))
+        self._shared.prefetcher.write(self.store, ids.reshape(-1), records)
+
+    # --- out ---------------------------------------------------------------------------------------------------
+
+    def blocks(
+        self, num_groups: int, tail: torch.Tensor | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the first `num_groups` groups in blocks of `block_tokens`, then of `tail` entries.
+
+        Each block is valid until the next; the following one is read meanwhile.
+        """
+        edges = range(0, num_groups, self._step)
+        ids = [self.table.ids[:, start : min(start + self._step, num_groups)].reshape(-1) for start in edges]
+        flat = np.concatenate(ids) if ids else np.empty(0, dtype=np.int64)
+        for records in self._shared.stream(self.store, flat, self._step * self.batch, self.device):
+            yield self.form.split(self._entries(records))
+        if tail is not None and tail.shape[1]:
+            yield self.form.split(tail)
+
+    def _entries(self, records: torch.Tensor) -> torch.Tensor:
+        """Entries (B, n G, entry_width) of raw records that lie row after row of the batch."""
+        return self.form.payload(records).reshape(self.batch, -1, self.form.entry_width)
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything as new contiguous keys (B, Hk, T, Dk) and values (B, Hv, T, Dv): bitwise what came in."""
+        form, like = self.form, self.tail.entries
+        keys = like.new_empty(self.batch, form.num_key_heads, self.length, form.key_dim)
+        values = like.new_empty(self.batch, form.num_value_heads, self.length, form.value_dim)
+        start = 0
+        for block_keys, block_values in self.blocks(self.num_groups, self.tail.entries):
+            stop = start + block_keys.shape[2]
+            keys[:, :, start:stop] = block_keys
+            values[:, :, start:stop] = block_values
+            start = stop
+        return keys, values
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        """Keep the first `length` tokens. Returns the records freed, or None where no sealed group was touched.
+
+        Groups are read back until the tail holds `num_recent` tokens again, or all that remain.
+        """
+        group = self.form.group_size
+        if length >= self.num_groups * group:
+            self.tail.drop_last(self.length - length)
+            self.length = length
+            return None
+        keep = max(0, length - self._num_recent) // group
+        ids = self.table.ids[:, keep : -(-length // group)].reshape(-1)
+        self.tail.drop_last(self.tail.length)
+        for records in self._shared.stream(self.store, ids, max(1, len(ids)), self.device):
+            self.tail.replace(self._entries(records)[:, : length - keep * group])
+        self.length = length
+        return self.table.truncate(keep)
+
+    def sweep(self) -> np.ndarray | None:
+        """Give back records that no row names, when they may be more than those that are named; returns them."""
+        return self.table.sweep() if self.table.garbage > self.table.ids.size else None
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now. Moves no stored data: rows share records."""
+        self.table.select_rows(rows.cpu().numpy())
+        self.tail.select_rows(rows)
+        self.batch = len(rows)
+
+    def close(self) -> None:
+        """Give back the file and the buffers."""
+        self._shared.close_store(self.store)
+        self.tail.close()
