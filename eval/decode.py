@@ -34,8 +34,8 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 """Name -> fields of `DiskSwapCache`; None for transformers' own. The reloads read every layer back in every step, the
 next block while this one is copied (bitwise) or attended to (streamed): what FlexGen does on a machine of this kind."""
 
-LIKENESS = 0.9
-"""Of successive inputs (see `Inputs`)."""
+LIKENESS = 0.97
+"""Of successive inputs (see `Inputs`): gives about the hit rate of the real model on text, 0.75."""
 
 IN_MEMORY, RELOADS = ("DynamicCache", "StaticCache"), ("reload", "reload, streamed")
 _WARM_UP = 3

@@ -112,6 +112,8 @@ def run(
                     kept = ("hit_rate", "prefetch_hit_rate", "selected_fraction", "peak_memory_bytes", "full_kv_bytes")
                     record |= {field: getattr(report, field) for field in kept}
                 records.append(record)
+                if not record["answered"]:
+                    progress.console.print(f"sample {index}, {name}: {needle.code} is not in {answer.text!r}", markup=False)
                 progress.advance(task)
     summary = {"samples": samples, "tokens": tokens, "methods": summarise(records, methods), "records": records}
     return summary

@@ -6,6 +6,7 @@ Nothing here knows a cache beyond the verbs that its hooks call. What is on a mo
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
         handles.append(block.register_forward_pre_hook(_Seam("enter_block", layer_idx), with_kwargs=True))
         handles.append(attention.register_forward_pre_hook(_Seam("enter_attention", layer_idx), with_kwargs=True))
         handles.append(attention.register_forward_hook(_Seam("leave_attention", layer_idx), with_kwargs=True))
-    model.__dict__["prepare_inputs_for_generation"] = functools.partial(_prepare_inputs, model)
+    model.__dict__["prepare_inputs_for_generation"] = _PrepareInputs(model)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
@@ -170,8 +171,7 @@ def _strip_copied(model: PreTrainedModel) -> None:
 
 
 def _strip_prepare(model: PreTrainedModel) -> None:
-    prepare = model.__dict__.get("prepare_inputs_for_generation")
-    if isinstance(prepare, functools.partial) and prepare.func is _prepare_inputs:
+    if isinstance(model.__dict__.get("prepare_inputs_for_generation"), _PrepareInputs):
         del model.__dict__["prepare_inputs_for_generation"]
 
 
@@ -244,13 +244,22 @@ def _cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Attachable)), None)
 
 
-def _prepare_inputs(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+class _PrepareInputs:
     """`generate`'s own method, with one look at the ids before it drops those that the cache should hold already."""
-    cache = _cache_among((), kwargs)
-    if cache is not None and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
-        cache.check_prompt(input_ids)
-    own: Any = type(model)
-    return own.prepare_inputs_for_generation(model, input_ids, **kwargs)
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The method's own: `generate` looks there for what the model takes."""
+        return inspect.signature(functools.partial(type(self.model).prepare_inputs_for_generation, self.model))
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        cache = _cache_among((), kwargs)
+        if cache is not None and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
+            cache.check_prompt(input_ids)
+        return type(self.model).prepare_inputs_for_generation(self.model, input_ids, **kwargs)
 
 
 def register(implementation: str) -> None:

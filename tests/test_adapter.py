@@ -105,8 +105,8 @@ def test_a_loaded_adapter_selects_well(
 
     def watched(self: Any, query: torch.Tensor, buffer: Any) -> Any:
         groups = select(self, query, buffer)
-        keys = self.whole()[0]
-        importance = oracle(query[:, :, 0], keys[:, :, : self.table.num_groups * 4], self.scaling)
+        keys = self.history.whole()[0]
+        importance = oracle(query[:, :, 0], keys[:, :, : self.history.num_groups * 4], self.scaling)
         importance[:, 0] = float("inf")
         best = set(importance.topk(groups.shape[1], 1).indices[0].tolist())
         seen.append((self.layer_idx, len(best & set(groups[0].tolist())) / len(best), groups))

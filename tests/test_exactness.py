@@ -133,7 +133,7 @@ def test_lengths_around_the_edges_of_groups_and_blocks(length: int, fields: dict
         {"group_size": 1, "num_recent": 1, "block_tokens": 16},
         {"group_size": 3, "num_recent": 5, "block_tokens": 17},
         {"group_size": 16, "num_recent": 8, "block_tokens": 16},
-        {"group_size": 64, "num_recent": 1, "block_tokens": 32},
+        {"group_size": 64, "num_recent": 1, "block_tokens": 64},
         {"group_size": 4, "num_recent": 512, "block_tokens": 16},
         {},
     ],

@@ -97,18 +97,18 @@ def test_what_a_layer_writes(dtype: torch.dtype) -> None:
         layer = OffloadLayer(shared, 0)
         for start, stop in ((0, 13), (13, 14), (14, 22)):
             layer.update(keys[:, :, start:stop], values[:, :, start:stop])
-        assert layer.table.num_groups == 4
-        out = aligned_empty(8, layer.form.record_bytes)
+        assert layer.history.num_groups == 4
+        out = aligned_empty(8, layer.history.form.record_bytes)
         out.fill_(255)
         shared.prefetcher.flush()
-        layer.store.read(np.ascontiguousarray(layer.table.ids.reshape(-1)), out)
-        payload = layer.form.payload(out)
+        layer.history.store.read(np.ascontiguousarray(layer.history.table.ids.reshape(-1)), out)
+        payload = layer.history.form.payload(out)
         assert not out[:, payload.shape[1] * dtype.itemsize :].any()
         assert out.shape[1] > payload.shape[1] * dtype.itemsize
-        sealed = layer.form.split(payload.reshape(2, 16, layer.form.entry_width))
+        sealed = layer.history.form.split(payload.reshape(2, 16, layer.history.form.entry_width))
         assert torch.equal(sealed[0], keys[:, :, :16])
         assert torch.equal(sealed[1], values[:, :, :16])
-        assert torch.equal(layer.whole()[0], keys)
-        assert torch.equal(layer.whole()[1], values)
+        assert torch.equal(layer.history.whole()[0], keys)
+        assert torch.equal(layer.history.whole()[1], values)
     finally:
         shared.close()

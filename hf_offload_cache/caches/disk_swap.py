@@ -145,7 +145,8 @@ class DiskSwapLayer(OffloadLayer):
         if self.settings.selection == "random":
             importance = torch.rand(self.batch, count, generator=buffer.generator).to(query.device)
         else:
-            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, self.settings.selection)
+            rule = self.settings.selection
+            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, wanted)
         sinks = self.settings.num_sinks
         if buffer.visible is None:
             importance[:, : -(-sinks // group)] = float("inf")

@@ -10,6 +10,11 @@ from ..report import MemoryAccount
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
 
+_CANDIDATES = 4
+"""Times the groups wanted: of how many the mass is estimated."""
+_BELOW = 1e4
+"""Puts what is no candidate below all candidates."""
+
 
 def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     """The `rank` leading eigenvectors (W, rank), float32, of a second moment K^T K (W, W): the right singular vectors
@@ -85,33 +90,42 @@ class LowRankKeys:
         grouped = query.float().unflatten(1, (self.adapter.shape[0], -1))
         return (grouped @ self.adapter).flatten(1, 2) * self.scale
 
-    def group_scores(self, query: torch.Tensor, group_size: int) -> torch.Tensor:
-        """The best score in each group of low-rank queries (B, h, r): (B, tokens // group_size, h) float32.
-
-        8-bit keys on a CPU are multiplied as integers, the query rounded to 8 bits too; the maximum is taken before
-        anything is scaled, since it is a pass over all tokens.
-        """
-        groups = self.tokens // group_size
-        keys = self._keys[:, : groups * group_size]
-        shape = (keys.shape[0], groups, group_size, query.shape[1])
+    def scores(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Low-rank queries (B, h, r) against all compact keys: raw scores (B, tokens, h), and factors (B, 1, h) that
+        they are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8 bits."""
+        keys = self._keys[:, : self.tokens]
         if keys.dtype == torch.int8 and keys.device.type == "cpu":
             unit = query.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
             query8 = (query / unit).round_().to(torch.int8).transpose(1, 2).contiguous()
             raw = [torch._int_mm(row, row_query) for row, row_query in zip(keys, query8, strict=True)]
-            best = (raw[0][None] if len(raw) == 1 else torch.stack(raw)).view(shape).amax(2)
-            return best * unit.transpose(1, 2)
+            return raw[0][None] if len(raw) == 1 else torch.stack(raw), unit.transpose(1, 2)
         dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
-        scores = keys.to(dtype) @ query.to(dtype).transpose(1, 2)
-        return scores.view(shape).amax(2).float()
+        return keys.to(dtype) @ query.to(dtype).transpose(1, 2), query.new_ones(1, 1, 1)
 
-    def group_importance(self, query: torch.Tensor, scaling: float, group_size: int, rule: str) -> torch.Tensor:
-        """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, only to be compared.
+    def group_importance(
+        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int
+    ) -> torch.Tensor:
+        """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, to be compared in a row;
+        the order is right among the `wanted` best.
 
-        "default": the maximum in the group for each head, softmax over groups for each head, summed over heads: heads
-        with large raw scores do not drown the others. "paper": raw scores summed over heads, then the maximum in the
-        group (section 3.3, "Scoring and selection"); the sum is linear, so one vector stands for all heads.
+        "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
+        scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
+        exponentials are taken of these alone. "paper": raw scores summed over heads, then the maximum in the group
+        (section 3.3, "Scoring and selection"); the sum is linear, so one vector stands for all heads.
         """
         low = self.low_rank_query(query)
+        raw, unit = self.scores(low.sum(1, keepdim=True) if rule == "paper" else low)
+        grouped = raw.unflatten(1, (-1, group_size))
+        best = grouped.amax(2)
         if rule == "paper":
-            return self.group_scores(low.sum(1, keepdim=True), group_size)[..., 0]
-        return torch.softmax(self.group_scores(low, group_size) * scaling, 1).sum(-1)
+            return best[..., 0].float()
+        factor = unit * scaling
+        best = best * factor
+        top = best.amax(1, keepdim=True)
+        rough = torch.exp(best - top)
+        rough = (rough / rough.sum(1, keepdim=True)).sum(-1)
+        candidates = rough.topk(min(_CANDIDATES * wanted, rough.shape[1]), 1).indices
+        chosen = torch.take_along_dim(grouped, candidates[:, :, None, None], 1)
+        mass = torch.exp(chosen * factor[..., None, :] - top[:, :, None]).sum(2)
+        mass = (mass / mass.sum(1, keepdim=True)).sum(-1)
+        return (rough - _BELOW).scatter_(1, candidates, mass)
