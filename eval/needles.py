@@ -22,7 +22,7 @@ from hf_offload_cache.generation import build_prompt, generate_answer
 
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
 NOUNS = ("lighthouse", "orchard", "library", "harbour", "windmill", "greenhouse", "tower", "bridge", "museum", "well")
-_TEMPLATE_TOKENS = 90
+_TEMPLATE_TOKENS = 130
 """About what the fact, the question and the chat template take."""
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -36,7 +36,10 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Needle:
-    """One sample: a document with a fact in it, and the question for it."""
+    """One sample: a document with a fact in it, and the question for it.
+
+    Worded so that `DynamicCache` answers 18 or 19 of 20 at 4K tokens; said once and asked plainly, it answers 9.
+    """
 
     document: str
     fact: str
@@ -46,9 +49,18 @@ class Needle:
 
 
 def haystack() -> list[str]:
-    """Paragraphs of Python's own help texts: there wherever Python is; the same for the same version."""
+    """Paragraphs of prose from Python's own help texts: there wherever Python is; the same for the same version.
+
+    Grammars, code and tables are left out: a small model goes on with them instead of answering.
+    """
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    return [pydoc.plain(part).strip() for part in text.split("\n\n") if part.strip()]
+    paragraphs = (" ".join(pydoc.plain(part).split()) for part in text.split("\n\n"))
+    return list(dict.fromkeys(part for part in paragraphs if _is_prose(part)))
+
+
+def _is_prose(paragraph: str) -> bool:
+    letters = sum(character.isalpha() or character == " " for character in paragraph)
+    return len(paragraph.split()) >= 20 and letters > 0.9 * len(paragraph) and paragraph.endswith(".")
 
 
 def make_needles(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> Iterator[Needle]:
@@ -74,9 +86,10 @@ def make_needles(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) ->
             chosen.append(paragraph)
             lengths.append(length)
         before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= depth * sum(lengths))
-        fact = f"The secret code of the {adjective} {noun} is {code}."
+        sentence = f"he secret code of the {adjective} {noun} is {code}."
+        fact = f"Remember this: t{sentence} T{sentence}"
         chosen.insert(before, fact)
-        question = f"What is the secret code of the {adjective} {noun}?"
+        question = f"What is the secret code of the {adjective} {noun}? Answer with the number only."
         yield Needle("\n\n".join(chosen), fact, question, code, depth)
 
 
@@ -86,7 +99,7 @@ def run(
     methods: dict[str, dict[str, Any] | None],
     samples: int = 20,
     tokens: int = 4096,
-    max_new_tokens: int = 16,
+    max_new_tokens: int = 24,
     chunk: int = 4096,
     path: str | None = None,
 ) -> dict[str, Any]:
@@ -113,7 +126,8 @@ def run(
                     record |= {field: getattr(report, field) for field in kept}
                 records.append(record)
                 if not record["answered"]:
-                    progress.console.print(f"sample {index}, {name}: {needle.code} is not in {answer.text!r}", markup=False)
+                    missed = f"sample {index}, {name}: {needle.code} is not in {answer.text!r}"
+                    progress.console.print(missed, markup=False)
                 progress.advance(task)
     summary = {"samples": samples, "tokens": tokens, "methods": summarise(records, methods), "records": records}
     return summary

@@ -33,8 +33,8 @@ class Adapter:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 projections = {int(name.rpartition(".")[2]): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            made_for = json.loads(metadata["model"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            made_for = dict(json.loads(metadata["model"]))
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error
         for name, value in fingerprint(model).items():
             if made_for.get(name) != value:
@@ -44,11 +44,18 @@ class Adapter:
                 )
         return cls(projections, made_for)
 
-    def of_layer(self, layer_idx: int, rank: int | None) -> torch.Tensor:
-        """The projection of one layer, cut to `rank` columns."""
+    def of_layer(self, layer_idx: int, rank: int | None, width: int | None) -> torch.Tensor:
+        """The projection of one layer, cut to `rank` columns; `width` is Hk D where it is known."""
         projection = self.projections.get(layer_idx)
         if projection is None:
             raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
+        if projection.ndim != 2 or projection.shape[0] != (width or projection.shape[0]):
+            raise AdapterError(
+                f"the adapter of layer {layer_idx} has shape {tuple(projection.shape)}; it must be ({width or 'Hk D'}, "
+                "rank): make it for this model with calibrate()"
+            )
+        if not torch.isfinite(projection).all():
+            raise AdapterError(f"the adapter of layer {layer_idx} is not finite: make it anew with calibrate()")
         if rank is not None and rank > projection.shape[1]:
             raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use less")
         return projection if rank is None else projection[:, :rank].contiguous()

@@ -27,6 +27,18 @@ _REPLACEABLE = ("sdpa", "eager")
 _LOCK = threading.RLock()
 
 
+class AttentionName(str):
+    """Our name for an implementation; equal to the implementation's own as well, since some models compare."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or self.removeprefix(PREFIX) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 class Attachable:
     """What the seams call on the cache that a forward was given, all on the thread that runs the model."""
 
@@ -130,7 +142,7 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
             if name in _REPLACEABLE:
                 register(name)
                 attachment.renamed.append((config, config._attn_implementation_internal))
-                config._attn_implementation_internal = PREFIX + name
+                config._attn_implementation_internal = AttentionName(PREFIX + name)
     handles = attachment.handles
     handles.append(model.register_forward_pre_hook(_Seam("begin_step"), with_kwargs=True))
     handles.append(model.register_forward_hook(_Seam("end_step"), with_kwargs=True))

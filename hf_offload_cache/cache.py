@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -66,6 +67,7 @@ class OffloadCache(Cache, attach.Attachable):
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
         self._step_length = 0
+        self._open: list[int] | None = None
         self.look_ahead: LookAhead | None = None
         token = -1
         try:
@@ -105,22 +107,24 @@ class OffloadCache(Cache, attach.Attachable):
             raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        lengths = {layer.length for layer in self.offloaded}
-        if len(lengths) > 1:
+        lengths = [layer.length for layer in self.offloaded]
+        if self._open is not None and (lengths != self._open or len(self.layers) > len(self.offloaded)):
             raise RuntimeError(
-                f"an earlier forward was interrupted between layers (they hold {min(lengths)} to {max(lengths)} "
-                f"tokens): crop({min(lengths) - max(lengths)}) where every layer can, or reset()"
+                "an earlier forward was interrupted: some layers may hold its tokens and others not; "
+                "reset() the cache, or use a new one"
             )
         if given is None:
             return
-        history = max(lengths, default=0)
+        history = self._held()
         if history:
-            if given.shape[0] != self.offloaded[0].batch:
+            batch = max((layer.batch for layer in self.offloaded), default=given.shape[0])
+            if given.shape[0] != batch:
                 raise PromptError(
-                    f"the cache holds {self.offloaded[0].batch} sequences and the model was given {given.shape[0]}: "
+                    f"the cache holds {batch} sequences and the model was given {given.shape[0]}: "
                     "use a new cache, or reset(), for a batch of another size"
                 )
             self._check_positions(kwargs, history)
+        self._open = lengths
         self._step_ids = ids if ids is not None else torch.full(given.shape[:2], TokenLog.UNKNOWN)
         self._step_length = history
         self._step_started = time.perf_counter() if history and given.shape[1] == 1 else None
@@ -133,6 +137,7 @@ class OffloadCache(Cache, attach.Attachable):
     def end_step(self) -> None:
         """After the model's forward: keep the ids, stop the clock."""
         self.shared.check_seam()
+        self._open = None
         if self._step_ids is not None:
             self._tokens.append(self._step_ids, self._step_length)
             self._step_ids = None
@@ -156,7 +161,7 @@ class OffloadCache(Cache, attach.Attachable):
 
     def check_prompt(self, input_ids: torch.Tensor) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
-        history = self.get_seq_length()
+        history = self._held()
         if not history:
             return
         if input_ids.shape[1] <= history:
@@ -170,6 +175,11 @@ class OffloadCache(Cache, attach.Attachable):
                 f"the prompt differs from what the cache holds at token {position} of {history}: "
                 "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
             )
+
+    def _held(self) -> int:
+        """Tokens a sequence held, whatever the kinds of layers."""
+        lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        return max(lengths, default=self._tokens.length)
 
     def _check_positions(self, kwargs: dict[str, Any], history: int) -> None:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
@@ -198,7 +208,7 @@ class OffloadCache(Cache, attach.Attachable):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self._tokens.truncate(self.get_seq_length() if self.offloaded else 0)
+        self._tokens.truncate(max(0, self._tokens.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -216,6 +226,7 @@ class OffloadCache(Cache, attach.Attachable):
         """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
         self.shared.check_open()
         self.shared.unseen = None
+        self._open = None
         super().reset()
         self._tokens.truncate(0)
         self.shared.reset_counters()

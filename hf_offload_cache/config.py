@@ -15,11 +15,11 @@ from .errors import ConfigError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of "300MiB", "2GB" or a plain number. Raises `ConfigError`."""
+def parse_size(text: str | int, name: str = "size") -> int:
+    """Bytes of "300MiB", "2GB" or a plain number. Raises `ConfigError`, which calls the argument `name`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"a size is a number with one of {', '.join(u for u in _UNITS if u)}, got {text!r}")
+        raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -56,7 +56,7 @@ class OffloadConfig:
                 )
         self._one_of("exact", (False, True, "bitwise"))
         self._one_of("engine", ("auto", "direct", "mapped", "memory"))
-        if parse_size(self.write_queue) < 2**16:
+        if parse_size(self.write_queue, "write_queue") < 2**16:
             raise ConfigError(f"write_queue must be at least 64KiB, got {self.write_queue!r}: use '64KiB'")
 
     @classmethod

@@ -56,6 +56,24 @@ class OffloadLayer(CacheLayerMixin):
     history: History
     """What is held; there is none before the first `update`."""
 
+    @property  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
+        """What `DynamicLayer` would hold, brought back whole: for models that look into a cache's layers."""
+        return self.history.whole()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, nothing: None) -> None:
+        """transformers' constructors set this to None; there is nothing to keep."""
+
+    @property  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return self.history.whole()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, nothing: None) -> None:
+        """As `keys`."""
+
     @property
     def length(self) -> int:
         """Tokens a sequence."""
@@ -93,7 +111,9 @@ class OffloadLayer(CacheLayerMixin):
             )
         history = self.history
         whole = self.length == 0 or self.state != "tagged"
-        if whole and self.length:
+        if not self.length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
+            key_states, value_states = key_states.contiguous(), value_states.contiguous()
+        elif whole:
             old_keys, old_values = history.whole()
             key_states = torch.cat([no_backward(old_keys, key_states), key_states], 2)
             value_states = torch.cat([no_backward(old_values, value_states), value_states], 2)

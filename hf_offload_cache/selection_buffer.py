@@ -235,6 +235,7 @@ class SelectionBuffer:
         self._ahead = [ahead if ahead is None or ahead.layer_idx != layer.layer_idx else None for ahead in self._ahead]
         self._drop_slots(layer.layer_idx)
         if not self._slots:
+            self.generator.manual_seed(0)
             for area in self._areas:
                 area.release()
             self._areas = []

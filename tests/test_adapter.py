@@ -89,7 +89,7 @@ def test_saved_and_loaded(adapter: Adapter, path: Path) -> None:
     assert torch.equal(loaded.of_layer(1, None), adapter.projections[1])
 
 
-@pytest.mark.parametrize(("rank", "dtype", "least"), [(32, "float32", 0.99), (32, "int8", 0.8), (16, "int8", 0.4)])
+@pytest.mark.parametrize(("rank", "dtype", "least"), [(32, "float32", 0.9), (32, "int8", 0.8), (16, "int8", 0.4)])
 def test_a_loaded_adapter_selects_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, dtype: str, least: float
 ) -> None:
@@ -126,10 +126,9 @@ def test_a_loaded_adapter_selects_well(
 
 
 def oracle(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Importance of groups of four from exact scores, heads normalised before they are summed."""
+    """Exact attention mass of groups of four, summed over heads."""
     scores = torch.einsum("bhd,bhtd->bht", query, keys.repeat_interleave(query.shape[1] // keys.shape[1], 1))
-    best = scores.unflatten(2, (-1, 4)).amax(-1)
-    return torch.softmax(best * scaling, -1).sum(1)
+    return torch.softmax(scores * scaling, -1).unflatten(2, (-1, 4)).sum((1, 3))
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be used

@@ -37,14 +37,17 @@ def predictor(
 
 
 def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, rule: str) -> torch.Tensor:
-    """(B, groups) from exact scores of every query head with its key head."""
+    """(B, groups) from exact scores of every query head with its key head: attention mass, or the paper's maximum."""
     scores = torch.einsum("bhd,bhtd->bht", query.double(), keys.double().repeat_interleave(HEADS // KV, 1))
-    groups = keys.shape[2] // GROUP
-    scores = scores[:, :, : groups * GROUP]
     if rule == "paper":
-        return scores.sum(1).unflatten(1, (groups, GROUP)).amax(-1)
-    best = scores.unflatten(2, (groups, GROUP)).amax(-1)
-    return torch.softmax(best * scaling, -1).sum(1)
+        return scores.sum(1).unflatten(1, (-1, GROUP)).amax(-1)
+    return torch.softmax(scores * scaling, -1).unflatten(2, (-1, GROUP)).sum((1, 3))
+
+
+def all_scores(summary: LowRankKeys, query: torch.Tensor) -> torch.Tensor:
+    """Scores (B, tokens, H) in units of exact ones."""
+    raw, unit = summary.scores(summary.low_rank_query(query))
+    return raw * unit
 
 
 def query_of(batch: int, seed: int = 1) -> torch.Tensor:
@@ -52,16 +55,43 @@ def query_of(batch: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", ["default", "paper"])
-@pytest.mark.parametrize("tokens", [GROUP, 43, 200])
+@pytest.mark.parametrize("tokens", [GROUP, 44, 200])
 def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
-    """Tokens behind the last whole group belong to none."""
+    """Where every group is a candidate, the numbers are those of the oracle."""
     keys, query = keys_of(3, tokens), query_of(3)
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    importance = summary.group_importance(query, 0.3, GROUP, rule)
+    importance = summary.group_importance(query, 0.3, GROUP, rule, tokens // GROUP)
     expected = exact_importance(query, keys, 0.3, rule)
     assert importance.shape == (3, tokens // GROUP)
     torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+OF_FEW = pytest.mark.xfail(
+    strict=True, reason="a head's mass is divided by that of the candidates, so heads that look everywhere weigh most"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        *[("paper", wanted) for wanted in (1, 5, 40)],
+        pytest.param("default", 1, marks=OF_FEW),
+        pytest.param("default", 5, marks=OF_FEW),
+        ("default", 40),
+    ],
+)
+def test_the_best_are_among_the_candidates(rule: str, wanted: int) -> None:
+    """Full rank, float32, ten samples: of the groups wanted hardly one is not the oracle's."""
+    shares = []
+    for seed in range(10):
+        keys, query = keys_of(3, 1600, seed=seed), query_of(3, seed + 10)
+        summary = predictor(keys, WIDTH)
+        summary.append(keys)
+        importance = summary.group_importance(query, 1.0, GROUP, rule, wanted)
+        assert importance.shape == (3, 400)
+        shares.append(overlap(exact_importance(query, keys, 1.0, rule), importance, wanted))
+    assert sum(shares) / len(shares) >= 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
@@ -73,12 +103,12 @@ def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
     exact, compact = predictor(keys, WIDTH), predictor(keys, WIDTH, dtype)
     exact.append(keys)
     compact.append(keys)
-    scores = [p.group_scores(p.low_rank_query(query), 1) for p in (exact, compact)]
+    scores = [all_scores(p, query) for p in (exact, compact)]
     difference = (scores[0] - scores[1]).abs()
     assert difference.mean() < 0.03 * scores[0].std()
     assert difference.max() < 0.25 * scores[0].std()
     expected = exact_importance(query, keys, 0.3, rule)
-    chosen = compact.group_importance(query, 0.3, GROUP, rule)
+    chosen = compact.group_importance(query, 0.3, GROUP, rule, 40)
     assert overlap(expected, chosen, 40) >= 0.9
 
 
@@ -98,7 +128,7 @@ def test_a_rank_that_holds_the_structure_selects_well(dtype: torch.dtype) -> Non
     for rank in (2, 6):
         summary = predictor(keys, rank, dtype)
         summary.append(keys)
-        found[rank] = overlap(expected, summary.group_importance(query, 0.3, GROUP, "default"), 40)
+        found[rank] = overlap(expected, summary.group_importance(query, 0.3, GROUP, "default", 40), 40)
     assert found[6] >= 0.85
     assert found[2] < found[6] - 0.2
 
@@ -112,8 +142,8 @@ def test_heads_are_normalised_before_they_are_summed() -> None:
     keys[0, 1, 60, 0] = 20.0  # second: the last group
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    assert int(summary.group_importance(query, 1.0, GROUP, "default").argmax()) == 15
-    assert int(summary.group_importance(query, 1.0, GROUP, "paper").argmax()) < 8
+    assert int(summary.group_importance(query, 1.0, GROUP, "default", 3).argmax()) == 15
+    assert int(summary.group_importance(query, 1.0, GROUP, "paper", 3).argmax()) < 8
 
 
 def test_clipped_components_do_not_wrap() -> None:
@@ -124,7 +154,7 @@ def test_clipped_components_do_not_wrap() -> None:
     outlier[:, :, 100] *= 40
     summary.append(outlier)
     query = outlier[:, :, 100].repeat_interleave(HEADS // KV, 1)
-    assert int(summary.group_scores(summary.low_rank_query(query), 1).sum(-1).argmax()) == 100
+    assert int(all_scores(summary, query).sum(-1).argmax()) == 100
 
 
 @pytest.mark.parametrize("rank", [1, 5, WIDTH])
@@ -158,8 +188,8 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
 
     def check(rows: list[int], tokens: int) -> None:
         assert summary.tokens == tokens
-        other = whole.group_scores(whole.low_rank_query(query[:1]).expand(2, -1, -1), 1)
-        mine = summary.group_scores(summary.low_rank_query(query[:1]).expand(len(rows), -1, -1), 1)
+        other = all_scores(whole, query[:1].expand(2, -1, -1))
+        mine = all_scores(summary, query[:1].expand(len(rows), -1, -1))
         torch.testing.assert_close(mine, other[rows, :tokens], rtol=1e-5, atol=1e-5)
         held = account.by_owner["compact keys"]
         assert held % (len(rows) * 7 * dtype.itemsize) == 0

@@ -559,7 +559,6 @@ _LOAD = """
 import pickle, sys, torch
 torch.set_num_threads(1)
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
 if sys.argv[1] == "pickle":
     with open(sys.argv[2], "rb") as file:
         model = pickle.load(file)

@@ -86,6 +86,15 @@ def test_a_slot_in_use_outlives_younger_ones() -> None:
     assert table.locate(ids(11))[0] == ABSENT
 
 
+def test_forgotten_slots_are_filled_before_the_oldest() -> None:
+    table = SlotTable(3)
+    table.insert(ids(10, 11, 12), ids())
+    emptied = table.locate(ids(11, 12))
+    table.forget(ids(11, 12))
+    assert sorted(table.insert(ids(13, 14), ids())[1].tolist()) == sorted(emptied.tolist())
+    assert table.locate(ids(10))[0] != ABSENT
+
+
 @pytest.mark.parametrize("capacity", [0, 1])
 def test_more_records_than_capacity(capacity: int) -> None:
     """The last ones get a slot; with no slots, none does."""

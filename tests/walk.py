@@ -27,7 +27,7 @@ from hf_offload_cache import DiskSwapCache
 
 SHORT_CASES = ("greedy", "beams", "left_padding")
 FURTHER_CASES = ("sample", "batch", "chunked_prefill", "padded_chunked_prefill", "prompt_lookup", "second_turn")
-REPRESENTATIVES = [
+REPRESENTATIVES = (
     "bloom",
     "cohere2",
     "cpmant",
@@ -44,7 +44,7 @@ REPRESENTATIVES = [
     "minimax_m3_vl_text",
     "qwen3_next",
     "zamba2",
-]
+)
 """Architectures unlike each other, which the default run takes through the further cases too."""
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, POSITIONS, WINDOW = 4, 64, 4, 2, 16, 96, 160, 512, 16

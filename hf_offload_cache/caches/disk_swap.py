@@ -22,7 +22,7 @@ from ..selection_buffer import SelectionBuffer
 from ..shared import Shared
 
 _REFIT = 8
-"""An adapter from the prompt is remade when the length has grown this many times."""
+"""An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
 
 
 class DiskSwapLayer(OffloadLayer):
@@ -48,7 +48,7 @@ class DiskSwapLayer(OffloadLayer):
     def summarise(self, keys: list[torch.Tensor], visible: torch.Tensor | None) -> None:
         tokens = self.history.num_groups * self.history.form.group_size
         fresh = sum(part.shape[2] for part in keys)
-        grown = self.adapter is None and tokens >= _REFIT * self._fitted_at
+        grown = tokens >= _REFIT * self._fitted_at
         if self.summary is not None and not grown and self.summary.tokens + fresh == tokens:
             for part in keys:
                 self.summary.append(part)
@@ -146,7 +146,8 @@ class DiskSwapLayer(OffloadLayer):
             importance = torch.rand(self.batch, count, generator=buffer.generator).to(query.device)
         else:
             rule = self.settings.selection
-            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, wanted)
+            seen = None if buffer.visible is None else buffer.visible[:, : count * group]
+            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, wanted, seen)
         sinks = self.settings.num_sinks
         if buffer.visible is None:
             importance[:, : -(-sinks // group)] = float("inf")
@@ -231,7 +232,7 @@ class DiskSwapCache(OffloadCache):
             layer.buffer = buffer
             layer.learn = self.look_ahead.learn
             if adapter is not None:
-                layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank)
+                layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank, width).float()
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         super().begin_step(model, kwargs)

@@ -103,10 +103,16 @@ class LowRankKeys:
         return keys.to(dtype) @ query.to(dtype).transpose(1, 2), query.new_ones(1, 1, 1)
 
     def group_importance(
-        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int
+        self,
+        query: torch.Tensor,
+        scaling: float,
+        group_size: int,
+        rule: str,
+        wanted: int,
+        visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, to be compared in a row;
-        the order is right among the `wanted` best.
+        the order is right among the `wanted` best. `visible` (·, tokens) leaves padding out of all of it.
 
         "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
         scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
@@ -115,6 +121,9 @@ class LowRankKeys:
         """
         low = self.low_rank_query(query)
         raw, unit = self.scores(low.sum(1, keepdim=True) if rule == "paper" else low)
+        if visible is not None:
+            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
+            raw = raw.masked_fill(~visible[:, :, None], least)
         grouped = raw.unflatten(1, (-1, group_size))
         best = grouped.amax(2)
         if rule == "paper":
@@ -122,10 +131,11 @@ class LowRankKeys:
         factor = unit * scaling
         best = best * factor
         top = best.amax(1, keepdim=True)
-        rough = torch.exp(best - top)
-        rough = (rough / rough.sum(1, keepdim=True)).sum(-1)
+        peaks = torch.exp(best - top)
+        rough = (peaks / peaks.sum(1, keepdim=True)).sum(-1)
         candidates = rough.topk(min(_CANDIDATES * wanted, rough.shape[1]), 1).indices
         chosen = torch.take_along_dim(grouped, candidates[:, :, None, None], 1)
         mass = torch.exp(chosen * factor[..., None, :] - top[:, :, None]).sum(2)
-        mass = (mass / mass.sum(1, keepdim=True)).sum(-1)
-        return (rough - _BELOW).scatter_(1, candidates, mass)
+        known = torch.take_along_dim(peaks, candidates[:, :, None], 1)
+        total = peaks.sum(1, keepdim=True) + (mass - known).sum(1, keepdim=True)
+        return (rough - _BELOW).scatter_(1, candidates, (mass / total).sum(-1))

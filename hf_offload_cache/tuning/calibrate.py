@@ -24,6 +24,8 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
 
     Nothing is written; `Adapter.save(path)` does. Holds the keys of one text in memory.
     """
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}: use rank=1 or None")
     inner = inner_model(model)
     moments: dict[int, torch.Tensor] = {}
     for text in texts:
