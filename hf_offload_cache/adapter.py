@@ -44,7 +44,7 @@ class Adapter:
                 )
         return cls(projections, made_for)
 
-    def of_layer(self, layer_idx: int, rank: int | None, width: int | None) -> torch.Tensor:
+    def of_layer(self, layer_idx: int, rank: int | None, width: int | None = None) -> torch.Tensor:
         """The projection of one layer, cut to `rank` columns; `width` is Hk D where it is known."""
         projection = self.projections.get(layer_idx)
         if projection is None:

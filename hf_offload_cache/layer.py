@@ -56,22 +56,22 @@ class OffloadLayer(CacheLayerMixin):
     history: History
     """What is held; there is none before the first `update`."""
 
-    @property  # type: ignore[override]
+    @property
     def keys(self) -> torch.Tensor | None:
         """What `DynamicLayer` would hold, brought back whole: for models that look into a cache's layers."""
         return self.history.whole()[0] if self.is_initialized else None
 
     @keys.setter
-    def keys(self, nothing: None) -> None:
+    def keys(self, nothing: torch.Tensor | None) -> None:
         """transformers' constructors set this to None; there is nothing to keep."""
 
-    @property  # type: ignore[override]
+    @property
     def values(self) -> torch.Tensor | None:
         """As `keys`."""
         return self.history.whole()[1] if self.is_initialized else None
 
     @values.setter
-    def values(self, nothing: None) -> None:
+    def values(self, nothing: torch.Tensor | None) -> None:
         """As `keys`."""
 
     @property

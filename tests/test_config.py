@@ -130,7 +130,6 @@ def test_sizes_that_are_none(text: Any) -> None:
         DiskSwapConfig(write_queue=text)
 
 
-@pytest.mark.xfail(strict=True, reason="parse_size does not know which field it reads")
 def test_a_size_that_is_none_names_its_field() -> None:
     with pytest.raises(ConfigError, match="write_queue"):
         DiskSwapConfig(write_queue="4 parsecs")

@@ -245,12 +245,7 @@ def padded_prompt(pad_token: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
     return prompt(long_model(), 2, LONG).masked_fill(mask == 0, pad_token), mask
 
 
-IN_THE_SOFTMAX = pytest.mark.xfail(
-    strict=True, reason="groups of padding are left out after the softmax over groups, so they weigh in its sum"
-)
-
-
-@pytest.mark.parametrize("selection", [pytest.param("default", marks=IN_THE_SOFTMAX), "paper", "random"])
+@pytest.mark.parametrize("selection", ["default", "paper", "random"])
 def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch, selection: str) -> None:
     """Other tokens in padded places: the same logits, to the bit; and no group of padding alone is selected."""
     results = []
@@ -367,10 +362,7 @@ def test_the_memory_account() -> None:
 # ---------------------------------------------------------------------------------------------- lives of a cache
 
 
-RANDOM_AGAIN = pytest.mark.xfail(strict=True, reason="the generator of SelectionBuffer goes on where it was")
-
-
-@pytest.mark.parametrize("selection", ["default", "paper", pytest.param("random", marks=RANDOM_AGAIN)])
+@pytest.mark.parametrize("selection", ["default", "paper", "random"])
 def test_reset_gives_a_fresh_cache(selection: str) -> None:
     """Same results, same figures as the first time, nothing held in between."""
     with sparse(selection=selection, engine="auto") as cache:
