@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 class Needle:
     """One sample: a document with a fact in it, and the question for it.
 
-    Worded so that `DynamicCache` answers 18 or 19 of 20 at 4K tokens; said once and asked plainly, it answers 9.
+    Worded so that `DynamicCache` answers 18 of 20 at 4K tokens; said once and asked plainly, it answered 9.
     """
 
     document: str

@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,17 @@ from .layer import TAG
 
 PREFIX = "hf_offload_cache_"
 """Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
-_REPLACEABLE = ("sdpa", "eager")
+_ALWAYS = ("sdpa", "eager")
+_OWN_KERNELS = ("flash", "flex", "paged")
+"""Parts of names whose masks are of another kind, or whose names transformers treats in a way of its own."""
 _LOCK = threading.RLock()
 
 
 class AttentionName(str):
-    """Our name for an implementation; equal to the implementation's own as well, since some models compare."""
+    """Our name for an implementation; equal to the implementation's own as well, since some models compare.
+
+    Its hash is that of our name: look-ups in transformers' tables find ours, and never the other.
+    """
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or self.removeprefix(PREFIX) == other
@@ -69,6 +74,7 @@ class _Attachment:
     caches: dict[int, weakref.ref] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
     renamed: list[tuple[Any, str]] = field(default_factory=list)
+    seams: list[Any] = field(default_factory=list)
 
 
 # Which models carry seams now. Not state of a step: the count that says when the last cache has gone.
@@ -88,17 +94,18 @@ def inner_model(model: Any) -> PreTrainedModel:
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
     """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
     with _LOCK:
+        token = id(cache)
         attachment = _ATTACHED.get(model)
-        if attachment is None:
-            attachment = _Attachment()
+        if attachment is not None:
+            attachment.caches[token] = weakref.ref(cache)
+        if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
+            attachment = _Attachment({token: weakref.ref(cache)})
             try:
                 _put_on(model, attachment)
             except BaseException:
                 _take_off(model, attachment)
                 raise
             _ATTACHED[model] = attachment
-        token = id(cache)
-        attachment.caches[token] = weakref.ref(cache)
         return token
 
 
@@ -110,6 +117,12 @@ def release(model: PreTrainedModel | None, token: int) -> None:
             return
         del _ATTACHED[model]
         _take_off(model, attachment)
+
+
+def replaced(model: PreTrainedModel) -> bool:
+    """Whether the model's attention goes through ours while the seams are on."""
+    attachment = _ATTACHED.get(model)
+    return attachment is not None and bool(attachment.renamed)
 
 
 def intact(model: torch.nn.Module) -> bool:
@@ -138,35 +151,46 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if all(submodel._can_set_attn_implementation() for submodel in submodels):
         for config in _configs(model, submodels):
-            name = config._attn_implementation_internal or "eager"
-            if name in _REPLACEABLE:
-                register(name)
-                attachment.renamed.append((config, config._attn_implementation_internal))
-                config._attn_implementation_internal = AttentionName(PREFIX + name)
-    handles = attachment.handles
-    handles.append(model.register_forward_pre_hook(_Seam("begin_step"), with_kwargs=True))
-    handles.append(model.register_forward_hook(_Seam("end_step"), with_kwargs=True))
+            name = config._attn_implementation_internal
+            base = (name or "eager").removeprefix(PREFIX)
+            known = base in _ALWAYS or (base in ALL_ATTENTION_FUNCTIONS and base in ALL_MASK_ATTENTION_FUNCTIONS)
+            if known and not any(part in base for part in _OWN_KERNELS):
+                register(base)
+                shared = [kept for kept in _live_configs() if kept[0] is config]  # a config of two models
+                attachment.renamed.append(shared[0] if shared else (config, name))
+                config._attn_implementation_internal = AttentionName(PREFIX + base)
+
+    def put(verb: str, register_hook: Callable[..., Any], layer_idx: int = -1) -> None:
+        seam = _Seam(verb, layer_idx)
+        attachment.handles.append(register_hook(seam, with_kwargs=True))
+        attachment.seams.append(seam)
+
+    put("begin_step", model.register_forward_pre_hook)
+    put("end_step", model.register_forward_hook)
     for layer_idx, block, attention in _blocks(model):
-        handles.append(block.register_forward_pre_hook(_Seam("enter_block", layer_idx), with_kwargs=True))
-        handles.append(attention.register_forward_pre_hook(_Seam("enter_attention", layer_idx), with_kwargs=True))
-        handles.append(attention.register_forward_hook(_Seam("leave_attention", layer_idx), with_kwargs=True))
+        put("enter_block", block.register_forward_pre_hook, layer_idx)
+        put("enter_attention", attention.register_forward_pre_hook, layer_idx)
+        put("leave_attention", attention.register_forward_hook, layer_idx)
     model.__dict__["prepare_inputs_for_generation"] = _PrepareInputs(model)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     for handle in attachment.handles:
         handle.remove()
+    owned = {id(config) for config, _ in _live_configs()}
     for config, name in attachment.renamed:
-        if (config._attn_implementation_internal or "").startswith(PREFIX):
+        if id(config) not in owned and (config._attn_implementation_internal or "").startswith(PREFIX):
             config._attn_implementation_internal = name
     _strip_prepare(model)
 
 
 def _strip_copied(model: PreTrainedModel) -> None:
     """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
+    seams = {id(seam) for attachment in _ATTACHED.values() for seam in attachment.seams}
+    owned = {id(config) for config, _ in _live_configs()}
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Seam)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Seam) and id(hook) not in seams]:
                 del hooks[key]
                 for flags in (
                     module._forward_pre_hooks_with_kwargs,
@@ -177,9 +201,14 @@ def _strip_copied(model: PreTrainedModel) -> None:
     submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for config in _configs(model, submodels):
         name = config._attn_implementation_internal or ""
-        if name.startswith(PREFIX):
+        if name.startswith(PREFIX) and id(config) not in owned:
             config._attn_implementation_internal = name.removeprefix(PREFIX)
     _strip_prepare(model)
+
+
+def _live_configs() -> list[tuple[Any, str]]:
+    """The configs that carry our name for a live attachment, with the names they had."""
+    return [renamed for attachment in _ATTACHED.values() for renamed in attachment.renamed]
 
 
 def _strip_prepare(model: PreTrainedModel) -> None:
@@ -227,7 +256,7 @@ class _Seam:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for name in _REPLACEABLE:  # a model pickled while attached carries our names into a new process
+        for name in _ALWAYS:  # a model pickled while attached carries our names into a new process
             register(name)
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:

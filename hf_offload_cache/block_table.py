@@ -46,6 +46,14 @@ class BlockTable:
         self._owned = np.append(self._owned, records)
         return records
 
+    def drop_last(self, count: int) -> None:
+        """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
+        if count:
+            records = self.ids[:, self.num_groups - count :].reshape(-1)
+            self._store.free(records)
+            self._owned = self._owned[: len(self._owned) - len(records)]
+            self.num_groups -= count
+
     def truncate(self, num_groups: int) -> np.ndarray:
         """Keep the first `num_groups` of every row; returns the records freed by that."""
         self.num_groups = num_groups

@@ -67,7 +67,9 @@ class OffloadCache(Cache, attach.Attachable):
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
         self._step_length = 0
-        self._open: list[int] | None = None
+        self._open: list[int] | None = None  # lengths at the beginning of a step that has not ended
+        self._entered = False
+        self._final: CacheReport | None = None
         self.look_ahead: LookAhead | None = None
         token = -1
         try:
@@ -97,6 +99,13 @@ class OffloadCache(Cache, attach.Attachable):
                 layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer."""
+        self.shared.check_open()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     # --- the step, as the seams tell it ------------------------------------------------------------------------
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -107,15 +116,13 @@ class OffloadCache(Cache, attach.Attachable):
             raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        lengths = [layer.length for layer in self.offloaded]
-        if self._open is not None and (lengths != self._open or len(self.layers) > len(self.offloaded)):
-            raise RuntimeError(
-                "an earlier forward was interrupted: some layers may hold its tokens and others not; "
-                "reset() the cache, or use a new one"
-            )
+        lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        if self._open is not None and (lengths != self._open or (self._entered and any(self.is_linear))):
+            self.shared.broken = True
+            self.shared.check_open()
         if given is None:
             return
-        history = self._held()
+        history = max(lengths, default=self._tokens.length)
         if history:
             batch = max((layer.batch for layer in self.offloaded), default=given.shape[0])
             if given.shape[0] != batch:
@@ -124,7 +131,7 @@ class OffloadCache(Cache, attach.Attachable):
                     "use a new cache, or reset(), for a batch of another size"
                 )
             self._check_positions(kwargs, history)
-        self._open = lengths
+        self._open, self._entered = lengths, False
         self._step_ids = ids if ids is not None else torch.full(given.shape[:2], TokenLog.UNKNOWN)
         self._step_length = history
         self._step_started = time.perf_counter() if history and given.shape[1] == 1 else None
@@ -145,13 +152,16 @@ class OffloadCache(Cache, attach.Attachable):
             self.shared.counters.decode_steps += 1
             self.shared.counters.decode_seconds += time.perf_counter() - self._step_started
             self._step_started = None
-        elif not self.config.exact:
+        if not self.config.exact:
             self._check_sparse()
+        for layer in self.offloaded:
+            layer.end_step()
         if self.look_ahead is not None:
             self.look_ahead.end_step()
         self._account_live()
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
+        self._entered = True
         if self.look_ahead is not None:
             self.look_ahead.enter_block(layer_idx, block, hidden)
 
@@ -193,12 +203,18 @@ class OffloadCache(Cache, attach.Attachable):
         )
 
     def _check_sparse(self) -> None:
+        if any("cannot be sparse" in warning for warning in self.warnings):
+            return
         dense = [layer.layer_idx for layer in self.offloaded if layer.state != "tagged"]
-        if dense and not any("cannot be sparse" in warning for warning in self.warnings):
-            self._warn(
-                f"layers {dense} cannot be sparse (their attention is not a plain softmax over the keys that the cache "
-                "gets): they are exact, brought back whole in every step"
-            )
+        model = self._model()
+        if not dense or model is None or not self._tokens.length:
+            return
+        why = "their attention is not a plain softmax over the keys that the cache gets"
+        if not attach.replaced(model):
+            name = model.config._attn_implementation
+            why = f"the implementation {name!r} of this model's attention cannot be replaced: 'sdpa' or 'eager' can, "
+            why += "if the model offers them"
+        self._warn(f"layers {dense} cannot be sparse ({why}); they are exact, brought back whole in every step")
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
@@ -207,26 +223,31 @@ class OffloadCache(Cache, attach.Attachable):
     # --- batch operations: the layers', and the ids ------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self._tokens.truncate(max(0, self._tokens.length + tokens_to_remove))
+        with self.shared.changing():
+            super().crop(tokens_to_remove)
+            self._tokens.truncate(max(0, self._tokens.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._tokens.select_rows(beam_idx)
+        with self.shared.changing():
+            super().reorder_cache(beam_idx)
+            self._tokens.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
+        with self.shared.changing():
+            super().batch_repeat_interleave(repeats)
+            self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._tokens.select_rows(indices)
+        indices = torch.as_tensor(indices)
+        with self.shared.changing():
+            super().batch_select_indices(indices)
+            self._tokens.select_rows(indices)
 
     def reset(self) -> None:
         """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        self.shared.broken = False
         self.shared.check_open()
-        self.shared.unseen = None
-        self._open = None
+        self.shared.unseen = self.shared.front = self._open = None
         super().reset()
         self._tokens.truncate(0)
         self.shared.reset_counters()
@@ -244,7 +265,9 @@ class OffloadCache(Cache, attach.Attachable):
         return sum(store.disk_bytes for store in self.shared.stores)
 
     def report(self) -> CacheReport:
-        """What the cache did since construction or `reset`, and what it holds now."""
+        """What the cache did since construction or `reset`, and what it holds now; after `close`, the last one."""
+        if self._final is not None:
+            return self._final
         counters, account = self.shared.counters, self.shared.account
         states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(self.layers) - len(self.offloaded)}
         for layer in self.offloaded:
@@ -293,7 +316,9 @@ class OffloadCache(Cache, attach.Attachable):
         """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""
         account = self.shared.account
         stores = sum(store.memory_bytes for store in self.shared.stores)
-        for owner, now in (("layers not offloaded", self._kept_bytes()), ("records in memory", stores)):
+        tables = sum(layer.tables_nbytes for layer in self.offloaded if layer.is_initialized)
+        live = {"layers not offloaded": self._kept_bytes(), "records in memory": stores, "tables": tables}
+        for owner, now in live.items():
             if now != account.by_owner[owner]:
                 account.hold(owner, now - account.by_owner[owner])
 
@@ -301,10 +326,14 @@ class OffloadCache(Cache, attach.Attachable):
 
     def close(self) -> None:
         """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
+        if not self.closed:
+            self._final = self.report()
         self._finalizer()
         for layer in self.offloaded:
             layer.close()
         self._tokens.truncate(0)
+        self.layers = []
+        self._account_live()
 
     @property
     def closed(self) -> bool:

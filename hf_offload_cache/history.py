@@ -52,7 +52,7 @@ class History:
         try:
             sealed = self._append(keys, values)
         except BaseException:
-            self.table.truncate(groups)
+            self.table.drop_last(self.num_groups - groups)
             self.tail.length = held
             raise
         self.length += keys.shape[2]
@@ -140,7 +140,8 @@ class History:
     def truncate(self, length: int) -> np.ndarray | None:
         """Keep the first `length` tokens. Returns the records freed, or None where no sealed group was touched.
 
-        Groups are read back until the tail holds `num_recent` tokens again, or all that remain.
+        Groups are read back until the tail holds `num_recent` tokens again, or all that remain. Raises `StoreError`
+        with nothing changed.
         """
         group = self.form.group_size
         if length >= self.num_groups * group:
@@ -149,9 +150,10 @@ class History:
             return None
         keep = max(0, length - self._num_recent) // group
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1)
-        self.tail.drop_last(self.tail.length)
+        entries = self.tail.entries[:, :0]
         for records in self._shared.stream(self.store, ids, max(1, len(ids)), self.device):
-            self.tail.replace(self._entries(records)[:, : length - keep * group])
+            entries = self._entries(records)[:, : length - keep * group]
+        self.tail.replace(entries)
         self.length = length
         return self.table.truncate(keep)
 

@@ -84,6 +84,11 @@ class OffloadLayer(CacheLayerMixin):
         """Sequences; 0 before the first `update`."""
         return self.history.batch if self.is_initialized else 0
 
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of the books that are kept on where the history lies."""
+        return self.history.table.nbytes
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         form = RecordFormat.of(key_states, value_states, self.shared.config.group_size)
         self.history = History(self.shared, form, key_states.shape[0], key_states.device, self.layer_idx)
@@ -109,6 +114,8 @@ class OffloadLayer(CacheLayerMixin):
                 f"layer {self.layer_idx} holds {self.batch} sequences and was given {keys.shape[0]}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
+        if self.state == "tagged":
+            self.shared.check_front(self.layer_idx, self.length)
         history = self.history
         whole = self.length == 0 or self.state != "tagged"
         if not self.length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
@@ -157,6 +164,7 @@ class OffloadLayer(CacheLayerMixin):
             not args and self._replaceable(module, query, key, mask, kwargs)
         )
         self.state = "tagged" if replaceable and self.state != "full" else "full"
+        replaceable = replaceable and not kwargs.get("dropout")  # of a training step: not for good
         sealed, self._sealed = self._sealed, []
         if sealed and replaceable:
             self.summarise(sealed, visible_columns(mask))
@@ -179,7 +187,6 @@ class OffloadLayer(CacheLayerMixin):
             and kwargs.get("position_bias") is None
             and kwargs.get("indices") is None
             and kwargs.get("sinks") is None
-            and not kwargs.get("dropout")
             and (mask is not None or causal or query.shape[2] == 1)
             and (mask is None or (mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[-1] == self.length))
         )
@@ -298,8 +305,12 @@ class OffloadLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything; the layer can be used anew. Its file and buffers are given back."""
         self.close()
-        if self.state == "tagged":
+        if self.shared.config.exact != "bitwise":
             self.state = "unknown"
+
+    def end_step(self) -> None:
+        """Let go of what only the step needed."""
+        self._before, self._sealed = None, []
 
     def close(self) -> None:
         """Give back the file and the buffers."""

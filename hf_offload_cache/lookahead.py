@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,17 +75,17 @@ class LookAhead:
         if sight.rotary is not None:
             earlier = [i for i, other in self.sights.items() if i < layer_idx and _same(other.rotary, sight.rotary)]
             sight.rotary_from = min(earlier, default=None)
-        with torch.no_grad():
-            sight.norm = next(
-                (n for n, module in _norms(block) if _alike(module(sight.residual), normed) is not None), None
-            )
-            rotary = None if sight.rotary is None else tuple(part[:, -1:] for part in sight.rotary)
-            target = query[:, :, -1:].detach()
-            for project in _projections(attention, *target.shape[1:4:2]):
-                scale = _alike(project(attention, normed, rotary), target)
-                if scale is not None:
-                    sight.project, sight.scale = project, scale
-                    break
+        rotary = None if sight.rotary is None else tuple(part[:, -1:] for part in sight.rotary)
+        target = query[:, :, -1:].detach()
+        for name, norm in _norms(block):
+            if _scale_between(normed, norm, sight.residual) is not None:
+                sight.norm = name
+                break
+        for project in _projections(attention, *target.shape[1:4:2]):
+            scale = _scale_between(target, project, attention, normed, rotary)
+            if scale is not None:
+                sight.project, sight.scale = project, scale
+                break
 
     def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
         """The query (B, H, 1, D) that layer `layer_idx` will probably ask with, from the layer before it, whose
@@ -120,9 +120,14 @@ def _same(one: Any, other: Any) -> bool:
     return one is not None and other is not None and one[0] is other[0]
 
 
-def _alike(candidate: torch.Tensor | None, target: torch.Tensor) -> float | None:
-    """The factor that takes `candidate` to `target` where they are parallel, else None."""
-    if candidate is None or candidate.shape != target.shape:
+def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments: Any) -> float | None:
+    """The factor that takes what `attempt` gives for `arguments` to `target` where they are parallel, else None."""
+    try:
+        with torch.no_grad():
+            candidate = attempt(*arguments)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None  # modules tried on what they were not made for may fail in any of these ways
+    if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
         return None
     a, b = candidate.float().flatten(), target.float().flatten()
     if torch.nn.functional.cosine_similarity(a, b, dim=0) < _FOUND:
@@ -140,7 +145,7 @@ def _norms(block: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _projections(attention: torch.nn.Module, heads: int, dim: int) -> Iterator[_Projection]:
-    for rotate in (True, False):
+    for rotate in ("all", "part", "none"):
         for linear in ("q_proj", "query", "wq", "qkv_proj", "query_key_value"):
             if isinstance(getattr(attention, linear, None), torch.nn.Module):
                 yield _Projection(linear, heads, dim, rotate, interleaved=False)
@@ -151,18 +156,19 @@ def _projections(attention: torch.nn.Module, heads: int, dim: int) -> Iterator[_
 class _Projection:
     """normed (B, 1, hidden) through one projection, the query norm if there is one, and the rotary embedding.
 
-    A fused projection has the queries first, or `interleaved`: query, key and value head by head.
+    A fused projection has the queries first, or `interleaved`: query, key and value head by head. The rotary embedding
+    turns "all" of a head, the "part" that its cosines are wide, or "none".
     """
 
     linear: str
     heads: int
     dim: int
-    rotate: bool
+    rotate: str
     interleaved: bool
 
     def __call__(self, attention: torch.nn.Module, normed: torch.Tensor, rotary: Any) -> torch.Tensor | None:
         rotation = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-        if self.rotate and (rotary is None or rotation is None):
+        if self.rotate != "none" and (rotary is None or rotation is None):
             return None
         flat = getattr(attention, self.linear)(normed)
         if self.interleaved:
@@ -178,4 +184,8 @@ class _Projection:
             width = getattr(norm, "weight", query).shape[-1]
             query = norm(query) if width == self.dim else norm(query.flatten(-2)).view_as(query)
         query = query.transpose(1, 2)
-        return rotation(query, query, *rotary)[0] if self.rotate else query  # type: ignore[misc]
+        if self.rotate == "none" or rotation is None:
+            return query
+        turning = self.dim if self.rotate == "all" else min(rotary[0].shape[-1], self.dim)
+        turned = rotation(query[..., :turning], query[..., :turning], *rotary)[0]
+        return turned if turning == self.dim else torch.cat([turned, query[..., turning:]], -1)

@@ -6,7 +6,9 @@ in each other's way, and a daemon thread inside torch can take the interpreter d
 
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import queue
 import threading
 import time
@@ -112,7 +114,10 @@ class Prefetcher:
         self._most_readers = threads
         self._readers: list[threading.Thread] = []
         self._writer: threading.Thread | None = None
-        self._stop = weakref.finalize(self, self._state.stop)
+        self._threads: list[threading.Thread] = []
+        self._at_exit = functools.partial(_end, self._state, self._threads)
+        self._stop = weakref.finalize(self, _stop, self._state, self._at_exit)
+        atexit.register(self._at_exit)
 
     def read(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> Ticket:
         """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.
@@ -142,6 +147,7 @@ class Prefetcher:
         elif pieces:
             while len(self._readers) < min(len(pieces), self._most_readers):
                 self._readers.append(_start(f"reader-{len(self._readers)}", state.reads, state))
+                self._threads.append(self._readers[-1])
             with state.changed:
                 channel.tickets.add(ticket)
             for piece in pieces:
@@ -174,6 +180,7 @@ class Prefetcher:
             channel.lost = [(rest, error) for lost, error in channel.lost if len(rest := np.setdiff1d(lost, ids))]
         if self._writer is None:
             self._writer = _start("writer", state.writes, state)
+            self._threads.append(self._writer)
         state.writes.put(job)
 
     def flush(self, store: Store | None = None) -> None:
@@ -211,8 +218,10 @@ class Prefetcher:
     def close(self) -> None:
         """Drop queued writes and reads that have not started, wait for what is running, end the threads. Idempotent."""
         self._stop()
-        for thread in [*self._readers, *([self._writer] if self._writer else [])]:
-            thread.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a garbage collection may close on any thread
+                thread.join()
+        self._threads.clear()
         self._readers, self._writer = [], None
 
 
@@ -228,7 +237,8 @@ class Staging:
         self.host = aligned_empty(count, record_bytes, pinned=self._cuda)
         self.device = self.host
         if self._cuda:
-            self.device = torch.empty_like(self.host, device=device)
+            with torch.inference_mode(False):
+                self.device = torch.empty_like(self.host, device=device)
             self._stream = torch.cuda.Stream(device)
             self._copied = torch.cuda.Event()
         self._account = account
@@ -376,6 +386,24 @@ class _State:
         self.closed = True
         self.reads.put(None)
         self.writes.put(None)
+
+
+_EXIT_SECONDS = 1.0
+"""That the end of the interpreter waits for threads in a read: killed there, one could take the process down."""
+
+
+def _stop(state: _State, at_exit: functools.partial) -> None:
+    """What a prefetcher that is closed or gone leaves to do; takes no lock."""
+    atexit.unregister(at_exit)
+    state.stop()
+
+
+def _end(state: _State, threads: list[threading.Thread]) -> None:
+    """Before the interpreter ends."""
+    state.stop()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _start(role: str, jobs: queue.SimpleQueue, state: _State) -> threading.Thread:

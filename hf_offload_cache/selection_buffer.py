@@ -48,6 +48,7 @@ class SelectionBuffer:
         self.shared = shared
         self.settings = settings
         self.visible: torch.Tensor | None = None
+        self._padded = False
         self.generator = torch.Generator().manual_seed(0)
         self._areas: list[Staging] = []
         self._ahead: list[_Ahead | None] = [None, None]
@@ -59,15 +60,26 @@ class SelectionBuffer:
     def groups_selected(self, group_size: int) -> int:
         """M: groups a row and step, sinks included. Sinks of a padded row may begin anywhere in a group."""
         sinks = self.settings.num_sinks
-        padded = self.visible is not None and sinks > 0
-        sink_groups = -(-(sinks + (group_size - 1 if padded else 0)) // group_size)
-        return -(-self.settings.num_selected // group_size) + sink_groups
+        early = group_size - 1 if self._padded and sinks else 0
+        return -(-self.settings.num_selected // group_size) + -(-(sinks + early) // group_size)
+
+    def see(self, visible: torch.Tensor | None) -> None:
+        """What of the history the step's tokens see (·, T), None: all. Valid for the rest of the step."""
+        self.visible = visible
+        self._padded = self._padded or visible is not None
+
+    def begin_step(self) -> None:
+        """A new step: nothing is known of its padding, and nobody comes for what an interrupted one was reading."""
+        self.visible = None
+        self._settle(0)
+        self._settle(1)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
     def prefetch(self, layer: OffloadLayer, groups: np.ndarray) -> None:
         """Start reading the records of groups (B, M) of `layer` that lie in no slot; of its last step's, where there
         is room."""
+        self._drop_ahead(layer)
         self._turn = 1 - self._turn
         self._settle(self._turn)
         area = self._staging(layer)[self._turn]
@@ -137,8 +149,7 @@ class SelectionBuffer:
         for turn, ahead in enumerate(self._ahead):
             if ahead is None or ahead.layer_idx != layer.layer_idx:
                 continue
-            self._ahead[turn] = None
-            self.shared.counters.stall_seconds += ahead.ticket.wait()
+            self._settle(turn)
             position = np.searchsorted(ahead.records, missing).clip(max=max(len(ahead.records) - 1, 0))
             if len(ahead.records):
                 ready = ahead.records[position] == missing
@@ -162,17 +173,30 @@ class SelectionBuffer:
         return joined[_index(np.argsort(np.concatenate(order)), joined)], ready
 
     def _settle(self, turn: int) -> None:
-        """Wait for reads that nobody came for, so that their area is free."""
-        ahead, self._ahead[turn] = self._ahead[turn], None
+        """Wait for the reads into an area, which is free then. Interrupted, they are still under way."""
+        ahead = self._ahead[turn]
         if ahead is not None:
-            self.shared.counters.stall_seconds += ahead.ticket.wait()
+            try:
+                self.shared.counters.stall_seconds += ahead.ticket.wait()
+            except OSError:
+                self._ahead[turn] = None
+                raise
+            self._ahead[turn] = None
+
+    def _drop_ahead(self, layer: OffloadLayer) -> None:
+        for turn, ahead in enumerate(self._ahead):
+            if ahead is not None and ahead.layer_idx == layer.layer_idx:
+                self._settle(turn)
 
     # --- memory ------------------------------------------------------------------------------------------------
 
     def _staging(self, layer: OffloadLayer) -> list[Staging]:
-        count, size = layer.batch * self.groups_selected(layer.history.form.group_size), layer.history.form.record_bytes
+        history = layer.history
+        wanted, size = self.groups_selected(history.form.group_size), history.form.record_bytes
+        count = layer.batch * min(wanted, history.num_groups)
+        room = layer.batch * min(wanted, history.num_groups * 9 // 8 + 8)
         fits = self._areas and (
-            self._areas[0].host.shape[0] >= count
+            count <= self._areas[0].host.shape[0] <= 2 * room
             and self._areas[0].host.shape[1] == size
             and self._areas[0].device.device == layer.history.device
         )
@@ -181,7 +205,7 @@ class SelectionBuffer:
             self._settle(1)
             for area in self._areas:
                 area.release()
-            self._areas = [Staging(count, size, layer.history.device, self.shared.account, "staging") for _ in range(3)]
+            self._areas = [Staging(room, size, history.device, self.shared.account, "staging") for _ in range(3)]
         return self._areas
 
     def _view_for(self, layer: OffloadLayer, wanted: int) -> tuple[torch.Tensor, int]:
@@ -189,11 +213,12 @@ class SelectionBuffer:
         tail_units = -(-layer.history.tail.capacity // form.group_size)
         shape = (layer.batch, wanted + tail_units, form.payload_width)
         size = shape[0] * shape[1] * shape[2]
-        view = self._view
-        if view is None or view.numel() < size or view.dtype != form.dtype or view.device != layer.history.device:
+        view, device = self._view, layer.history.device
+        same = view is not None and (view.dtype, view.device) == (form.dtype, device)
+        if view is None or not same or not size <= view.numel() <= 2 * size:
             if view is not None:
                 self.shared.account.release("selection", view.nbytes)
-            view = self._view = lasting_empty(size, dtype=form.dtype, device=layer.history.device)
+            view = self._view = lasting_empty(size, dtype=form.dtype, device=device)
             self.shared.account.hold("selection", view.nbytes)
         return view[:size].view(shape), tail_units
 
@@ -201,7 +226,8 @@ class SelectionBuffer:
         group = layer.history.form.group_size
         capacity = -(-self.settings.reuse_capacity // group)
         if capacity:
-            capacity = layer.batch * (capacity + -(-self.settings.num_sinks // group))
+            exist = 1 << max(layer.history.num_groups - 1, 0).bit_length()  # no more than groups, in powers of two
+            capacity = layer.batch * min(capacity + -(-self.settings.num_sinks // group), exist)
         slots = self._slots.get(layer.layer_idx)
         if slots is None or slots.table.capacity != capacity:
             self._drop_slots(layer.layer_idx)
@@ -219,9 +245,12 @@ class SelectionBuffer:
     def rows_changed(self, layer: OffloadLayer) -> None:
         """Rows of `layer` are no longer what they were: what was decided for them is void. Slots stay valid."""
         self._last.pop(layer.layer_idx, None)
-        for turn, ahead in enumerate(self._ahead):
-            if ahead is not None and ahead.layer_idx == layer.layer_idx:
-                self._settle(turn)
+        self.visible = None
+        self._drop_ahead(layer)
+
+    def table_nbytes(self, layer: OffloadLayer) -> int:
+        """Bytes of the layer's slot table."""
+        return self._slots[layer.layer_idx].table.nbytes if layer.layer_idx in self._slots else 0
 
     def forget(self, layer: OffloadLayer, records: np.ndarray) -> None:
         """These records of `layer` are free: nothing read of them is valid."""
@@ -235,6 +264,7 @@ class SelectionBuffer:
         self._ahead = [ahead if ahead is None or ahead.layer_idx != layer.layer_idx else None for ahead in self._ahead]
         self._drop_slots(layer.layer_idx)
         if not self._slots:
+            self._padded = False
             self.generator.manual_seed(0)
             for area in self._areas:
                 area.release()

@@ -39,6 +39,8 @@ class Shared:
         self.stores: list[Store] = []
         self.unseen: int | None = None  # the layer whose keys attention has to see next
         self.closed = False
+        self.broken = False
+        self.front: tuple[int, int] | None = None  # the layer updated last, and what it held before
         self._stream_buffers: list[Staging] = []
 
     def open_store(self, record_bytes: int, layer_idx: int) -> Store:
@@ -63,6 +65,28 @@ class Shared:
     def check_open(self) -> None:
         if self.closed:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
+        if self.broken:
+            raise RuntimeError(
+                "an earlier forward or change was interrupted: some layers may have it and others not; "
+                "reset() the cache, or use a new one"
+            )
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """All layers change alike in here, or the cache is not to be used until `reset`."""
+        self.check_open()
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
+
+    def check_front(self, layer_idx: int, length: int) -> None:
+        """Layers of one forward are updated in order and all hold the same before it: else one was interrupted."""
+        if self.front is not None and layer_idx > self.front[0] and length != self.front[1]:
+            self.broken = True
+            self.check_open()
+        self.front = (layer_idx, length)
 
     def check_seam(self) -> None:
         """Raise when keys that stand for a history were handed out and no attention of ours saw them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .buffers import lasting_empty
 from .report import MemoryAccount
 
 
@@ -14,52 +15,54 @@ class TokenLog:
 
     def __init__(self, account: MemoryAccount) -> None:
         self._account = account
-        self._parts: list[torch.Tensor] = []
+        self._ids = torch.empty(0, 0, dtype=torch.int64)
         self.length = 0
 
     @property
     def batch(self) -> int:
-        return self._parts[0].shape[0] if self._parts else 0
+        return self._ids.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, room to grow included."""
+        return self._ids.nbytes
+
+    def _hold(self, ids: torch.Tensor) -> None:
+        self._account.hold("token ids", ids.nbytes - self._ids.nbytes)
+        self._ids = ids
 
     def append(self, ids: torch.Tensor, at: int) -> None:
         """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown."""
-        ids = ids.detach().to("cpu", torch.int64)
-        if at > self.length:
-            self._add(torch.full((ids.shape[0], at - self.length), self.UNKNOWN))
-        self.truncate(at)
-        self._add(ids.clone())
-
-    def _add(self, ids: torch.Tensor) -> None:
-        self._parts.append(ids)
-        self.length += ids.shape[1]
-        self._account.hold("token ids", ids.nbytes)
-
-    def _joined(self) -> torch.Tensor:
-        if len(self._parts) > 1:
-            self._parts = [torch.cat(self._parts, 1)]
-        return self._parts[0]
+        stop = at + ids.shape[1]
+        self.length = min(self.length, at)
+        if stop > self._ids.shape[1] or ids.shape[0] != self.batch:
+            grown = lasting_empty(ids.shape[0], stop + stop // 8 + 64, dtype=torch.int64)
+            self.length = self.length if ids.shape[0] == self.batch else 0
+            if self.length:
+                grown[:, : self.length] = self._ids[:, : self.length]
+            self._hold(grown)
+        self._ids[:, self.length : at] = self.UNKNOWN
+        self._ids[:, at:stop] = ids.detach()
+        self.length = stop
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` ids of every row."""
-        if length < self.length:
-            kept = self._joined()[:, :length].clone()
-            self._account.release("token ids", self._parts[0].nbytes)
-            self._parts, self.length = [], 0
-            if length:
-                self._add(kept)
+        self.length = min(self.length, length)
+        if not self.length:
+            self._hold(self._ids[:0, :0])
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        if self._parts:
-            old = self._joined()
-            self._parts = [old[rows.cpu()]]
-            self._account.hold("token ids", self._parts[0].nbytes - old.nbytes)
+        if self.length:
+            old = self._ids[rows.cpu()]
+            ids = lasting_empty(*old.shape, dtype=torch.int64)
+            self._hold(ids.copy_(old))
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from what is known of the first t, or None."""
-        if not self._parts or self.batch != ids.shape[0]:
+        if self.batch != ids.shape[0]:
             return None
-        known = self._joined()[:, : ids.shape[1]]
+        known = self._ids[:, : min(self.length, ids.shape[1])]
         ids = ids[:, : known.shape[1]].to("cpu")
         wrong = ((known != ids) & (known != self.UNKNOWN)).any(0).nonzero()
         return int(wrong[0]) if len(wrong) else None

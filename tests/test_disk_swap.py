@@ -351,7 +351,7 @@ def test_the_memory_account() -> None:
         assert owners["reuse slots"] == 3 * 2 * (15 + 1) * 4 * 64 * 4
         assert owners["staging"] == sum(area.host.nbytes for area in buffer._areas) == 3 * 2 * 11 * 4096
         assert owners["rolling tail"] == 3 * 2 * 12 * 64 * 4
-        assert owners["token ids"] == 2 * (LONG + 7) * 8
+        assert 2 * (LONG + 7) * 8 <= owners["token ids"] <= 2 * (LONG * 9 // 8 + 128) * 8  # room to grow
         assert owners.get("stream buffers", 0) == 0
         assert account.peak >= account.current
     assert cache.memory_bytes == 0
@@ -377,7 +377,8 @@ def test_reset_gives_a_fresh_cache(selection: str) -> None:
         assert again.selected_fraction == report.selected_fraction
         # a guess is rounded by where its tensors lie: one group in hundreds may change places with its equal
         assert again.prefetch_hit_rate == pytest.approx(report.prefetch_hit_rate, abs=0.02)
-        held = [{k: v for k, v in r.memory_by_owner.items() if k != "write queue"} for r in (report, again)]
+        aside = ("write queue", "tables")  # what is under way, and what record ids the second time got
+        held = [{k: v for k, v in r.memory_by_owner.items() if k not in aside} for r in (report, again)]
         assert held[0] == held[1]
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..adapter import Adapter
-from ..attention import AttentionFunction, visible_columns
+from ..attention import AttentionFunction, no_backward, visible_columns
 from ..cache import OffloadCache
 from ..config import DiskSwapConfig, OffloadConfig
 from ..errors import ConfigError
@@ -71,7 +71,10 @@ class DiskSwapLayer(OffloadLayer):
             flat = flat.flatten(0, 1)
             moment.addmm_(flat.t(), flat)
         rows = self.batch * tokens if visible is None else max(1, int(visible[:, :tokens].expand(self.batch, -1).sum()))
-        adapter = principal_directions(moment, min(self._rank(), rows)) if self.adapter is None else self.adapter
+        if self.adapter is None:
+            adapter = principal_directions(moment, min(self._rank(), rows))
+        else:
+            adapter = self.adapter.to(self.history.device)
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         if self.summary is not None:
             self.summary.close()
@@ -105,7 +108,7 @@ class DiskSwapLayer(OffloadLayer):
         buffer = self.buffer
         self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if buffer is not None:
-            buffer.visible = visible_columns(mask)
+            buffer.see(visible_columns(mask))
         if buffer is None or not self._ready(buffer):
             return super().decode(attention, module, query, mask, *args, **kwargs)
         self.shared.release_stream_buffers()
@@ -119,7 +122,9 @@ class DiskSwapLayer(OffloadLayer):
         counters = self.shared.counters
         counters.tokens_visible += self.batch * self.length
         counters.tokens_attended += entries.shape[0] * entries.shape[1]
-        return attention(module, query, keys, values, mask, *args, **kwargs)
+        with torch.no_grad():
+            output, weights = attention(module, query, keys, values, mask, *args, **kwargs)
+        return no_backward(output, query), weights
 
     def _ready(self, buffer: SelectionBuffer) -> bool:
         """Groups can be chosen: there is nothing to choose from, or the summary covers all of them."""
@@ -171,6 +176,10 @@ class DiskSwapLayer(OffloadLayer):
         if self.buffer is not None:
             self.buffer.forget(self, records)
 
+    @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + (0 if self.buffer is None else self.buffer.table_nbytes(self))
+
     def truncated(self, num_groups: int) -> None:
         if self.summary is not None:
             self.summary.truncate(num_groups * self.history.form.group_size)
@@ -216,7 +225,8 @@ class DiskSwapCache(OffloadCache):
     def prepare(self, model: PreTrainedModel) -> None:
         settings = self.config
         assert isinstance(settings, DiskSwapConfig)
-        if settings.exact:
+        self.buffer = None if settings.exact else SelectionBuffer(self.shared, settings)
+        if self.buffer is None:
             return
         width = key_width(model)
         if settings.rank is not None and width is not None and settings.rank > width:
@@ -224,20 +234,21 @@ class DiskSwapCache(OffloadCache):
                 f"rank must be at most {width}, the joined width of this model's keys, got {settings.rank}: "
                 f"use rank={width}"
             )
-        buffer = SelectionBuffer(self.shared, settings)
         self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
         layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]
         adapter = None if settings.adapter is None else Adapter.load(Path(settings.adapter), model)
         for layer in layers:
-            layer.buffer = buffer
+            layer.buffer = self.buffer
             layer.learn = self.look_ahead.learn
             if adapter is not None:
                 layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank, width).float()
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         super().begin_step(model, kwargs)
-        if self.decoding and self.offloaded:
-            self._prefetch(self.offloaded[0], None)
+        if self.decoding and self.buffer is not None:
+            self.buffer.begin_step()
+            if 0 in self._by_index:  # no layer before it looks ahead for it
+                self._prefetch(self._by_index[0], None)
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""
