@@ -288,10 +288,11 @@ def test_changes_of_the_batch(
         feed()
         driver.reorder([2, 0, 0])
         feed()
-        driver.repeat(2)
-        feed()
-        driver.select([5, 0, 3])
-        feed()
+        if not any(cache.is_linear):  # transformers' own linear states can neither be repeated nor selected
+            driver.repeat(2)
+            feed()
+            driver.select([5, 0, 3])
+            feed()
         driver.feed(9)
         feed()
         if croppable(cache):

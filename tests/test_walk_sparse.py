@@ -19,9 +19,6 @@ __all__ = ["checked_gathers", "one_thread"]  # fixtures
 REPRESENTATIVES = (*walk.REPRESENTATIVES, "jamba", "opt", "phi", "stablelm", "gpt_neox", "bamba", "mixtral", "qwen3")
 """What the default run takes; the others are slow."""
 
-DENSE: frozenset[str] = frozenset()
-"""Representatives in which no layer can be sparse; filled below."""
-
 NAMES = [
     pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in walk.architectures()
 ]
@@ -102,5 +99,3 @@ def test_little_selected(name: str, checked_gathers: Gathers) -> None:
                 if tagged:
                     assert 0 < report.selected_fraction < 0.5
             checked_gathers.calls.clear()
-
-

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores import mmap as engines
+from hf_offload_cache.stores import engines
 from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
