@@ -150,9 +150,10 @@ def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> No
         guesses.append(predict(ahead, layer_idx, output))
         return guesses[-1]
 
-    def watched_select(layer: Any, query: torch.Tensor, buffer: Any) -> np.ndarray:
-        chosen.append((layer.layer_idx, any(query is guess for guess in guesses)))
-        return select(layer, query, buffer)
+    def watched_select(layer: Any, query: torch.Tensor, buffer: Any, *, guess: bool = False) -> np.ndarray:
+        assert guess == any(query is guessed for guessed in guesses)
+        chosen.append((layer.layer_idx, guess))
+        return select(layer, query, buffer, guess=guess)
 
     monkeypatch.setattr(LookAhead, "predict", watched_predict)
     monkeypatch.setattr(DiskSwapCache.layer_class, "select", watched_select)

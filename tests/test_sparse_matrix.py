@@ -262,10 +262,30 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
 # ---------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("reuse", REUSE)
-@pytest.mark.parametrize("engine", ["memory", "direct"])
-@pytest.mark.parametrize("selection", ["default", "paper"])
-@pytest.mark.parametrize("name", MODELS)
+COMBINATIONS = [
+    (name, selection, engine, reuse)
+    for name in MODELS
+    for selection in ("default", "paper")
+    for engine in ("memory", "direct")
+    for reuse in REUSE
+]
+THROUGHOUT = ("llama", "gemma3", "gpt_oss")
+PICKED = [
+    ("default", "memory", "none"),
+    ("default", "direct", "some"),
+    ("paper", "memory", "default"),
+    ("paper", "direct", "none"),
+]
+"""What models other than `THROUGHOUT` run by default."""
+
+
+@pytest.mark.parametrize(
+    ("name", "selection", "engine", "reuse"),
+    [
+        pytest.param(*one, marks=[] if one[0] in THROUGHOUT or one[1:] in PICKED else pytest.mark.slow)
+        for one in COMBINATIONS
+    ],
+)
 def test_changes_of_the_batch(
     name: str, selection: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
 ) -> None:
@@ -303,11 +323,25 @@ def test_changes_of_the_batch(
         assert_sparse(name, cache, seen, steps)
         cache.reset()
         seen.calls.clear()
-        driver.start(2, 560, 0)
+        driver.start(3 if any(cache.is_linear) else 2, 560, 0)
         steps = 0
         for _ in range(2):
             feed()
         assert_sparse(name, cache, seen, steps)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None:
+    """A batch of another size after `reset`, which is what `PromptError` tells users to call for one."""
+    model = long_tiny(name)
+    ids = prompt(model, 2, LENGTH)
+    with sparse(model) as cache:
+        Driver(model, cache).feed()
+        cache.reset()
+        result = generate(model, cache, ids, max_new_tokens=5)
+        assert_sparse(name, cache, Gathers(checked_gathers.calls[TAGGED[name] :]), 4)
+    with sparse(model) as cache:
+        harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
 @pytest.mark.parametrize("selection", ["default", "paper"])

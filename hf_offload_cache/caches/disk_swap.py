@@ -141,8 +141,11 @@ class DiskSwapLayer(OffloadLayer):
         columns = np.concatenate([chosen, np.broadcast_to(latest, (self.batch, len(latest)))], 1)
         return torch.from_numpy(columns).to(self.history.device)
 
-    def select(self, query: torch.Tensor, buffer: SelectionBuffer) -> np.ndarray:
-        """The groups (B, M), ascending, that query (B, H, 1, D) should attend to: sinks and the most important."""
+    def select(self, query: torch.Tensor, buffer: SelectionBuffer, *, guess: bool = False) -> np.ndarray:
+        """The groups (B, M), ascending, that query (B, H, 1, D) should attend to: sinks and the most important.
+
+        `guess`: the query is one, so the ranking may be cheaper.
+        """
         group, count = self.history.form.group_size, self.history.num_groups
         wanted = buffer.groups_selected(group)
         if count <= wanted or self.summary is None:
@@ -152,7 +155,8 @@ class DiskSwapLayer(OffloadLayer):
         else:
             rule = self.settings.selection
             seen = None if buffer.visible is None else buffer.visible[:, : count * group]
-            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, wanted, seen)
+            best = None if guess else wanted
+            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, best, seen)
         sinks = self.settings.num_sinks
         if buffer.visible is None:
             importance[:, : -(-sinks // group)] = float("inf")
@@ -168,7 +172,7 @@ class DiskSwapLayer(OffloadLayer):
     def prefetch_for(self, query: torch.Tensor) -> None:
         """Start reading what the guessed query (B, H, 1, D) selects and no slot holds."""
         if self.buffer is not None and self.is_initialized and self.state == "tagged" and self._ready(self.buffer):
-            self.buffer.prefetch(self, self.select(query, self.buffer))
+            self.buffer.prefetch(self, self.select(query, self.buffer, guess=True))
 
     # --- batch operations --------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class LowRankKeys:
         scaling: float,
         group_size: int,
         rule: str,
-        wanted: int,
+        wanted: int | None,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, to be compared in a row;
@@ -116,7 +116,8 @@ class LowRankKeys:
 
         "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
         scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
-        exponentials are taken of these alone. "paper": raw scores summed over heads, then the maximum in the group
+        exponentials are taken of these alone. Without `wanted` the best tokens decide: a third cheaper, for a guess.
+        "paper": raw scores summed over heads, then the maximum in the group
         (section 3.3, "Scoring and selection"); the sum is linear, so one vector stands for all heads.
         """
         low = self.low_rank_query(query)
@@ -133,6 +134,8 @@ class LowRankKeys:
         top = best.amax(1, keepdim=True)
         peaks = torch.exp(best - top)
         rough = (peaks / peaks.sum(1, keepdim=True)).sum(-1)
+        if wanted is None:
+            return rough
         candidates = rough.topk(min(_CANDIDATES * wanted, rough.shape[1]), 1).indices
         chosen = torch.take_along_dim(grouped, candidates[:, :, None, None], 1)
         mass = torch.exp(chosen * factor[..., None, :] - top[:, :, None]).sum(2)
