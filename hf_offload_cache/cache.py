@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from . import attach
@@ -117,7 +118,7 @@ class OffloadCache(Cache, attach.Attachable):
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
         lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-        if self._open is not None and (lengths != self._open or (self._entered and any(self.is_linear))):
+        if self._open is not None and (lengths != self._open or (self._entered and self._has_linear_state())):
             self.shared.broken = True
             self.shared.check_open()
         if given is None:
@@ -186,6 +187,10 @@ class OffloadCache(Cache, attach.Attachable):
                 "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
             )
 
+    def _has_linear_state(self) -> bool:
+        """Some layer keeps a state whose length cannot be asked for."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
     def _held(self) -> int:
         """Tokens a sequence held, whatever the kinds of layers."""
         lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
@@ -249,6 +254,16 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.check_open()
         self.shared.unseen = self.shared.front = self._open = None
         super().reset()
+        model = self._model()
+        if model is not None:  # transformers' own keep the batch size of their states
+            fresh: Any
+            kept: Any
+            for layer_idx, fresh in enumerate(DynamicCache(config=model.config).layers):
+                kept = self.layers[layer_idx]
+                if not isinstance(kept, OffloadLayer):
+                    if getattr(kept, "record_past", False):
+                        fresh.activate_past_recording()
+                    self.layers[layer_idx] = fresh
         self._tokens.truncate(0)
         self.shared.reset_counters()
 

@@ -16,10 +16,18 @@ def fingerprint(model: Any) -> dict[str, str]:
     config = model.config.get_text_config(decoder=True)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     fields = ("model_type", *shape)
-    found = {name: str(getattr(config, name, None)) for name in fields}
-    found["rope"] = str(getattr(config, "rope_parameters", None))
+    found = {name: str(config_value(config, name)) for name in fields}
+    found["rope"] = str(config_value(config, "rope_parameters"))
     found["weights"] = _digest(model)
     return found
+
+
+def config_value(config: Any, name: str) -> Any:
+    """A field of a configuration; None where it has none, or one that differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # what transformers raises for a field that has no one value
+        return None
 
 
 def _digest(model: torch.nn.Module) -> str:

@@ -22,7 +22,10 @@ class _HybridMethods:
             super().lazy_initialization(*args)  # type: ignore[misc]
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)  # type: ignore[arg-type]
+        states = {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
+        recording = getattr(self, "record_past", False)
+        LinearAttentionLayer.__init__(self, **states)  # type: ignore[arg-type]  # `reset` would keep the batch size
+        self.record_past = recording
         super().reset()  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -160,6 +160,21 @@ class OffloadLayer(CacheLayerMixin):
         Called with what `update` returned in this step, once or (KV sharing) several times.
         """
         self.shared.unseen = None
+        with self.shared.changing():  # an error in here leaves this layer ahead of those behind it
+            return self._attend(tag, attention, module, query, key, value, mask, *args, **kwargs)
+
+    def _attend(
+        self,
+        tag: Tag,
+        attention: AttentionFunction,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         replaceable = getattr(value, TAG, None) is tag and (
             not args and self._replaceable(module, query, key, mask, kwargs)
         )

@@ -15,6 +15,7 @@ from ..attention import AttentionFunction, no_backward, visible_columns
 from ..cache import OffloadCache
 from ..config import DiskSwapConfig, OffloadConfig
 from ..errors import ConfigError
+from ..fingerprint import config_value
 from ..layer import OffloadLayer
 from ..lookahead import LookAhead
 from ..predictors.low_rank import LowRankKeys, principal_directions
@@ -208,10 +209,10 @@ class DiskSwapLayer(OffloadLayer):
 def key_width(model: PreTrainedModel) -> int | None:
     """Hk D as the model's configuration says it; None where it does not."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    hidden = getattr(config, "hidden_size", None)
-    dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    heads, key_heads, hidden, dim = (config_value(config, name) for name in names)
+    key_heads = key_heads or heads
+    dim = dim or (hidden // heads if hidden and heads else None)
     return key_heads * dim if isinstance(key_heads, int) and isinstance(dim, int) else None
 
 
