@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.pace import Pace
 
 from .disk import raw_rate
 from .synthetic import Inputs, Shape, build_model, decode_step, fill, static_cache
@@ -39,6 +40,8 @@ LIKENESS = 0.97
 
 IN_MEMORY, RELOADS = ("DynamicCache", "StaticCache"), ("reload", "reload, streamed")
 _WARM_UP = 3
+_SETTLED = 2 * Pace.TRIAL + _WARM_UP
+"""Steps until a cache has found out whether to look ahead."""
 
 
 @dataclass
@@ -150,7 +153,7 @@ def run(
     plain, attached = build_model(shape), build_model(shape)  # transformers' own run without our seams
     with contextlib.ExitStack() as stack:
         contenders = []
-        room = tokens + _WARM_UP + steps * (repetitions + 2)
+        room = tokens + _SETTLED + steps * (repetitions + 2)
         for name in track(names, f"contexts of {tokens:,} tokens"):
             own = CONTENDERS[name]
             if own is not None:
@@ -165,7 +168,7 @@ def run(
             contenders.append(Contender(name, model, cache, Inputs(shape, likeness)))
         length: Callable[[Contender], int] = lambda one: reload_steps if one.name in RELOADS else steps  # noqa: E731
         for one in contenders:
-            one.steps(_WARM_UP, keep=False)
+            one.steps(_WARM_UP if one.name in RELOADS else _SETTLED, keep=False)
             if one.own is not None:
                 one.own.shared.reset_counters()
         turns = [one for turn in range(repetitions) for one in (contenders if turn % 2 == 0 else contenders[::-1])]

@@ -94,7 +94,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     answers: list[Answer] = []
     for name in ("dynamic", arguments.cache) if arguments.compare else (arguments.cache,):
         own = {"path": arguments.path, "fields": fields} if name == arguments.cache else {}
-        with generation.make_cache(name, model, **own) as cache, _Progress(console, input_ids.shape[1]) as bar:
+        bar = _Progress(console, generation.prefilled_tokens(input_ids.shape[1]))
+        with generation.make_cache(name, model, **own) as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
             answer = generation.generate_answer(
@@ -126,8 +127,8 @@ class _Progress:
         self._bar = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
         )
-        # generate runs the last token of the prompt itself
-        self._task = self._bar.add_task("prefill, tokens", total=total - 1)
+        # generate runs the last tokens of the prompt itself
+        self._task = self._bar.add_task("prefill, tokens", total=total)
 
     def __enter__(self) -> _Progress:
         self._bar.start()

@@ -119,6 +119,9 @@ class DiskSwapConfig(OffloadConfig):
     """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
     "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
     compare with."""
+    look_ahead: bool | None = None
+    """Guess the next layer's query and read ahead for it. None: where that is measured to be faster. The guess takes
+    processor time, which a fast disk does not give back; the selection is the true query's either way."""
     adapter: str | None = None
     """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
 
@@ -130,6 +133,9 @@ class DiskSwapConfig(OffloadConfig):
             self._at_least("rank", 1)
         self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
         self._one_of("selection", ("default", "paper", "random"))
+        self._one_of("look_ahead", (None, True, False))
+        if self.selection == "paper" and self.look_ahead is False:
+            raise ConfigError('selection="paper" selects by look-ahead only, got look_ahead=False: leave it out')
         if self.adapter is not None and not isinstance(self.adapter, str | Path):
             raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")
         if self.exact and (self.adapter is not None or self.selection != "default"):

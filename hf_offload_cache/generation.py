@@ -176,6 +176,12 @@ def prefill(
                 on_progress(start + part.shape[1])
 
 
+def prefilled_tokens(prompt_tokens: int) -> int:
+    """How many of the prompt `generate_answer` prefills before it calls `generate`, which gets the rest: several at
+    once, so that a sparse cache is exact to the prompt's end."""
+    return max(0, prompt_tokens - 16)
+
+
 def generate_answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -188,7 +194,7 @@ def generate_answer(
 ) -> Answer:
     """The greedy answer to the prompt (1, T), from an empty cache, which afterwards holds the prompt and the answer.
 
-    All of the prompt but its last token is prefilled in chunks; `generate` goes on from there. `on_text` gets the
+    All of the prompt but its last tokens is prefilled in chunks; `generate` goes on from there. `on_text` gets the
     answer in pieces, in this thread, as whole words are there. Raises `PromptTooLongError` before anything runs.
     """
     import torch
@@ -200,7 +206,7 @@ def generate_answer(
     streamer = _streamer(tokenizer, on_text or (lambda text: None))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     start = time.perf_counter()
-    prefill(model, input_ids[:, :-1], cache, prefill_chunk, on_progress)
+    prefill(model, input_ids[:, : prefilled_tokens(input_ids.shape[1])], cache, prefill_chunk, on_progress)
     if input_ids.is_cuda:
         torch.cuda.synchronize(input_ids.device)
     prefilled = time.perf_counter()

@@ -128,24 +128,28 @@ class SelectionBuffer:
         target = (np.arange(batch)[:, None] * (wanted + tail_units) + np.arange(wanted)).reshape(-1)
         held = np.flatnonzero(lies_in != ABSENT)
         if len(held):
-            unit.index_copy_(0, _index(target[held], unit), slots.data.index_select(0, _index(lies_in[held], unit)))
+            _copy_rows(unit, target[held], slots.data, lies_in[held])
         if len(absent):
-            rows = fresh if len(missing) == len(absent) and _is_range(which) else fresh[_index(which, unit)]
-            unit.index_copy_(0, _index(target[absent], unit), rows)
             taken, into = slots.table.insert(missing, lies_in[held])
-            if len(taken):
-                kept = fresh if len(taken) == len(missing) else fresh[_index(taken, unit)]
-                slots.data.index_copy_(0, _index(into, unit), kept)
+            for source, places, rows in fresh:  # of `missing`, which lie where in what was read
+                where = np.full(len(missing), ABSENT)
+                where[places] = rows
+                here = where[which] != ABSENT
+                _copy_rows(unit, target[absent[here]], source, where[which[here]])
+                kept = where[taken] != ABSENT
+                _copy_rows(slots.data, into[kept], source, where[taken[kept]])
         entries = view.view(batch, -1, form.entry_width)[:, : wanted * form.group_size + layer.history.tail.length]
         entries[:, wanted * form.group_size :] = layer.history.tail.entries
         return entries
 
-    def _fetch(self, layer: OffloadLayer, missing: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Payloads (n, payload_width) of the records `missing` (ascending), and which of them were read ahead."""
-        areas = self._staging(layer)
+    def _fetch(
+        self, layer: OffloadLayer, missing: np.ndarray
+    ) -> tuple[list[tuple[torch.Tensor, np.ndarray, np.ndarray]], np.ndarray]:
+        """Where the records `missing` (ascending) lie now: payloads (·, payload_width), which of the records are in
+        them, and in which rows; and which of the records were read ahead. Valid until the next `prefetch`."""
+        areas, form = self._staging(layer), layer.history.form
         ready = np.zeros(len(missing), dtype=bool)
-        parts: list[torch.Tensor] = []
-        order: list[np.ndarray] = []
+        fresh = []
         for turn, ahead in enumerate(self._ahead):
             if ahead is None or ahead.layer_idx != layer.layer_idx:
                 continue
@@ -154,8 +158,7 @@ class SelectionBuffer:
             if len(ahead.records):
                 ready = ahead.records[position] == missing
             areas[turn].upload(0, len(ahead.records))
-            parts.append(layer.history.form.payload(areas[turn].device)[_index(position[ready], areas[turn].device)])
-            order.append(np.flatnonzero(ready))
+            fresh.append((form.payload(areas[turn].device), np.flatnonzero(ready), position[ready]))
         rest = np.flatnonzero(~ready)
         if len(rest):
             area = areas[2]
@@ -163,14 +166,8 @@ class SelectionBuffer:
             ticket = self.shared.prefetcher.read(layer.history.store, missing[rest], area.host[: len(rest)])
             self.shared.counters.stall_seconds += ticket.wait()
             area.upload(0, len(rest))
-            parts.append(layer.history.form.payload(area.device[: len(rest)]))
-            order.append(rest)
-        if len(parts) == 1:
-            return parts[0], ready
-        if not parts:
-            return self._slots_of(layer).data[:0], ready
-        joined = torch.cat(parts)
-        return joined[_index(np.argsort(np.concatenate(order)), joined)], ready
+            fresh.append((form.payload(area.device), rest, np.arange(len(rest))))
+        return fresh, ready
 
     def _settle(self, turn: int) -> None:
         """Wait for the reads into an area, which is free then. Interrupted, they are still under way."""
@@ -274,9 +271,16 @@ class SelectionBuffer:
                 self._view = None
 
 
-def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+def _copy_rows(out: torch.Tensor, target: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
+    """out[target] = source[rows]. On a CPU by numpy: a copy this small is done before torch's threads are awake."""
+    if not len(rows):
+        return
+    if out.device.type == "cpu":
+        _bytes(out)[target] = _bytes(source)[rows]
+    else:
+        into, of = (torch.from_numpy(np.ascontiguousarray(index)).to(out.device) for index in (target, rows))
+        out.index_copy_(0, into, source.index_select(0, of))
 
 
-def _is_range(values: np.ndarray) -> bool:
-    return bool((values == np.arange(len(values))).all())
+def _bytes(rows: torch.Tensor) -> np.ndarray:
+    return rows.view(torch.uint8).numpy()

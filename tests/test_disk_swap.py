@@ -25,6 +25,7 @@ SPARSE: dict[str, Any] = {
     "num_recent": 8,
     "block_tokens": 64,
     "num_selected": 40,
+    "look_ahead": True,
     "reuse_capacity": 60,
     "num_sinks": 4,
     "engine": "memory",

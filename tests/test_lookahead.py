@@ -11,7 +11,7 @@ from harness import fresh, prompt, tiny
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.lookahead import LookAhead
 
-FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 512, "engine": "memory"}
+FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 512, "look_ahead": True, "engine": "memory"}
 
 FOUND: dict[str, tuple[set[int], set[int]]] = {
     "llama": ({0, 1, 2}, {1, 2}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from hf_offload_cache.report import MemoryAccount
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM
+
+
+def ranking(summary: LowRankKeys, *arguments: Any) -> torch.Tensor:
+    """`group_importance` as a tensor."""
+    return torch.from_numpy(summary.group_importance(*arguments))
 
 
 def keys_of(batch: int, tokens: int, rank: int = WIDTH, seed: int = 0) -> torch.Tensor:
@@ -61,7 +68,7 @@ def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
     keys, query = keys_of(3, tokens), query_of(3)
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    importance = summary.group_importance(query, 0.3, GROUP, rule, tokens // GROUP)
+    importance = ranking(summary, query, 0.3, GROUP, rule, tokens // GROUP)
     expected = exact_importance(query, keys, 0.3, rule)
     assert importance.shape == (3, tokens // GROUP)
     torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-5)
@@ -83,7 +90,7 @@ def test_the_best_are_among_the_candidates(rule: str, wanted: int) -> None:
         keys, query = keys_of(3, 1600, seed=seed), query_of(3, seed + 10)
         summary = predictor(keys, WIDTH)
         summary.append(keys)
-        importance = summary.group_importance(query, 1.0, GROUP, rule, wanted)
+        importance = ranking(summary, query, 1.0, GROUP, rule, wanted)
         assert importance.shape == (3, 400)
         shares.append(overlap(exact_importance(query, keys, 1.0, rule), importance, wanted))
     assert sum(shares) / len(shares) >= 0.9
@@ -103,7 +110,7 @@ def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
     assert difference.mean() < 0.03 * scores[0].std()
     assert difference.max() < 0.25 * scores[0].std()
     expected = exact_importance(query, keys, 0.3, rule)
-    chosen = compact.group_importance(query, 0.3, GROUP, rule, 40)
+    chosen = ranking(compact, query, 0.3, GROUP, rule, 40)
     assert overlap(expected, chosen, 40) >= 0.9
 
 
@@ -123,7 +130,7 @@ def test_a_rank_that_holds_the_structure_selects_well(dtype: torch.dtype) -> Non
     for rank in (2, 6):
         summary = predictor(keys, rank, dtype)
         summary.append(keys)
-        found[rank] = overlap(expected, summary.group_importance(query, 0.3, GROUP, "default", 40), 40)
+        found[rank] = overlap(expected, ranking(summary, query, 0.3, GROUP, "default", 40), 40)
     assert found[6] >= 0.85
     assert found[2] < found[6] - 0.2
 
@@ -137,8 +144,8 @@ def test_heads_are_normalised_before_they_are_summed() -> None:
     keys[0, 1, 60, 0] = 20.0  # second: the last group
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    assert int(summary.group_importance(query, 1.0, GROUP, "default", 3).argmax()) == 15
-    assert int(summary.group_importance(query, 1.0, GROUP, "paper", 3).argmax()) < 8
+    assert int(ranking(summary, query, 1.0, GROUP, "default", 3).argmax()) == 15
+    assert int(ranking(summary, query, 1.0, GROUP, "paper", 3).argmax()) < 8
 
 
 def test_clipped_components_do_not_wrap() -> None:

@@ -38,6 +38,7 @@ SPARSE: dict[str, Any] = {
     "num_recent": 8,
     "block_tokens": 64,
     "num_selected": 32,
+    "look_ahead": True,
     "rank": 8,
     "engine": "memory",
 }

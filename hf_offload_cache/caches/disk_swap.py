@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,8 @@ from ..errors import ConfigError
 from ..fingerprint import config_value
 from ..layer import OffloadLayer
 from ..lookahead import LookAhead
-from ..predictors.low_rank import LowRankKeys, principal_directions
+from ..pace import Pace
+from ..predictors.low_rank import LowRankKeys, largest, principal_directions
 from ..selection_buffer import SelectionBuffer
 from ..shared import Shared
 
@@ -151,24 +153,21 @@ class DiskSwapLayer(OffloadLayer):
         wanted = buffer.groups_selected(group)
         if count <= wanted or self.summary is None:
             return np.broadcast_to(np.arange(count), (self.batch, count))
+        seen = None if buffer.visible is None else buffer.visible[:, : count * group].expand(self.batch, -1)
         if self.settings.selection == "random":
-            importance = torch.rand(self.batch, count, generator=buffer.generator).to(query.device)
+            importance = torch.rand(self.batch, count, generator=buffer.generator).numpy()
         else:
-            rule = self.settings.selection
-            seen = None if buffer.visible is None else buffer.visible[:, : count * group]
-            best = None if guess else wanted
+            rule, best = self.settings.selection, None if guess else wanted
             importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, best, seen)
         sinks = self.settings.num_sinks
-        if buffer.visible is None:
-            importance[:, : -(-sinks // group)] = float("inf")
+        if seen is None:
+            importance[:, : -(-sinks // group)] = np.inf
         else:
-            seen = buffer.visible[:, : count * group].expand(self.batch, -1)
-            first = seen.int().argmax(-1, keepdim=True)
-            importance.masked_fill_(~seen.unflatten(1, (count, group)).any(-1), float("-inf"))
-            if sinks:
-                positions = (first + torch.arange(sinks, device=first.device)).clamp_max(count * group - 1)
-                importance.scatter_(1, positions // group, float("inf"))
-        return np.sort(importance.topk(wanted, 1).indices.cpu().numpy(), 1)
+            tokens = seen.cpu().numpy()
+            importance[~tokens.reshape(self.batch, count, group).any(-1)] = -np.inf
+            positions = tokens.argmax(-1)[:, None] + np.arange(sinks)
+            np.put_along_axis(importance, positions.clip(max=count * group - 1) // group, np.inf, 1)
+        return np.sort(largest(importance, wanted), 1)
 
     def prefetch_for(self, query: torch.Tensor) -> None:
         """Start reading what the guessed query (B, H, 1, D) selects and no slot holds."""
@@ -231,6 +230,7 @@ class DiskSwapCache(OffloadCache):
         settings = self.config
         assert isinstance(settings, DiskSwapConfig)
         self.buffer = None if settings.exact else SelectionBuffer(self.shared, settings)
+        self._pace = Pace(True if settings.selection == "paper" else settings.look_ahead)
         if self.buffer is None:
             return
         width = key_width(model)
@@ -255,9 +255,15 @@ class DiskSwapCache(OffloadCache):
             if 0 in self._by_index:  # no layer before it looks ahead for it
                 self._prefetch(self._by_index[0], None)
 
+    def end_step(self) -> None:
+        started = self._step_started
+        super().end_step()
+        if started is not None:
+            self._pace.took(time.perf_counter() - started)
+
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""
-        if self.decoding and layer_idx + 1 in self._by_index:
+        if self.decoding and self._pace.first and layer_idx + 1 in self._by_index:
             self._prefetch(self._by_index[layer_idx + 1], output)
 
     def _prefetch(self, layer: OffloadLayer, output: torch.Tensor | None) -> None:
