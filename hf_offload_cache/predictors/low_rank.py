@@ -53,9 +53,9 @@ class LowRankKeys:
         account.hold("adapters", adapter.nbytes)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row; grows by an eighth beyond what is asked once there is something."""
+        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
         if tokens > self._keys.shape[1]:
-            room = tokens if not self.tokens else tokens + max(256, tokens // 8)
+            room = tokens if not self.tokens else tokens + max(128, tokens // 32)
             shape = (self._keys.shape[0], room, self._keys.shape[2])
             grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
             grown[:, : self.tokens] = self._keys[:, : self.tokens]
