@@ -228,9 +228,11 @@ class OffloadCache(Cache, attach.Attachable):
     # --- batch operations: the layers', and the ids ------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
+        tokens_to_remove = int(tokens_to_remove)
         with self.shared.changing():
             super().crop(tokens_to_remove)
-            self._tokens.truncate(max(0, self._tokens.length + tokens_to_remove))
+            kept = tokens_to_remove if tokens_to_remove > 0 else self._tokens.length + tokens_to_remove
+            self._tokens.truncate(max(0, kept))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         with self.shared.changing():

@@ -284,9 +284,11 @@ class OffloadLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the latest `-tokens_to_remove` tokens. Reads a few groups back where the tail does not hold them."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        """Forget the latest `-tokens_to_remove` tokens (a positive number: keep as many). Reads a few groups back where
+        the tail does not hold them."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
+            tokens_to_remove = min(0, tokens_to_remove - self.length)
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         self._before = None
