@@ -90,7 +90,7 @@ class LowRankKeys:
 
     def low_rank_query(self, query: torch.Tensor) -> torch.Tensor:
         """query (B, H, D) times the adapter of its key head: (B, H, r) float32 (equation 1)."""
-        grouped = query.float().unflatten(1, (self.adapter.shape[0], -1))
+        grouped = query.detach().float().unflatten(1, (self.adapter.shape[0], -1))
         # a product a head: a batched one wakes torch's worker threads, which takes longer than the arithmetic
         parts = [part @ head for part, head in zip(grouped.unbind(1), self.adapter, strict=True)]
         return torch.cat(parts, 1) * self.scale
