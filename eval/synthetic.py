@@ -52,14 +52,16 @@ def build_model(shape: Shape, positions: int = 65536, seed: int = 0) -> LlamaFor
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def random_keys_and_values(shape: Shape, tokens: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (1, Hkv, T, D), bfloat16, the same for the same arguments; never zeros.
+def random_keys_and_values(
+    shape: Shape, tokens: int, layer_idx: int, row: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (1, Hkv, T, D) of one sequence, bfloat16, the same for the same arguments; never zeros.
 
     Keys are a mean, a part of low rank that drifts slowly from token to token (neighbours are alike, as in text), and
     noise: most of their energy fits a compact copy, not all. Most lies where the rotary embedding turns slowly, as a
     trained model's does, so that a query means the same in the next step. Values are noise.
     """
-    generator = torch.Generator().manual_seed(1000 + layer_idx)
+    generator = torch.Generator().manual_seed(1000 + layer_idx + 7919 * row)
     width, rank, span = shape.kv_heads * shape.head_dim, 24, 64
     corners = torch.randn(tokens // span + 2, rank, generator=generator)
     drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
@@ -75,7 +77,7 @@ def random_keys_and_values(shape: Shape, tokens: int, layer_idx: int) -> tuple[t
     return keys, values
 
 
-def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int) -> None:
+def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch: int = 1) -> None:
     """Put a context of random keys and values into an empty cache, ours or transformers', layer by layer.
 
     An offloaded layer goes the way of a prefill in one piece: `update`, then `attend` with an attention function that
@@ -83,12 +85,14 @@ def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int) -> No
     """
     with torch.no_grad():
         for layer_idx in range(shape.layers):
-            keys, values = random_keys_and_values(shape, tokens, layer_idx)
+            rows = [random_keys_and_values(shape, tokens, layer_idx, row) for row in range(batch)]
+            keys, values = (torch.cat(part) for part in zip(*rows, strict=True))
+            del rows
             returned, other = cache.update(keys, values, layer_idx)
             layer = cache.layers[layer_idx]
             if isinstance(layer, OffloadLayer) and layer.state != "full":
                 module = model.model.layers[layer_idx].self_attn
-                query = keys.new_zeros(1, shape.heads, 1, shape.head_dim)
+                query = keys.new_zeros(batch, shape.heads, 1, shape.head_dim)
                 layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
 
 
@@ -102,20 +106,20 @@ def static_cache(model: LlamaForCausalLM, tokens: int) -> StaticCache:
 
 
 class Inputs:
-    """Input embeddings (1, 1, hidden) of successive steps, the same for the same arguments.
+    """Input embeddings (B, 1, hidden) of successive steps, the same for the same arguments.
 
     `likeness` is the correlation of one step's with the next's. It sets how much successive selections have in common,
     and so the hit rate: tokens drawn at random (0) select anew in every step, a random model's own greedy tokens repeat
     themselves (1), and text is between. Elements are of size 1, so that what random layers add does not drown them.
     """
 
-    def __init__(self, shape: Shape, likeness: float, seed: int = 1) -> None:
-        self.shape, self.likeness = shape, likeness
+    def __init__(self, shape: Shape, likeness: float, seed: int = 1, batch: int = 1) -> None:
+        self.shape, self.likeness, self.batch = shape, likeness, batch
         self._generator = torch.Generator().manual_seed(seed)
         self._latest = self._noise()
 
     def _noise(self) -> torch.Tensor:
-        return torch.randn(1, 1, self.shape.hidden, generator=self._generator)
+        return torch.randn(self.batch, 1, self.shape.hidden, generator=self._generator)
 
     def next(self) -> torch.Tensor:
         """The embedding of the next step, bfloat16."""
@@ -124,6 +128,6 @@ class Inputs:
 
 
 def decode_step(model: LlamaForCausalLM, cache: Cache, embedding: torch.Tensor) -> torch.Tensor:
-    """One decoding step of one sequence; the logits (1, 1, vocabulary)."""
+    """One decoding step; the logits (B, 1, vocabulary)."""
     with torch.no_grad():
         return model(inputs_embeds=embedding, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

@@ -41,6 +41,14 @@ class OffloadConfig:
     """How records are read: "direct" (O_DIRECT, threads), "mapped" (advised map), "memory" (no disk), "auto"."""
     write_queue: int | str = "4MiB"
     """Bytes that may wait to be written; `update` blocks while more would."""
+    memory: int | str | None = None
+    """Most that the cache may ever hold, in bytes or as "300MiB"; `BudgetError` before it would hold more."""
+    max_context: int | None = None
+    """Tokens a sequence that are planned for; `BudgetError` before there would be more. None: no limit."""
+    max_batch: int | None = None
+    """Sequences that are planned for; `BudgetError` before there would be more. None: no limit."""
+    trace: str | None = None
+    """File that a Chrome/Perfetto trace of what the cache did is written to, when it is closed."""
 
     def __post_init__(self) -> None:
         self._at_least("num_sinks", 0)
@@ -58,6 +66,13 @@ class OffloadConfig:
         self._one_of("engine", ("auto", "direct", "mapped", "memory"))
         if parse_size(self.write_queue, "write_queue") < 2**16:
             raise ConfigError(f"write_queue must be at least 64KiB, got {self.write_queue!r}: use '64KiB'")
+        if self.memory is not None and parse_size(self.memory, "memory") < 1:
+            raise ConfigError(f"memory must be at least one byte, got {self.memory!r}: see `hf-offload-cache plan`")
+        for name in ("max_context", "max_batch"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.trace is not None and not isinstance(self.trace, str | Path):
+            raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
     @classmethod
     def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
@@ -124,6 +139,11 @@ class DiskSwapConfig(OffloadConfig):
     processor time, which a fast disk does not give back; the selection is the true query's either way."""
     adapter: str | None = None
     """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
+    layer_budgets: str | tuple[int, ...] = "measured"
+    """How `num_selected` and `reuse_capacity`, which are means over the layers, are spread: "uniform"; "measured": by how
+    dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
+    target_mass: float | None = None
+    """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +154,16 @@ class DiskSwapConfig(OffloadConfig):
         self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
         self._one_of("selection", ("default", "paper", "random"))
         self._one_of("look_ahead", (None, True, False))
+        if isinstance(self.layer_budgets, list):  # as JSON gives it
+            object.__setattr__(self, "layer_budgets", tuple(self.layer_budgets))
+        if isinstance(self.layer_budgets, tuple):
+            if not all(isinstance(tokens, int) and tokens >= 1 for tokens in self.layer_budgets):
+                raise ConfigError(f"layer_budgets must be whole numbers of at least 1, got {self.layer_budgets!r}")
+        else:
+            self._one_of("layer_budgets", ("measured", "uniform"))
+        mass = self.target_mass
+        if mass is not None and not (isinstance(mass, int | float) and 0 < mass <= 1):
+            raise ConfigError(f"target_mass must be above 0 and at most 1, got {mass!r}: use 0.95, or None")
         if self.selection == "paper" and self.look_ahead is False:
             raise ConfigError('selection="paper" selects by look-ahead only, got look_ahead=False: leave it out')
         if self.adapter is not None and not isinstance(self.adapter, str | Path):

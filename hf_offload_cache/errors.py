@@ -14,6 +14,10 @@ class AdapterError(ValueError):
     """A calibrated adapter cannot be used: unreadable, corrupt, or made for another model or another shape."""
 
 
+class BudgetError(ValueError):
+    """The memory, the context or the batch that was planned for would be exceeded; nothing was taken in."""
+
+
 class UnsupportedModelError(ValueError):
     """The model has no place for this cache (an encoder-decoder, or one whose layers refuse a sparse mode)."""
 

@@ -56,12 +56,12 @@ class DiskSwapLayer(OffloadLayer):
             for part in keys:
                 self.summary.append(part)
         elif self.adapter is not None or tokens >= max(4 * self._rank(), 512):
-            self._fit(lambda: iter(keys) if fresh == tokens else self._stored_keys(), visible, tokens)
+            self.fit(lambda: iter(keys) if fresh == tokens else self._stored_keys(), visible, tokens)
 
     def _stored_keys(self) -> Iterator[torch.Tensor]:
         return (keys for keys, _ in self.history.blocks(self.history.num_groups))
 
-    def _fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
+    def fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
         """Make the summary from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts in order."""
         width = self.history.form.key_width
         moment = torch.zeros(width, width, device=self.history.device)
