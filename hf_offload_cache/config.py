@@ -140,8 +140,8 @@ class DiskSwapConfig(OffloadConfig):
     adapter: str | None = None
     """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
     layer_budgets: str | tuple[int, ...] = "measured"
-    """How `num_selected` and `reuse_capacity`, which are means over the layers, are spread: "uniform"; "measured": by how
-    dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
+    """How `num_selected` and `reuse_capacity`, which are means over the layers, are spread: "uniform"; "measured": by
+    how dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
     target_mass: float | None = None
     """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
 
