@@ -47,6 +47,31 @@ def visible_columns(mask: torch.Tensor | None) -> torch.Tensor | None:
     return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
 
 
+def attend_once(
+    attention: AttentionFunction,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the model's `attention` gives for one query a row, (B, H, 1, D), over all of keys and values (B, Hkv, t, D).
+
+    Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
+    then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
+    """
+    plain = all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and not kwargs.get("output_attentions")
+    if args or not plain or query.shape[-1] != values.shape[-1]:
+        return attention(module, query, keys, values, mask, *args, **kwargs)
+    grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+    mask = None if mask is None else mask.expand(-1, -1, grouped.shape[2], -1)
+    scaling = kwargs.get("scaling")
+    output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
+    return output.reshape(query.shape[0], 1, *query.shape[1:2], query.shape[3]), None
+
+
 def stream_attention(
     query: torch.Tensor,
     history: Iterable[tuple[torch.Tensor, torch.Tensor]],

@@ -8,7 +8,7 @@ from .stores.base import Store
 
 
 class BlockTable:
-    """Record ids (B, num_groups), int64: group g of row b lies in record `ids[b, g]` of the layer's store.
+    """Record ids (B, num_groups), int32: group g of row b lies in record `ids[b, g]` of the layer's store.
 
     Records are immutable; rows that come from one row share them. A record that no row names any more is given back
     to the store by `sweep`, which the layer calls when it makes room.
@@ -16,8 +16,8 @@ class BlockTable:
 
     def __init__(self, store: Store, batch: int) -> None:
         self._store = store
-        self._ids = np.empty((batch, 0), dtype=np.int64)
-        self._owned = np.empty(0, dtype=np.int64)
+        self._ids = np.empty((batch, 0), dtype=np.int32)
+        self._owned = np.empty(0, dtype=np.int32)
         self.num_groups = 0
 
     @property
@@ -30,7 +30,7 @@ class BlockTable:
         return self._ids.nbytes + self._owned.nbytes
 
     def append(self, count: int) -> np.ndarray:
-        """Allocate `count` groups behind the last of every row; returns their record ids (B, count).
+        """Allocate `count` groups behind the last of every row; returns their record ids (B, count), int64.
 
         Raises `StoreFullError` with nothing changed.
         """
@@ -38,21 +38,25 @@ class BlockTable:
         records = self._store.allocate(batch * count).reshape(batch, count)
         stop = self.num_groups + count
         if stop > self._ids.shape[1]:
-            grown = np.empty((batch, max(stop, self._ids.shape[1] * 5 // 4 + 16)), dtype=np.int64)
+            grown = np.empty((batch, max(stop, self._ids.shape[1] * 5 // 4 + 16)), dtype=np.int32)
             grown[:, : self.num_groups] = self.ids
             self._ids = grown
         self._ids[:, self.num_groups : stop] = records
         self.num_groups = stop
-        self._owned = np.append(self._owned, records)
+        self._owned = np.append(self._owned, records.astype(np.int32))
         return records
 
     def drop_last(self, count: int) -> None:
         """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
         if count:
-            records = self.ids[:, self.num_groups - count :].reshape(-1)
+            records = self.ids[:, self.num_groups - count :].reshape(-1).astype(np.int64)
             self._store.free(records)
             self._owned = self._owned[: len(self._owned) - len(records)]
             self.num_groups -= count
+
+    def records(self, groups: np.ndarray) -> np.ndarray:
+        """Record ids (B, n), int64, of groups (B, n)."""
+        return np.take_along_axis(self.ids, groups, 1).astype(np.int64)
 
     def truncate(self, num_groups: int) -> np.ndarray:
         """Keep the first `num_groups` of every row; returns the records freed by that."""
@@ -68,9 +72,9 @@ class BlockTable:
         live = np.unique(self.ids)
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         if len(dead):
-            self._store.free(dead)
+            self._store.free(dead.astype(np.int64))
             self._owned = live
-        return dead
+        return dead.astype(np.int64)
 
     @property
     def garbage(self) -> int:

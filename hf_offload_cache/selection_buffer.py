@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .buffers import lasting_empty
+from .buffers import Workspace, lasting_empty
 from .config import DiskSwapConfig
 from .layer import OffloadLayer
-from .prefetch import Staging, Ticket
+from .prefetch import Ticket
 from .shared import Shared
 from .slots import ABSENT, SlotTable
+from .staging import Staging
 
 
 @dataclass
@@ -39,9 +40,9 @@ class _Ahead:
 class SelectionBuffer:
     """Shared by the layers of a cache; used by the thread that runs the model.
 
-    Memory: three staging areas (two for look-ahead in turns, one for what it missed) and the gathered view, each for
-    one selection of the whole batch; and the slots of each layer. Held in the account as "staging", "selection" and
-    "reuse slots".
+    Memory: a staging area for what a gather misses and, once a look-ahead reads, two more that it uses in turns; the
+    gathered view; each for the largest selection of the whole batch; and the slots of each layer. Held in the account
+    as "staging", "selection" and "reuse slots"; the predictor's workspace as "scores".
     """
 
     def __init__(self, shared: Shared, settings: DiskSwapConfig) -> None:
@@ -50,6 +51,10 @@ class SelectionBuffer:
         self.visible: torch.Tensor | None = None
         self._padded = False
         self.generator = torch.Generator().manual_seed(0)
+        self.workspace = Workspace(shared.account, "scores")
+        self._share: dict[int, float] = {}
+        self._given: dict[int, float] = {}
+        self._missed: Staging | None = None
         self._areas: list[Staging] = []
         self._ahead: list[_Ahead | None] = [None, None]
         self._turn = 0
@@ -57,11 +62,33 @@ class SelectionBuffer:
         self._slots: dict[int, _Slots] = {}
         self._last: dict[int, np.ndarray] = {}
 
-    def groups_selected(self, group_size: int) -> int:
-        """M: groups a row and step, sinks included. Sinks of a padded row may begin anywhere in a group."""
+    def spread(self, tokens: dict[int, int], *, given: bool = False) -> None:
+        """Give layers (by index) budgets of their own: `num_selected` becomes `tokens`, `reuse_capacity` in proportion.
+
+        A layer that is not named keeps the mean. Valid until the next `spread`, or until all layers are dropped; then
+        those that were `given` apply again.
+        """
+        self._share = {layer_idx: count / self.settings.num_selected for layer_idx, count in tokens.items()}
+        if given:
+            self._given = self._share
+
+    def groups_selected(self, layer: OffloadLayer) -> int:
+        """M: groups a row and step of `layer`, sinks included."""
+        return self._groups(layer, self._share.get(layer.layer_idx, 1.0))
+
+    def _most_groups(self, layer: OffloadLayer) -> int:
+        """M of the layer with the largest budget, if its groups were as `layer`'s."""
+        return self._groups(layer, max(self._share.values(), default=1.0))
+
+    def _groups(self, layer: OffloadLayer, share: float) -> int:
+        group = layer.history.form.group_size
+        return -(-round(share * self.settings.num_selected) // group) + self.sink_groups(group)
+
+    def sink_groups(self, group_size: int) -> int:
+        """Groups a row that the sinks may lie in. Those of a padded row may begin anywhere in a group."""
         sinks = self.settings.num_sinks
         early = group_size - 1 if self._padded and sinks else 0
-        return -(-self.settings.num_selected // group_size) + -(-(sinks + early) // group_size)
+        return -(-(sinks + early) // group_size)
 
     def see(self, visible: torch.Tensor | None) -> None:
         """What of the history the step's tokens see (·, T), None: all. Valid for the rest of the step."""
@@ -82,7 +109,7 @@ class SelectionBuffer:
         self._drop_ahead(layer)
         self._turn = 1 - self._turn
         self._settle(self._turn)
-        area = self._staging(layer)[self._turn]
+        area = self._areas_ahead(layer)[self._turn]
         area.wait_uploaded()
         missing = self._absent(layer, groups)
         if self.settings.selection == "default" and layer.layer_idx in self._last:
@@ -93,7 +120,7 @@ class SelectionBuffer:
 
     def _absent(self, layer: OffloadLayer, groups: np.ndarray) -> np.ndarray:
         """The records of groups (B, M) that lie in no slot, ascending."""
-        records = np.unique(np.take_along_axis(layer.history.table.ids, groups, 1))
+        records = np.unique(layer.history.table.records(groups))
         return records[self._slots_of(layer).table.locate(records) == ABSENT]
 
     def prefetch_again(self, layer: OffloadLayer) -> None:
@@ -113,7 +140,7 @@ class SelectionBuffer:
         """
         form, slots, counters = layer.history.form, self._slots_of(layer), self.shared.counters
         batch, wanted = groups.shape
-        records = np.take_along_axis(layer.history.table.ids, groups, 1).reshape(-1)
+        records = layer.history.table.records(groups).reshape(-1)
         lies_in = slots.table.locate(records)
         absent = np.flatnonzero(lies_in == ABSENT)
         missing, which = np.unique(records[absent], return_inverse=True)
@@ -147,7 +174,7 @@ class SelectionBuffer:
     ) -> tuple[list[tuple[torch.Tensor, np.ndarray, np.ndarray]], np.ndarray]:
         """Where the records `missing` (ascending) lie now: payloads (·, payload_width), which of the records are in
         them, and in which rows; and which of the records were read ahead. Valid until the next `prefetch`."""
-        areas, form = self._staging(layer), layer.history.form
+        form = layer.history.form
         ready = np.zeros(len(missing), dtype=bool)
         fresh = []
         for turn, ahead in enumerate(self._ahead):
@@ -157,14 +184,15 @@ class SelectionBuffer:
             position = np.searchsorted(ahead.records, missing).clip(max=max(len(ahead.records) - 1, 0))
             if len(ahead.records):
                 ready = ahead.records[position] == missing
-            areas[turn].upload(0, len(ahead.records))
-            fresh.append((form.payload(areas[turn].device), np.flatnonzero(ready), position[ready]))
+            area = self._areas[turn]
+            area.upload(0, len(ahead.records))
+            fresh.append((form.payload(area.device), np.flatnonzero(ready), position[ready]))
         rest = np.flatnonzero(~ready)
         if len(rest):
-            area = areas[2]
+            area = self._area_missed(layer)
             area.wait_uploaded()
             ticket = self.shared.prefetcher.read(layer.history.store, missing[rest], area.host[: len(rest)])
-            self.shared.counters.stall_seconds += ticket.wait()
+            self.shared.wait_for(ticket, layer.layer_idx)
             area.upload(0, len(rest))
             fresh.append((form.payload(area.device), rest, np.arange(len(rest))))
         return fresh, ready
@@ -174,7 +202,7 @@ class SelectionBuffer:
         ahead = self._ahead[turn]
         if ahead is not None:
             try:
-                self.shared.counters.stall_seconds += ahead.ticket.wait()
+                self.shared.wait_for(ahead.ticket, ahead.layer_idx)
             except OSError:
                 self._ahead[turn] = None
                 raise
@@ -187,23 +215,39 @@ class SelectionBuffer:
 
     # --- memory ------------------------------------------------------------------------------------------------
 
-    def _staging(self, layer: OffloadLayer) -> list[Staging]:
-        history = layer.history
-        wanted, size = self.groups_selected(history.form.group_size), history.form.record_bytes
-        count = layer.batch * min(wanted, history.num_groups)
-        room = layer.batch * min(wanted, history.num_groups * 9 // 8 + 8)
-        fits = self._areas and (
-            count <= self._areas[0].host.shape[0] <= 2 * room
-            and self._areas[0].host.shape[1] == size
-            and self._areas[0].device.device == layer.history.device
-        )
-        if not fits:
+    def _area_missed(self, layer: OffloadLayer) -> Staging:
+        if not self._fits(self._missed, layer):
+            if self._missed is not None:
+                self._missed.release()
+            self._missed = None  # the old memory goes before the new one comes
+            self._missed = self._new_area(layer)
+        assert self._missed is not None
+        return self._missed
+
+    def _areas_ahead(self, layer: OffloadLayer) -> list[Staging]:
+        if not self._areas or not self._fits(self._areas[0], layer):
             self._settle(0)
             self._settle(1)
             for area in self._areas:
                 area.release()
-            self._areas = [Staging(room, size, history.device, self.shared.account, "staging") for _ in range(3)]
+            self._areas = []
+            self._areas = [self._new_area(layer), self._new_area(layer)]
         return self._areas
+
+    def _fits(self, area: Staging | None, layer: OffloadLayer) -> bool:
+        if area is None:
+            return False
+        least = layer.batch * min(self.groups_selected(layer), layer.history.num_groups)
+        rows, size = area.host.shape
+        same = size == layer.history.form.record_bytes and area.device.device == layer.history.device
+        return same and least <= rows <= 2 * self._room(layer)
+
+    def _room(self, layer: OffloadLayer) -> int:
+        return layer.batch * min(self._most_groups(layer), layer.history.num_groups * 9 // 8 + 8)
+
+    def _new_area(self, layer: OffloadLayer) -> Staging:
+        size, device = layer.history.form.record_bytes, layer.history.device
+        return Staging(self._room(layer), size, device, self.shared.account, "staging")
 
     def _view_for(self, layer: OffloadLayer, wanted: int) -> tuple[torch.Tensor, int]:
         form = layer.history.form
@@ -212,16 +256,19 @@ class SelectionBuffer:
         size = shape[0] * shape[1] * shape[2]
         view, device = self._view, layer.history.device
         same = view is not None and (view.dtype, view.device) == (form.dtype, device)
-        if view is None or not same or not size <= view.numel() <= 2 * size:
+        if view is None or not same or view.numel() < size:
             if view is not None:
                 self.shared.account.release("selection", view.nbytes)
-            view = self._view = lasting_empty(size, dtype=form.dtype, device=device)
-            self.shared.account.hold("selection", view.nbytes)
+            self._view = view = None  # the old memory goes before the new one comes
+            room = layer.batch * (max(wanted, self._room(layer) // layer.batch) + tail_units) * form.payload_width
+            self.shared.account.hold("selection", room * form.dtype.itemsize)
+            view = self._view = lasting_empty(room, dtype=form.dtype, device=device)
         return view[:size].view(shape), tail_units
 
     def _slots_of(self, layer: OffloadLayer) -> _Slots:
         group = layer.history.form.group_size
-        capacity = -(-self.settings.reuse_capacity // group)
+        share = self._share.get(layer.layer_idx, 1.0)
+        capacity = -(-round(share * self.settings.reuse_capacity) // group)
         if capacity:
             exist = 1 << max(layer.history.num_groups - 1, 0).bit_length()  # no more than groups, in powers of two
             capacity = layer.batch * min(capacity + -(-self.settings.num_sinks // group), exist)
@@ -229,9 +276,9 @@ class SelectionBuffer:
         if slots is None or slots.table.capacity != capacity:
             self._drop_slots(layer.layer_idx)
             form = layer.history.form
+            self.shared.account.hold("reuse slots", capacity * form.payload_width * form.dtype.itemsize)
             data = lasting_empty(capacity, form.payload_width, dtype=form.dtype, device=layer.history.device)
             slots = self._slots[layer.layer_idx] = _Slots(SlotTable(capacity), data)
-            self.shared.account.hold("reuse slots", data.nbytes)
         return slots
 
     def _drop_slots(self, layer_idx: int) -> None:
@@ -262,10 +309,12 @@ class SelectionBuffer:
         self._drop_slots(layer.layer_idx)
         if not self._slots:
             self._padded = False
+            self._share = self._given
             self.generator.manual_seed(0)
-            for area in self._areas:
+            for area in (*self._areas, *filter(None, [self._missed])):
                 area.release()
-            self._areas = []
+            self._areas, self._missed = [], None
+            self.workspace.release()
             if self._view is not None:
                 self.shared.account.release("selection", self._view.nbytes)
                 self._view = None

@@ -11,14 +11,14 @@ class SlotTable:
     """Maps record ids to fixed slots, replaced first in, first out, but for what is in use. Holds no data.
 
     Records, not positions, are the keys: rows of a batch that share a record share its slot, and reordering beams
-    changes nothing here. All arrays are int64. Used by one thread.
+    changes nothing here. Used by one thread.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._slot_of = np.full(64, ABSENT, dtype=np.int64)
-        self._record_in = np.full(capacity, ABSENT, dtype=np.int64)
-        self._order = np.arange(capacity)
+        self._slot_of = np.full(64, ABSENT, dtype=np.int32)
+        self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
+        self._order = np.arange(capacity, dtype=np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -27,7 +27,7 @@ class SlotTable:
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record, `ABSENT` for those that lie in none."""
         if len(records) and (last := int(records.max())) >= len(self._slot_of):
-            grown = np.full(max(last + 1, 2 * len(self._slot_of)), ABSENT, dtype=np.int64)
+            grown = np.full(max(last + 1, len(self._slot_of) * 5 // 4), ABSENT, dtype=np.int32)
             grown[: len(self._slot_of)] = self._slot_of
             self._slot_of = grown
         return self._slot_of[records]

@@ -19,7 +19,8 @@ from hf_offload_cache.errors import AdapterError
 from hf_offload_cache.fingerprint import fingerprint
 from hf_offload_cache.testing import open_descriptors
 
-FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64, "engine": "memory"}
+FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64, "layer_budgets": "uniform"}
+FIELDS["engine"] = "memory"
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hf_offload_cache.buffers import Workspace
 from hf_offload_cache.predictors.low_rank import LowRankKeys, principal_directions
 from hf_offload_cache.report import MemoryAccount
 
@@ -34,13 +36,17 @@ def flat_of(keys: torch.Tensor) -> torch.Tensor:
 
 
 def predictor(
-    keys: torch.Tensor, rank: int, dtype: torch.dtype = torch.float32, account: MemoryAccount | None = None
+    keys: torch.Tensor,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    account: MemoryAccount | None = None,
+    workspace: Workspace | None = None,
 ) -> LowRankKeys:
     """Fitted on `keys`, empty."""
     flat = flat_of(keys).flatten(0, 1)
     adapter = principal_directions(flat.T @ flat, rank)
     deviation = (flat @ adapter).square().mean(0).sqrt()
-    return LowRankKeys(adapter, deviation, dtype, KV, keys.shape[0], account or MemoryAccount())
+    return LowRankKeys(adapter, deviation, dtype, KV, keys.shape[0], account or MemoryAccount(), workspace)
 
 
 def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, rule: str) -> torch.Tensor:
@@ -53,8 +59,11 @@ def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, ru
 
 def all_scores(summary: LowRankKeys, query: torch.Tensor) -> torch.Tensor:
     """Scores (B, tokens, H) in units of exact ones."""
-    raw, unit = summary.scores(summary.low_rank_query(query))
-    return raw * unit
+    rows = []
+    for low, keys in zip(summary.low_rank_query(query), summary._keys[:, : summary.tokens], strict=True):
+        raw, unit = summary.scores(low, keys)
+        rows.append((raw * torch.from_numpy(unit)).T)
+    return torch.stack(rows)
 
 
 def query_of(batch: int, seed: int = 1) -> torch.Tensor:
@@ -157,6 +166,49 @@ def test_clipped_components_do_not_wrap() -> None:
     summary.append(outlier)
     query = outlier[:, :, 100].repeat_interleave(HEADS // KV, 1)
     assert int(all_scores(summary, query).sum(-1).argmax()) == 100
+
+
+def test_the_tail_shares_the_softmax() -> None:
+    """What tokens of no group take of the attention is told apart, and missing from the groups."""
+    keys, query = keys_of(2, 240), query_of(2)
+    summary = predictor(keys[:, :, :200], WIDTH)
+    summary.append(keys[:, :, :200])
+    last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
+    ranking = summary.rank(query, 0.3, GROUP, 50, tail=last.numpy())
+    expected = exact_importance(query, keys, 0.3, "default")
+    torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) -> None:
+    """The same masses as a ranking of all gives them, up to each head's share of all."""
+    keys, query = keys_of(2, 800), query_of(2)
+    summary = predictor(keys, WIDTH, dtype)
+    summary.append(keys)
+    candidates = np.stack([np.random.default_rng(row).permutation(200)[:60] for row in range(2)])
+    found = summary.rank_among(query, 0.3, GROUP, candidates)
+    alone = predictor(keys, WIDTH, dtype)
+    parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
+    alone.append(torch.stack(parts))
+    torch.testing.assert_close(found, alone.rank(query, 0.3, GROUP, 60).importance, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_the_same_size_allocates_nothing() -> None:
+    """The scores' workspace is taken once, held in the account, and given back."""
+    account = MemoryAccount()
+    workspace = Workspace(account, "scores")
+    keys, query = keys_of(3, 800), query_of(3)
+    summary = predictor(keys, 8, torch.int8, account, workspace)
+    summary.append(keys)
+    before = account.current
+    summary.rank(query, 1.0, GROUP, 10)
+    assert account.by_owner["scores"] == account.current - before == HEADS * 800 * 4
+    held = workspace._bytes.data_ptr()
+    summary.rank(query, 1.0, GROUP, 10)
+    assert workspace._bytes.data_ptr() == held
+    workspace.release()
+    assert account.current == before
 
 
 @pytest.mark.parametrize("rank", [1, 5, WIDTH])

@@ -12,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..adapter import Adapter
-from ..attention import AttentionFunction, no_backward, visible_columns
+from ..attention import AttentionFunction, attend_once, no_backward, visible_columns
 from ..cache import OffloadCache
 from ..config import DiskSwapConfig, OffloadConfig
 from ..errors import ConfigError
 from ..fingerprint import config_value
 from ..layer import OffloadLayer
+from ..layer_budgets import MOST, spread
 from ..lookahead import LookAhead
 from ..pace import Pace
 from ..predictors.low_rank import LowRankKeys, largest, principal_directions
@@ -26,6 +27,12 @@ from ..shared import Shared
 
 _REFIT = 8
 """An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
+_MEASURE_AGAIN = 2
+"""Layer budgets are measured anew when the length has grown this many times."""
+_LATEST_QUERIES, _SPACING = 12, 8
+"""Of the prompt, that layer budgets are measured with: so many, every so many tokens."""
+_PART = 2048
+"""Tokens whose keys are taken to float32 at a time."""
 
 
 class DiskSwapLayer(OffloadLayer):
@@ -39,7 +46,10 @@ class DiskSwapLayer(OffloadLayer):
         self.adapter: torch.Tensor | None = None
         self.scaling = 1.0
         self.summary: LowRankKeys | None = None
+        self.latest_queries: torch.Tensor | None = None
         self._fitted_at = 0
+        self._measured_at = 0
+        self._candidates: np.ndarray | None = None
         super().__init__(shared, layer_idx, **kwargs)
 
     # --- the summary -------------------------------------------------------------------------------------------
@@ -66,7 +76,7 @@ class DiskSwapLayer(OffloadLayer):
         width = self.history.form.key_width
         moment = torch.zeros(width, width, device=self.history.device)
         position = 0
-        for part in keys():
+        for part in (piece for block in keys() for piece in block.split(_PART, 2)):
             flat = part.transpose(1, 2).flatten(2).float()
             if visible is not None:
                 flat = flat * visible[:, position : position + part.shape[2], None]
@@ -81,11 +91,11 @@ class DiskSwapLayer(OffloadLayer):
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         if self.summary is not None:
             self.summary.close()
-        dtype = getattr(torch, self.settings.summary_dtype)
+        dtype, workspace = getattr(torch, self.settings.summary_dtype), self.buffer.workspace if self.buffer else None
         self.summary = LowRankKeys(
-            adapter, deviation, dtype, self.history.form.num_key_heads, self.batch, self.shared.account
+            adapter, deviation, dtype, self.history.form.num_key_heads, self.batch, self.shared.account, workspace
         )
-        self.summary.reserve(tokens)
+        self.summary.reserve(max(tokens, self.settings.max_context or 0))
         for part in keys():
             self.summary.append(part)
         self._fitted_at = tokens
@@ -94,8 +104,11 @@ class DiskSwapLayer(OffloadLayer):
 
     def attend(self, tag: Any, attention: AttentionFunction, module: torch.nn.Module, query: torch.Tensor, *args: Any,
                **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if self.learn is not None:
             self.learn(self.layer_idx, query)
+        if query.shape[2] > 1 and self.length >= _MEASURE_AGAIN * self._measured_at:
+            self.latest_queries = query[:, :, -_LATEST_QUERIES * _SPACING :][:, :, ::_SPACING].detach().clone()
         return super().attend(tag, attention, module, query, *args, **kwargs)
 
     def decode(
@@ -109,7 +122,6 @@ class DiskSwapLayer(OffloadLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over the selected groups and the tail, by the model's own function on the gathered keys."""
         buffer = self.buffer
-        self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if buffer is not None:
             buffer.see(visible_columns(mask))
         if buffer is None or not self._ready(buffer):
@@ -117,8 +129,10 @@ class DiskSwapLayer(OffloadLayer):
         self.shared.release_stream_buffers()
         groups = buffer.decided(self.layer_idx) if self.settings.selection == "paper" else None
         if groups is None:
-            groups = self.select(query, buffer)
-        entries = buffer.gather(self, groups)
+            with self.shared.timeline.span("rank", self.layer_idx):
+                groups = self.select(query, buffer)
+        with self.shared.timeline.span("gather", self.layer_idx):
+            entries = buffer.gather(self, groups)
         keys, values = self.history.form.split(entries)
         if mask is not None:
             mask = mask.expand(self.batch, -1, -1, -1).gather(-1, self._columns(groups)[:, None, None])
@@ -126,12 +140,12 @@ class DiskSwapLayer(OffloadLayer):
         counters.tokens_visible += self.batch * self.length
         counters.tokens_attended += entries.shape[0] * entries.shape[1]
         with torch.no_grad():
-            output, weights = attention(module, query, keys, values, mask, *args, **kwargs)
+            output, weights = attend_once(attention, module, query, keys, values, mask, *args, **kwargs)
         return no_backward(output, query), weights
 
     def _ready(self, buffer: SelectionBuffer) -> bool:
         """Groups can be chosen: there is nothing to choose from, or the summary covers all of them."""
-        if self.history.num_groups <= buffer.groups_selected(self.history.form.group_size):
+        if self.history.num_groups <= buffer.groups_selected(self):
             return True
         summarised = 0 if self.summary is None else self.summary.tokens
         return summarised == self.history.num_groups * self.history.form.group_size
@@ -147,27 +161,90 @@ class DiskSwapLayer(OffloadLayer):
     def select(self, query: torch.Tensor, buffer: SelectionBuffer, *, guess: bool = False) -> np.ndarray:
         """The groups (B, M), ascending, that query (B, H, 1, D) should attend to: sinks and the most important.
 
-        `guess`: the query is one, so the ranking may be cheaper.
+        `guess`: the query is one, so only what was a candidate in the last step is looked at.
         """
         group, count = self.history.form.group_size, self.history.num_groups
-        wanted = buffer.groups_selected(group)
+        wanted = buffer.groups_selected(self)
         if count <= wanted or self.summary is None:
             return np.broadcast_to(np.arange(count), (self.batch, count))
+        if guess and self._candidates is not None and self.settings.selection == "default":
+            among = self.summary.rank_among(query[:, :, 0], self.scaling, group, self._candidates)
+            best = largest(among, min(wanted, among.shape[1]))
+            return np.sort(np.take_along_axis(self._candidates, best, 1), 1)
         seen = None if buffer.visible is None else buffer.visible[:, : count * group].expand(self.batch, -1)
         if self.settings.selection == "random":
             importance = torch.rand(self.batch, count, generator=buffer.generator).numpy()
-        else:
-            rule, best = self.settings.selection, None if guess else wanted
-            importance = self.summary.group_importance(query[:, :, 0], self.scaling, group, rule, best, seen)
+            return np.sort(largest(self._with_sinks(importance, seen, group), wanted), 1)
+        tail = None if self.settings.target_mass is None else self._tail_scores(query, buffer)
+        rule = self.settings.selection
+        ranking = self.summary.rank(query[:, :, 0], self.scaling, group, wanted, rule, seen, tail)
+        self._candidates = ranking.candidates
+        mass = ranking.importance if self.settings.target_mass is None else ranking.importance.copy()
+        chosen = largest(self._with_sinks(ranking.importance, seen, group), wanted)
+        if self.settings.target_mass is not None and rule == "default":
+            chosen = self._enough(chosen, ranking.importance, mass, ranking.rest, query.shape[1])
+        return np.sort(chosen, 1)
+
+    def _with_sinks(self, importance: np.ndarray, seen: torch.Tensor | None, group: int) -> np.ndarray:
+        """`importance` (B, groups), in place: sinks are above all, padding below all."""
         sinks = self.settings.num_sinks
         if seen is None:
             importance[:, : -(-sinks // group)] = np.inf
         else:
             tokens = seen.cpu().numpy()
-            importance[~tokens.reshape(self.batch, count, group).any(-1)] = -np.inf
+            importance[~tokens.reshape(*importance.shape, group).any(-1)] = -np.inf
             positions = tokens.argmax(-1)[:, None] + np.arange(sinks)
-            np.put_along_axis(importance, positions.clip(max=count * group - 1) // group, np.inf, 1)
-        return np.sort(largest(importance, wanted), 1)
+            np.put_along_axis(importance, positions.clip(max=tokens.shape[1] - 1) // group, np.inf, 1)
+        return importance
+
+    def _enough(
+        self, chosen: np.ndarray, importance: np.ndarray, mass: np.ndarray, rest: np.ndarray, heads: int
+    ) -> np.ndarray:
+        """As many of the groups `chosen` (B, M), most important first, as every row needs for `target_mass`."""
+        assert self.settings.target_mass is not None
+        order = np.argsort(-np.take_along_axis(importance, chosen, 1), 1, kind="stable")
+        chosen = np.take_along_axis(chosen, order, 1)
+        captured = rest[:, None] + np.cumsum(np.take_along_axis(mass, chosen, 1).clip(min=0), 1)
+        reached = captured >= self.settings.target_mass * heads
+        needed = np.where(reached.any(1), reached.argmax(1) + 1, chosen.shape[1]).max()
+        counters = self.shared.counters
+        counters.mass_captured += float(captured[:, needed - 1].sum()) / heads
+        counters.mass_steps += len(chosen)
+        return chosen[:, :needed]
+
+    def _tail_scores(self, query: torch.Tensor, buffer: SelectionBuffer) -> np.ndarray:
+        """Scaled scores (B, H, t), float32, of query (B, H, ·, D)'s last token against the tail's keys."""
+        keys = self.history.form.split(self.history.tail.entries)[0]
+        grouped = query[:, :, -1].unflatten(1, (keys.shape[1], -1))
+        scores = (grouped @ keys.transpose(-1, -2)).float().flatten(1, 2) * self.scaling
+        if buffer.visible is not None:
+            hidden = ~buffer.visible[:, self.length - keys.shape[2] :]
+            scores = scores.masked_fill(hidden[:, None], -1e30)
+        return scores.cpu().numpy()
+
+    def density(self, most: int) -> np.ndarray | None:
+        """(most + 1,): the share of attention mass that the tail and the m best groups capture, by the prompt's latest
+        queries and the compact keys, mean over queries, heads and rows. None where there is nothing to tell by.
+
+        Forgets those queries.
+        """
+        queries, self.latest_queries = self.latest_queries, None
+        buffer = self.buffer
+        if queries is None or buffer is None or self.summary is None or not self._ready(buffer):
+            return None
+        self._measured_at = self.length
+        group, count, curves = self.history.form.group_size, self.history.num_groups, []
+        if queries.shape[0] != self.batch:
+            return None
+        seen = None if buffer.visible is None else buffer.visible[:, : count * group].expand(self.batch, -1)
+        for query in queries.split(1, 2):
+            tail = self._tail_scores(query, buffer)
+            ranking = self.summary.rank(query[:, :, 0], self.scaling, group, min(most, count), "default", seen, tail)
+            mass = -np.sort(-np.take_along_axis(ranking.importance, ranking.candidates, 1), 1)[:, :most]
+            captured = (ranking.rest[:, None] + np.cumsum(mass, 1)).mean(0) / query.shape[1]
+            captured = np.concatenate([[ranking.rest.mean() / query.shape[1]], captured])
+            curves.append(np.pad(captured, (0, most + 1 - len(captured)), "edge"))
+        return np.mean(curves, 0)
 
     def prefetch_for(self, query: torch.Tensor) -> None:
         """Start reading what the guessed query (B, H, 1, D) selects and no slot holds."""
@@ -182,14 +259,19 @@ class DiskSwapLayer(OffloadLayer):
 
     @property
     def tables_nbytes(self) -> int:
-        return super().tables_nbytes + (0 if self.buffer is None else self.buffer.table_nbytes(self))
+        tables = super().tables_nbytes + (0 if self.buffer is None else self.buffer.table_nbytes(self))
+        return tables + (0 if self.latest_queries is None else self.latest_queries.nbytes)
 
     def truncated(self, num_groups: int) -> None:
+        self._candidates = None
         if self.summary is not None:
             self.summary.truncate(num_groups * self.history.form.group_size)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)
+        self._candidates = None
+        if self.latest_queries is not None:
+            self.latest_queries = self.latest_queries[rows.to(self.latest_queries.device)]
         if self.buffer is not None:
             self.buffer.rows_changed(self)
         if self.summary is not None:
@@ -200,7 +282,8 @@ class DiskSwapLayer(OffloadLayer):
         if self.summary is not None:
             self.summary.close()
             self.summary = None
-        self._fitted_at = 0
+        self._fitted_at = self._measured_at = 0
+        self.latest_queries = self._candidates = None
         if self.buffer is not None:
             self.buffer.drop(self)
 
@@ -241,6 +324,14 @@ class DiskSwapCache(OffloadCache):
             )
         self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
         layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]
+        if not isinstance(settings.layer_budgets, str):
+            if len(settings.layer_budgets) != len(layers):
+                raise ConfigError(
+                    f"layer_budgets must name tokens for each of the {len(layers)} offloaded layers, got "
+                    f"{len(settings.layer_budgets)} numbers"
+                )
+            budgets = zip(layers, settings.layer_budgets, strict=True)
+            self.buffer.spread({layer.layer_idx: tokens for layer, tokens in budgets}, given=True)
         adapter = None if settings.adapter is None else Adapter.load(Path(settings.adapter), model)
         for layer in layers:
             layer.buffer = self.buffer
@@ -252,8 +343,30 @@ class DiskSwapCache(OffloadCache):
         super().begin_step(model, kwargs)
         if self.decoding and self.buffer is not None:
             self.buffer.begin_step()
-            if 0 in self._by_index:  # no layer before it looks ahead for it
-                self._prefetch(self._by_index[0], None)
+            self._spread_budgets()
+            if 0 in self._by_index and self._pace.first:  # no layer before it looks ahead for it
+                with self.timeline.span("look ahead", 0):
+                    self._prefetch(self._by_index[0], None)
+
+    def _spread_budgets(self) -> None:
+        """Before the first step after a prefill: give each layer its share of the groups that are selected."""
+        settings = self.config
+        assert isinstance(settings, DiskSwapConfig)
+        layers = [layer for layer in self.offloaded if isinstance(layer, DiskSwapLayer)]
+        assert self.buffer is not None
+        if not any(layer.latest_queries is not None for layer in layers):
+            return
+        if settings.layer_budgets != "measured" or settings.selection != "default":
+            for layer in layers:
+                layer.latest_queries = None
+            return
+        group = max((layer.history.form.group_size for layer in layers if layer.is_initialized), default=1)
+        mean = -(-settings.num_selected // group)
+        curves = {layer.layer_idx: layer.density(MOST * mean) for layer in layers if layer.is_initialized}
+        known = {layer_idx: curve for layer_idx, curve in curves.items() if curve is not None}
+        if known:
+            groups = spread(np.stack(list(known.values())), mean)
+            self.buffer.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
 
     def end_step(self) -> None:
         started = self._step_started
@@ -264,7 +377,8 @@ class DiskSwapCache(OffloadCache):
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""
         if self.decoding and self._pace.first and layer_idx + 1 in self._by_index:
-            self._prefetch(self._by_index[layer_idx + 1], output)
+            with self.timeline.span("look ahead", layer_idx + 1):
+                self._prefetch(self._by_index[layer_idx + 1], output)
 
     def _prefetch(self, layer: OffloadLayer, output: torch.Tensor | None) -> None:
         settings = self.config

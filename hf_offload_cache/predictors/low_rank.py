@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 
-from ..buffers import lasting_empty
+from ..buffers import Workspace, lasting_empty
 from ..report import MemoryAccount
 
 _CLIP = 5.0
@@ -13,10 +16,10 @@ _CLIP = 5.0
 
 _CANDIDATES = 4
 """Times the groups wanted: of how many the mass is estimated."""
-_GUESS_EVERY = 4
-"""Of so many tokens one is scored when the query is a guess."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
+_PART = 2048
+"""Tokens that are projected at a time: what bounds the float32 copies."""
 
 
 def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
@@ -24,6 +27,19 @@ def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     of K (KVSwap, section 3.2), most energy first."""
     vectors = torch.linalg.eigh(moment.float())[1]
     return vectors[:, -rank:].flip(-1).contiguous()
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How much each group matters to one query a row. Arrays of the host, the caller's own."""
+
+    importance: np.ndarray
+    """(B, groups) float32, to be compared in a row; right among `candidates`. With the default rule, there, the
+    estimated attention mass summed over heads."""
+    candidates: np.ndarray
+    """(B, n) groups whose mass was estimated, in no order."""
+    rest: np.ndarray
+    """(B,) estimated mass, summed over heads, of what is no group: the tail."""
 
 
 class LowRankKeys:
@@ -34,6 +50,7 @@ class LowRankKeys:
         deviation: (r,) float32, root mean square of each component, which fixes the 8-bit scale.
         dtype: torch.int8, or a floating type.
         num_key_heads: Hk.
+        workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
     """
 
     def __init__(
@@ -44,124 +61,193 @@ class LowRankKeys:
         num_key_heads: int,
         batch: int,
         account: MemoryAccount,
+        workspace: Workspace | None = None,
     ) -> None:
         self.adapter = adapter.view(num_key_heads, -1, adapter.shape[-1])
         self.scale = (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
         self.tokens = 0
         self._account = account
+        self._workspace = Workspace(account, "scores") if workspace is None else workspace
         self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
-        account.hold("adapters", adapter.nbytes)
+        self._host_adapter, self._host_scale = self.adapter.cpu().numpy(), self.scale.cpu().numpy()
+        account.hold("adapters", adapter.nbytes * (1 if adapter.device.type == "cpu" else 2))
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
         if tokens > self._keys.shape[1]:
             room = tokens if not self.tokens else tokens + max(128, tokens // 32)
             shape = (self._keys.shape[0], room, self._keys.shape[2])
+            self._account.hold("compact keys", shape[0] * shape[1] * shape[2] * self._keys.element_size())
             grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
             grown[:, : self.tokens] = self._keys[:, : self.tokens]
-            self._account.hold("compact keys", grown.nbytes - self._keys.nbytes)
+            self._account.release("compact keys", self._keys.nbytes)
             self._keys = grown
 
     def append(self, keys: torch.Tensor) -> None:
         """Project keys (B, Hk, t, D) and add them."""
-        stop = self.tokens + keys.shape[2]
-        self.reserve(stop)
-        flat = keys.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1)
-        if self._keys.dtype == torch.int8:
-            flat = (flat / self.scale).round_().clamp_(-127, 127)
-        self._keys[:, self.tokens : stop] = flat
-        self.tokens = stop
+        self.reserve(self.tokens + keys.shape[2])
+        for part in keys.split(_PART, 2):
+            stop = self.tokens + part.shape[2]
+            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1)
+            if self._keys.dtype == torch.int8:
+                flat = flat.div_(self.scale).round_().clamp_(-127, 127)
+            self._keys[:, self.tokens : stop] = flat
+            self.tokens = stop
 
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` of every row."""
         self.tokens = min(self.tokens, tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
-        old = self._keys
-        self._keys = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
-        torch.index_select(old, 0, rows.to(old.device), out=self._keys)
-        self._account.hold("compact keys", self._keys.nbytes - old.nbytes)
+        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
+        rows = rows.to(self._keys.device)
+        if len(rows) == self._keys.shape[0]:
+            for part in self._keys[:, : self.tokens].split(_PART, 1):
+                part.copy_(part.index_select(0, rows))
+            return
+        old, shape = self._keys, (len(rows), *self._keys.shape[1:])
+        self._account.hold("compact keys", len(rows) * old[0].nbytes)
+        self._keys = lasting_empty(*shape, dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows, out=self._keys)
+        self._account.release("compact keys", old.nbytes)
 
     def close(self) -> None:
         self._account.release("compact keys", self._keys.nbytes)
-        self._account.release("adapters", self.adapter.nbytes)
+        self._account.release("adapters", self.adapter.nbytes * (1 if self.adapter.device.type == "cpu" else 2))
         self._keys, self.tokens = self._keys[:, :0], 0
 
-    def low_rank_query(self, query: torch.Tensor) -> torch.Tensor:
-        """query (B, H, D) times the adapter of its key head: (B, H, r) float32 (equation 1)."""
-        grouped = query.detach().float().unflatten(1, (self.adapter.shape[0], -1))
-        # a product a head: a batched one wakes torch's worker threads, which takes longer than the arithmetic
-        parts = [part @ head for part, head in zip(grouped.unbind(1), self.adapter, strict=True)]
-        return torch.cat(parts, 1) * self.scale
+    def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
+        """query (B, H, D) times the adapter of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.
 
-    def scores(self, query: torch.Tensor, every: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Low-rank queries (B, h, r) against compact keys: raw scores (B, tokens // every, h), and factors (B, 1, h)
-        that they are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8 bits."""
-        keys = self._keys[:, : self.tokens : every]
+        By numpy: products this small are done before torch's threads are awake.
+        """
+        grouped = query.detach().float().unflatten(1, (self.adapter.shape[0], -1)).cpu().numpy()
+        low = np.matmul(grouped, self._host_adapter) * self._host_scale
+        return low.reshape(query.shape[0], query.shape[1], -1)
+
+    def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), and factors (h, 1) float32 that they
+        are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8 bits."""
         if keys.dtype == torch.int8 and keys.device.type == "cpu":
-            unit = query.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-            query8 = (query / unit).round_().to(torch.int8).transpose(1, 2).contiguous()
-            raw = [torch._int_mm(row, row_query) for row, row_query in zip(keys, query8, strict=True)]
-            return raw[0][None] if len(raw) == 1 else torch.stack(raw), unit.transpose(1, 2)
+            unit = np.maximum(np.abs(low).max(-1, keepdims=True), 1e-30) / 127
+            query8 = torch.from_numpy(np.rint(low / unit).astype(np.int8))
+            return torch._int_mm(query8, keys.t(), **({} if out is None else {"out": out})), unit
         dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
-        return keys.to(dtype) @ query.to(dtype).transpose(1, 2), query.new_ones(1, 1, 1)
+        raw = torch.from_numpy(low).to(keys.device, dtype) @ keys.to(dtype).t()
+        return raw, np.ones((len(low), 1), dtype=np.float32)
 
-    def group_importance(
+    def rank(
         self,
         query: torch.Tensor,
         scaling: float,
         group_size: int,
-        rule: str,
-        wanted: int | None,
+        wanted: int,
+        rule: str = "default",
         visible: torch.Tensor | None = None,
-    ) -> np.ndarray:
-        """How much each group matters to query (B, H, D): (B, tokens // group_size) float32, to be compared in a row;
-        the order is right among the `wanted` best. `visible` (·, tokens) leaves padding out of all of it.
+        tail: np.ndarray | None = None,
+    ) -> Ranking:
+        """How much each group matters to query (B, H, D): the order is right among the `wanted` best.
 
         "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
         scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
-        exponentials are taken of these alone. Without `wanted`, for a guess, the best of every fourth token decides: a
-        quarter of the bytes.
+        exponentials are taken of these alone.
         "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
         the sum is linear, so one vector stands for all heads.
 
-        The keys' device makes the scores and their maxima; the rest is small, and done by numpy on the host, where
-        each of ten operations costs a few microseconds instead of waking torch's threads.
+        `visible` (·, tokens) leaves padding out of all of it. `tail` (B, H, t) float32: scaled scores of tokens that
+        are in no group, which share the softmax.
+
+        The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
+        the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
         """
         low = self.low_rank_query(query)
-        every = _GUESS_EVERY if wanted is None and rule == "default" and group_size % _GUESS_EVERY == 0 else 1
-        raw, unit = self.scores(low.sum(1, keepdim=True) if rule == "paper" else low, every)
-        if visible is not None:
-            visible = visible[:, ::every]
-            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
-            raw = raw.masked_fill(~visible[:, :, None], least)
-        grouped = raw.unflatten(1, (-1, group_size // every))
-        best = _host(grouped.amax(2).transpose(1, 2).contiguous())  # (B, h, groups)
         if rule == "paper":
-            return best[:, 0]
-        factor = _host(unit * scaling).transpose(0, 2, 1)
-        best *= factor
-        top = best.max(-1, keepdims=True)
-        peaks = _exp(best - top)
-        total = peaks.sum(-1, keepdims=True)
-        rough = np.matmul(1 / total.transpose(0, 2, 1), peaks)[:, 0]
-        if wanted is None:
-            return rough
-        candidates = largest(rough, min(_CANDIDATES * wanted, rough.shape[1]))
-        indices = torch.from_numpy(candidates).to(raw.device)
-        chosen = [row.index_select(0, of) for row, of in zip(grouped, indices, strict=True)]
-        scores = _host(torch.stack(chosen).permute(0, 3, 1, 2).contiguous())  # (B, h, candidates, G)
-        mass = _exp(scores * factor[..., None] - top[..., None]).sum(-1)
-        total += (mass - np.take_along_axis(peaks, candidates[:, None], 2)).sum(-1, keepdims=True)
-        importance = rough - _BELOW
-        np.put_along_axis(importance, candidates, np.matmul(1 / total.transpose(0, 2, 1), mass)[:, 0], 1)
+            low = low.sum(1, keepdims=True)
+        groups = self.tokens // group_size
+        count = min(_CANDIDATES * wanted, groups)
+        importance = np.empty((len(low), groups), dtype=np.float32)
+        candidates = np.empty((len(low), count), dtype=np.int64)
+        rest = np.zeros(len(low), dtype=np.float32)
+        for row in range(len(low)):
+            grouped, unit = self._grouped(low[row], row, group_size, visible)
+            best = _host(grouped.amax(2))  # (h, groups)
+            if rule == "paper":
+                importance[row] = best[0]
+                candidates[row] = largest(best[:1], count)[0]
+                continue
+            factor = unit * np.float32(scaling)
+            best *= factor
+            top = best.max(-1, keepdims=True)
+            last = None if tail is None else tail[row]
+            if last is not None and last.size:
+                top = np.maximum(top, last.max(-1, keepdims=True))
+            peaks = _exp(best - top)
+            total = peaks.sum(-1, keepdims=True)
+            if last is not None:
+                rest_of_head = _exp(last - top).sum(-1, keepdims=True)
+                total += rest_of_head
+            rough = (1 / total[:, 0]) @ peaks
+            chosen = candidates[row] = largest(rough[None], count)[0]
+            mass = _exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]).sum(-1)
+            total += self._missing_mass(peaks, chosen, mass)
+            importance[row] = rough - _BELOW
+            importance[row, chosen] = (1 / total[:, 0]) @ mass
+            if last is not None:
+                rest[row] = (rest_of_head / total).sum()
+        return Ranking(importance, candidates, rest)
+
+    @staticmethod
+    def _missing_mass(peaks: np.ndarray, chosen: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """What the sum of `peaks` (h, groups) lacks of the mass of all groups, (h, 1): known where `chosen`; the others
+        are taken to be as much larger than their best token as these."""
+        of_chosen, known = peaks[:, chosen].sum(-1, keepdims=True), mass.sum(-1, keepdims=True)
+        others = peaks.sum(-1, keepdims=True) - of_chosen
+        return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
+
+    def group_importance(
+        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int,
+        visible: torch.Tensor | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """`rank(...).importance`: (B, tokens // group_size)."""
+        return self.rank(query, scaling, group_size, wanted, rule, visible).importance
+
+    def _grouped(
+        self, low: np.ndarray, row: int, group_size: int, visible: torch.Tensor | None
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Raw scores of one row, (h, groups, G), valid until the next call, and their factors (h, 1)."""
+        keys, out = self._keys[row, : self.tokens], None
+        if keys.dtype == torch.int8 and keys.device.type == "cpu":
+            out = self._workspace.take(len(low), self.tokens, dtype=torch.int32, device=keys.device)
+        raw, unit = self.scores(low, keys, out)
+        if visible is not None:
+            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
+            raw.masked_fill_(~visible[min(row, len(visible) - 1), : self.tokens], least)
+        return raw.unflatten(1, (-1, group_size)), unit
+
+    def rank_among(self, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray) -> np.ndarray:
+        """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
+        part of the bytes that `rank` reads, for a query that is a guess."""
+        low = self.low_rank_query(query)
+        importance = np.empty(candidates.shape, dtype=np.float32)
+        for row, chosen in enumerate(torch.from_numpy(candidates).to(self._keys.device)):
+            grouped = self._keys[row, : self.tokens].unflatten(0, (-1, group_size))
+            raw, unit = self.scores(low[row], grouped.index_select(0, chosen).flatten(0, 1))
+            scores = _host(raw.unflatten(1, (-1, group_size))) * (unit * np.float32(scaling))[..., None]
+            mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
+            importance[row] = (1 / mass.sum(-1)) @ mass
         return importance
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Positions (B, count) of the largest of values (B, n), in no order."""
-    return np.argpartition(values, values.shape[1] - count, 1)[:, values.shape[1] - count :]
+    return torch.from_numpy(values).topk(count, 1, sorted=False)[1].numpy()
+
+
+def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
+    """grouped[:, chosen] as float32 on the host."""
+    if grouped.device.type == "cpu" and grouped.dtype == torch.int32:
+        return grouped.numpy()[:, chosen].astype(np.float32)
+    return _host(grouped.index_select(1, torch.from_numpy(chosen).to(grouped.device)))
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
