@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.prefetch import Prefetcher, Staging, _split
+from hf_offload_cache.prefetch import Prefetcher
+from hf_offload_cache.readers import split
 from hf_offload_cache.report import MemoryAccount
+from hf_offload_cache.staging import Staging
+from hf_offload_cache.stores import io_uring
 from hf_offload_cache.stores.base import Store, aligned_empty, runs
-from hf_offload_cache.stores.engines import choose_engine, open_store
+from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
 from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.ring import Ring
+from hf_offload_cache.stores.uring import UringStore
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,
@@ -37,6 +43,7 @@ from hf_offload_cache.testing import (
     pattern,
     read,
 )
+from hf_offload_cache.timeline import Timeline
 
 LONG = 30.0
 """Seconds after which an event that a test waits for counts as never coming."""
@@ -73,6 +80,14 @@ class SlowWrites(WrapperStore):
         self.gate.pass_through()
         self.inner.write(ids, records)
         self.order.append(int(ids[0]))
+
+
+def skip_without(engine: str, directory: str | Path) -> None:
+    """Skip, with the reason, where `engine` does not work in `directory`."""
+    probes = {"direct": probe_direct, "uring": probe_uring}
+    works, reason = probes[engine](directory) if engine in probes else (True, "")
+    if not works:
+        pytest.skip(reason)
 
 
 def memory() -> MemoryStore:
@@ -128,10 +143,9 @@ def prefetcher(account: MemoryAccount) -> Iterator[Prefetcher]:
     assert account.current == 0
 
 
-@pytest.fixture(params=["memory", "mapped", "direct"])
+@pytest.fixture(params=["memory", "mapped", "direct", "uring"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "direct" and choose_engine("auto", tmp_path)[0] != "direct":
-        pytest.skip("no O_DIRECT here")
+    skip_without(request.param, tmp_path)
     store = open_store(request.param, tmp_path, RECORD_BYTES, "layer 3")
     yield store
     store.close()
@@ -218,7 +232,7 @@ def test_threads_are_as_many_as_needed(account: MemoryAccount) -> None:
 @given(ids=st.sets(st.integers(0, 300), min_size=1), most=st.integers(1, 9), kib=st.sampled_from([4, 16, 256, 1024]))
 def test_split_covers_everything_once(ids: set[int], most: int, kib: int) -> None:
     array = np.array(sorted(ids))
-    pieces = _split(array, kib * 1024, most)
+    pieces = split(array, kib * 1024, most)
     assert pieces[0][0] == 0 and pieces[-1][1] == len(array)
     assert all(start < stop for start, stop in pieces)
     assert all(before[1] == after[0] for before, after in pairwise(pieces))
@@ -232,8 +246,8 @@ def test_split_covers_everything_once(ids: set[int], most: int, kib: int) -> Non
 
 
 def test_a_long_run_is_shared() -> None:
-    assert _split(np.arange(512), 4096, 8) == [(i * 64, i * 64 + 64) for i in range(8)]
-    assert _split(np.arange(63), 4096, 8) == [(0, 63)]
+    assert split(np.arange(512), 4096, 8) == [(i * 64, i * 64 + 64) for i in range(8)]
+    assert split(np.arange(63), 4096, 8) == [(0, 63)]
 
 
 def test_third_read_fails_and_others_do_not(prefetcher: Prefetcher) -> None:
@@ -473,7 +487,7 @@ def test_close_drops_writes_and_reads(account: MemoryAccount) -> None:
     gate.wait_for(8)
     store.gate.wait_for(1)
     thread, outcome = in_background(prefetcher.close)
-    while not prefetcher._state.closed:
+    while not prefetcher._writes.closed:
         pass
     assert thread.is_alive()
     gate.open()
@@ -608,13 +622,12 @@ operations = st.lists(
 )
 
 
-@pytest.mark.parametrize("engine", ["memory", "mapped", "direct"])
+@pytest.mark.parametrize("engine", ["memory", "mapped", "direct", "uring"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=operations)
 def test_any_sequence_is_like_a_dict(engine: str, steps: list[tuple[str, int]]) -> None:
     directory = tempfile.gettempdir()
-    if engine == "direct" and choose_engine("auto", directory)[0] != "direct":
-        pytest.skip("no O_DIRECT here")
+    skip_without(engine, directory)
     store = open_store(engine, directory, 4096, "layer 3")
     prefetcher = Prefetcher(MemoryAccount(), 16 * 4096, threads=3)
     expected: dict[int, int] = {}
@@ -688,3 +701,181 @@ def test_staging_on_a_gpu(account: MemoryAccount) -> None:
         assert total.item() == pattern(64, seed=seed).long().sum().item()
     staging.release()
     assert account.current == 0
+
+
+# ----------------------------------------------------------------------------------- reads that the kernel runs
+
+
+class Blocked:
+    """A store on a ring of one place, which an empty pipe takes: its reads do not begin until `open`."""
+
+    def __init__(self, directory: Path) -> None:
+        skip_without("uring", directory)
+        self._out, self._into = os.pipe()
+        self._memory = aligned_empty(1, RECORD_BYTES)
+        self.ring = Ring(1)
+        self.store = UringStore(directory, RECORD_BYTES, "layer 3", self.ring)
+        address = np.array([self._memory.data_ptr()])
+        self.ring.read(self._out, np.zeros(1, int), address, np.array([RECORD_BYTES]), self._memory)
+
+    def open(self) -> None:
+        os.write(self._into, bytes(RECORD_BYTES))
+
+    def close(self) -> None:
+        self.store.close()
+        self.ring.close()
+        os.close(self._out)
+        os.close(self._into)
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Iterator[Blocked]:
+    blocked = Blocked(tmp_path)
+    yield blocked
+    blocked.close()
+
+
+def test_the_ring_needs_no_thread(prefetcher: Prefetcher, blocked: Blocked) -> None:
+    ids, records = fill(blocked.store, 12)
+    out = rows(6)
+    ticket = prefetcher.read(blocked.store, ids[::2], out)
+    assert not ticket.done() and (out == 0xEE).all(), "the caller is here while the reads wait"
+    blocked.open()
+    assert ticket.wait() > 0
+    assert ticket.done()
+    assert torch.equal(out, records[::2])
+    assert threads_of_ours() == []
+
+
+def test_the_end_is_seen_whenever_the_prefetcher_is_called(prefetcher: Prefetcher, blocked: Blocked) -> None:
+    ids, records = fill(blocked.store, 4)
+    out, other = rows(2), memory()
+    start = time.perf_counter()
+    ticket = prefetcher.read(blocked.store, ids[::2], out)
+    blocked.open()
+    while prefetcher.seconds_in_flight == 0:
+        prefetcher.read(other, np.empty(0, dtype=np.int64), rows(0))
+    seen = prefetcher.seconds_in_flight
+    assert 0 < seen <= time.perf_counter() - start
+    assert ticket.done() and torch.equal(out, records[::2]), "nobody has waited yet"
+    ticket.wait()
+    assert prefetcher.seconds_in_flight == seen, "a read counts once"
+
+
+def test_cancel_and_the_ring(prefetcher: Prefetcher, blocked: Blocked) -> None:
+    ids, records = fill(blocked.store, 8)
+    out = rows(4)
+    ticket = prefetcher.read(blocked.store, ids[::2], out)
+    thread, outcome = in_background(lambda: prefetcher.cancel(blocked.store))
+    blocked.open()
+    thread.join(LONG)
+    assert outcome == [None]
+    assert (out == 0xEE).all(), "nothing had begun"
+    for _ in range(2):
+        with pytest.raises(CacheClosedError, match="cancelled"):
+            ticket.wait()
+    prefetcher.read(blocked.store, ids[::2], out).wait()
+    assert torch.equal(out, records[::2]), "a cancelled store can be used again"
+
+
+def test_close_and_the_ring(account: MemoryAccount, blocked: Blocked) -> None:
+    prefetcher = Prefetcher(account, RECORD_BYTES)
+    ids, _ = fill(blocked.store, 8)
+    out = rows(4)
+    ticket = prefetcher.read(blocked.store, ids[::2], out)
+    thread, outcome = in_background(prefetcher.close)
+    while not prefetcher._writes.closed:
+        pass
+    thread.join(0.05)
+    assert thread.is_alive(), "the reads are still in the ring"
+    blocked.open()
+    thread.join(LONG)
+    assert outcome == [None]
+    assert (out == 0xEE).all()
+    with pytest.raises(CacheClosedError):
+        ticket.wait()
+
+
+def test_a_read_that_is_forgotten_is_waited_for(prefetcher: Prefetcher, blocked: Blocked) -> None:
+    ids, _ = fill(blocked.store, 8)
+    prefetcher.read(blocked.store, ids[::2], rows(4))
+    gc.collect()
+    thread, outcome = in_background(lambda: prefetcher.cancel(blocked.store))
+    thread.join(0.05)
+    assert thread.is_alive()
+    blocked.open()
+    thread.join(LONG)
+    assert outcome == [None]
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(
+    prefetcher: Prefetcher, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    ids, records = fill(blocked.store, 8)
+    out = rows(4)
+    ticket = prefetcher.read(blocked.store, ids[::2], out)
+    with monkeypatch.context() as patch:
+        patch.setattr(io_uring, "enter", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+    assert not ticket.done()
+    blocked.open()
+    ticket.wait()
+    assert torch.equal(out, records[::2])
+
+
+def test_a_wrapper_of_a_ring_store_reads_through_the_wrapper(prefetcher: Prefetcher, tmp_path: Path) -> None:
+    skip_without("uring", tmp_path)
+    store = FaultyStore(UringStore(tmp_path, RECORD_BYTES, "layer 3"), "read", 2)
+    ids, records = fill(store, 4)
+    out = rows(4)
+    prefetcher.read(store, ids, out).wait()
+    assert torch.equal(out, records)
+    with pytest.raises(StoreError, match="made to fail"):
+        prefetcher.read(store, ids, out).wait()
+    store.close()
+
+
+class Recorder(Timeline):
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+
+    def add(self, track: str, name: str, start: float, stop: float, **details: Any) -> None:
+        self.spans.append((track, name, start, stop, details))
+
+
+def test_the_timeline_of_reads_and_writes(account: MemoryAccount, store: Store) -> None:
+    timeline = Recorder()
+    prefetcher = Prefetcher(account, 100 * RECORD_BYTES, timeline=timeline)
+    begin = time.perf_counter()
+    ids = store.allocate(12)
+    prefetcher.write(store, ids, pattern(12))
+    prefetcher.flush()
+    ticket = prefetcher.read(store, ids[::2], rows(6))
+    ticket.wait()
+    ticket.wait()
+    prefetcher.read(store, np.empty(0, dtype=np.int64), rows(0)).wait()
+    end = time.perf_counter()
+    (write, read_) = timeline.spans
+    assert (write[:2], write[4]) == (("writes", "layer 3"), {"records": 12, "bytes": 12 * RECORD_BYTES})
+    assert (read_[:2], read_[4]) == (("reads", "layer 3"), {"records": 6, "bytes": 6 * RECORD_BYTES})
+    assert begin < write[2] < write[3] < read_[2] < read_[3] < end
+    assert prefetcher.seconds_in_flight == read_[3] - read_[2]
+    prefetcher.close()
+
+
+def test_the_timeline_leaves_out_what_came_from_the_queue(account: MemoryAccount) -> None:
+    timeline, store = Recorder(), SlowWrites(memory())
+    prefetcher = Prefetcher(account, 100 * RECORD_BYTES, timeline=timeline)
+    ids, _ = fill(store.inner, 6)
+    prefetcher.write(store, ids[2:4], pattern(2, seed=1))
+    store.gate.wait_for(1)
+    prefetcher.read(store, ids[2:4], rows(2)).wait()
+    assert timeline.spans == [] and prefetcher.seconds_in_flight == 0
+    prefetcher.read(store, ids, rows(6)).wait()
+    assert [(span[0], span[4]["records"]) for span in timeline.spans] == [("reads", 4)]
+    store.gate.open()
+    prefetcher.close()

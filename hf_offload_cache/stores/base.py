@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from hf_offload_cache.stores.transfer import LateRead, Transfer
+
 DEVICE_BLOCK = 4096
 """Bytes that records are rounded up to, and that buffers and offsets are aligned to: what every device accepts."""
 
@@ -22,8 +24,9 @@ class Store(ABC):
     Attributes:
         record_bytes: size of a record, a multiple of `DEVICE_BLOCK`.
         name: how errors name this store, e.g. "layer 3".
-        advises: True when `advise` starts the transfer and `read` should then run on the calling thread;
-            False when `read` does the transfer, so that several threads should share it.
+        advises: True when `advise` makes the kernel read ahead, so that `read` has little to wait for and runs on the
+            calling thread; False when `read` is where the time goes. Says what `start` does, where a store has none
+            of its own.
         bytes_read, bytes_written, reads: totals since construction: bytes moved from and to the device, alignment
             included, and the number of requests (a run of adjacent records is one).
     """
@@ -60,6 +63,18 @@ class Store(ABC):
     def advise(self, ids: np.ndarray) -> None:  # noqa: B027  (an optional step: a store without advice has nothing to do)
         """Say that `ids` will be read soon; returns at once."""
 
+    def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer | None:
+        """Start to fill `out` with `ids` (as in `read`) and return at once; what is returned has to be finished.
+
+        The caller has made sure that both are what `read` takes (`check_batch`), and that there is something to read.
+        None: this store can only block in `read`, so that other threads have to run it. That is what a store of which
+        `advises` is False does here; one that advises does so, and reads when the transfer is finished.
+        """
+        if not self.advises:
+            return None
+        self.advise(ids)
+        return LateRead(self, ids, out)
+
     @abstractmethod
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         """Fill `out` (uint8, (n, record_bytes), host memory, aligned to `DEVICE_BLOCK`) with `ids`, in order.
@@ -84,11 +99,19 @@ class Store(ABC):
 
 def runs(ids: np.ndarray) -> list[tuple[int, int]]:
     """Half-open ranges [start, stop) of positions in `ids` whose values are consecutive: each one request."""
-    if len(ids) == 0:
-        return []
-    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    edges = [0, *breaks.tolist(), len(ids)]
-    return list(pairwise(edges))
+    return list(pairwise(run_edges(ids).tolist()))
+
+
+def run_edges(ids: np.ndarray) -> np.ndarray:
+    """`runs` as an array: run `i` is [edges[i], edges[i + 1]). One entry more than there are runs; [0] for none."""
+    breaks = (ids[1:] - ids[:-1] != 1).nonzero()[0]
+    if len(breaks) == len(ids) - 1:  # no two are adjacent
+        return np.arange(len(ids) + 1)
+    edges = np.zeros(len(breaks) + (2 if len(ids) else 1), dtype=np.int64)
+    if len(ids):
+        edges[1:-1] = breaks + 1
+        edges[-1] = len(ids)
+    return edges
 
 
 def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> torch.Tensor:

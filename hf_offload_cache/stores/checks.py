@@ -33,7 +33,7 @@ def check_batch(ids: np.ndarray, records: torch.Tensor, record_bytes: int, *, al
 
 def check_range(name: str, ids: np.ndarray, capacity: int) -> None:
     """Raise `StoreError` when one of `ids` is not a record of the store called `name`, which has `capacity`."""
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= capacity):
+    if len(ids) and np.maximum.reduce(ids.view(np.uint64)) >= capacity:  # a negative one is above all others
         outside = ids[(ids < 0) | (ids >= capacity)]
         raise StoreError(errno.EINVAL, f"{name}: {describe(outside)} outside the {capacity} records that exist")
 

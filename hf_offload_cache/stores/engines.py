@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 
+import torch
+
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
+from hf_offload_cache.stores.uring import UringStore
 
-ENGINES = ("auto", "direct", "mapped", "memory")
+ENGINES = ("auto", "uring", "direct", "mapped", "memory")
 
 
 def probe_direct(directory: str | os.PathLike[str]) -> tuple[bool, str]:
@@ -28,24 +32,58 @@ def probe_direct(directory: str | os.PathLike[str]) -> tuple[bool, str]:
     return reason is None, reason or ""
 
 
+def probe_uring(directory: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Whether io_uring reads files in `directory`, and why not, by reading one block of an unnamed file through a ring.
+
+    Raises `StoreError` when no file can be made there at all.
+    """
+    try:
+        store = UringStore(directory, DEVICE_BLOCK, "engine probe")
+    except StoreError:
+        raise
+    except OSError as error:
+        return False, error.strerror or str(error)
+    try:
+        ids, records = store.allocate(1), aligned_empty(2, DEVICE_BLOCK)
+        records[0], records[1] = 0xA5, 0
+        store.write(ids, records[:1])
+        store.read(ids, records[1:])
+        if not torch.equal(records[0], records[1]):
+            return False, "io_uring: a block read back differs from what was written"
+    except StoreError as error:
+        return False, f"io_uring cannot read here: {error.strerror}"
+    finally:
+        store.close()
+    return True, ""
+
+
 def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, str]:
     """The engine that `open_store` takes for what the user asked for, and a line for the report that says why.
 
-    "auto" is "direct" where that works, else "mapped". To be called once a cache: it writes a block to the disk.
-    Raises `ValueError` for an unknown engine; `StoreError` when `directory` cannot be written to, or when "direct" is
-    asked for and does not work there.
+    "auto" is "uring" where the kernel allows it and O_DIRECT works, else "direct" where that works, else "mapped". To
+    be called once a cache: it writes to the disk. Raises `ValueError` for an unknown engine; `StoreError` when
+    `directory` cannot be written to, or when "uring" or "direct" is asked for and does not work there.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
     if engine == "memory":
         return "memory", "memory: records stay in host memory"
-    works, reason = probe_direct(directory)
-    if engine == "direct" and not works:
+    direct, reason = probe_direct(directory)
+    if engine == "direct" and not direct:
         raise StoreError(errno.EINVAL, f'engine="direct": {reason}; use engine="mapped" or another `path`')
+    uring, refusal = probe_uring(directory) if engine in ("auto", "uring") else (False, "")
+    if engine == "uring" and not uring:
+        raise StoreError(errno.ENOSYS, f'engine="uring": {refusal}; use engine="auto"')
     if engine == "mapped":
         chosen, why = "mapped", "mapped: as asked for"
-    elif works:
-        chosen, why = "direct", "direct: O_DIRECT reads"
+    elif engine == "uring":
+        chosen, why = "uring", "uring: io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}")
+    elif engine == "direct":
+        chosen, why = "direct", "direct: O_DIRECT reads by threads, as asked for"
+    elif direct and uring:
+        chosen, why = "uring", "uring: io_uring reads, O_DIRECT"
+    elif direct:
+        chosen, why = "direct", f"direct: O_DIRECT reads by threads ({refusal})"
     else:
         chosen, why = "mapped", f"mapped: {reason}"
     kind = _file_system(os.path.realpath(directory))
@@ -54,15 +92,22 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
     return chosen, why
 
 
-def open_store(engine: str, directory: str | os.PathLike[str], record_bytes: int, name: str) -> Store:
-    """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there."""
+def open_store(
+    engine: str, directory: str | os.PathLike[str], record_bytes: int, name: str, ring: Ring | None = None
+) -> Store:
+    """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there.
+
+    Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it.
+    """
     if engine == "memory":
         return MemoryStore(record_bytes, name)
+    if engine == "uring":
+        return UringStore(directory, record_bytes, name, ring)
     if engine == "direct":
         return DirectStore(directory, record_bytes, name)
     if engine == "mapped":
         return MappedStore(directory, record_bytes, name)
-    raise ValueError(f"engine must be direct, mapped or memory; got {engine!r} (choose_engine resolves auto)")
+    raise ValueError(f"engine must be uring, direct, mapped or memory; got {engine!r} (choose_engine resolves auto)")
 
 
 def _file_system(path: str) -> str | None:

@@ -13,17 +13,19 @@ import torch
 
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.engines import open_store, probe_direct
+from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.scratch import ScratchFile
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, fill, open_descriptors, pattern, read
 
 
-@pytest.fixture(params=["direct", "mapped", "mapped, buffered"])
+@pytest.fixture(params=["direct", "mapped", "mapped, buffered", "uring", "uring, buffered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     engine, _, buffered = request.param.partition(", ")
     if engine == "direct" and not probe_direct(tmp_path)[0]:
         pytest.skip("no O_DIRECT here")
+    if engine == "uring" and not probe_uring(tmp_path)[0]:
+        pytest.skip(probe_uring(tmp_path)[1])
     if buffered:
         monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
     before = open_descriptors()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import mmap
 import os
@@ -15,14 +16,16 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores import engines
+from hf_offload_cache.stores import engines, io_uring, uring
 from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
-from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct, probe_uring
 from hf_offload_cache.stores.freelist import FreeList
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
+from hf_offload_cache.stores.uring import UringStore
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,
@@ -40,6 +43,27 @@ def needs_direct(tmp_path: Path) -> None:
     works, reason = probe_direct(tmp_path)
     if not works:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def needs_uring(tmp_path: Path) -> None:
+    works, reason = probe_uring(tmp_path)
+    if not works:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def no_uring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose seccomp profile forbids it."""
+    refuse_rings(monkeypatch, errno.EPERM)
+
+
+def refuse_rings(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(entries: int, parameters: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(io_uring, "setup", refuse)
 
 
 @pytest.fixture
@@ -62,6 +86,25 @@ class TestMemoryStore(StoreTests):
 class TestDirectStore(StoreTests):
     def make_store(self, directory: Path, record_bytes: int) -> Store:
         return DirectStore(directory, record_bytes, "layer 3")
+
+
+@pytest.mark.usefixtures("needs_uring")
+class TestUringStore(StoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        return UringStore(directory, record_bytes, "layer 3")
+
+
+@pytest.mark.usefixtures("no_direct")
+class TestUringStoreThroughThePageCache(TestUringStore):
+    pass
+
+
+class TestUringStoreOfALittleRing(TestUringStore):
+    """Two reads in flight at most: every batch is more than the ring holds."""
+
+    @pytest.fixture(autouse=True)
+    def _little(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(uring, "Ring", functools.partial(Ring, 2))
 
 
 class TestMappedStore(StoreTests):
@@ -153,23 +196,62 @@ def test_probe_without_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_choose_engine(tmp_path: Path) -> None:
-    works, _ = probe_direct(tmp_path)
-    assert choose_engine("auto", tmp_path)[0] == ("direct" if works else "mapped")
+    best = "mapped"
+    if probe_direct(tmp_path)[0]:
+        best = "uring" if probe_uring(tmp_path)[0] else "direct"
+    assert choose_engine("auto", tmp_path)[0] == best
     assert choose_engine("mapped", tmp_path)[0] == "mapped"
     assert choose_engine("memory", tmp_path / "missing")[0] == "memory"
-    with pytest.raises(ValueError, match=r"auto, direct, mapped, memory.*'fast'"):
+    with pytest.raises(ValueError, match=r"auto, uring, direct, mapped, memory.*'fast'"):
         choose_engine("fast", tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind"), [("memory", MemoryStore), ("direct", DirectStore), ("mapped", MappedStore)]
+    ("engine", "kind"),
+    [("memory", MemoryStore), ("uring", UringStore), ("direct", DirectStore), ("mapped", MappedStore)],
 )
 def test_open_store(tmp_path: Path, engine: str, kind: type[Store]) -> None:
     if engine == "direct" and not probe_direct(tmp_path)[0]:
         pytest.skip("no O_DIRECT here")
+    if engine == "uring" and not probe_uring(tmp_path)[0]:
+        pytest.skip(probe_uring(tmp_path)[1])
     store = open_store(engine, tmp_path, 4096, "layer 7")
     assert (type(store), store.name, store.record_bytes) == (kind, "layer 7", 4096)
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none"), (errno.ENOMEM, "ulimit"), (errno.EMFILE, "open")],
+)
+def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
+    refuse_rings(monkeypatch, number)
+    before = open_descriptors()
+    works, why = probe_uring(tmp_path)
+    assert not works and reason in why
+    chosen, line = choose_engine("auto", tmp_path)
+    assert chosen == ("direct" if probe_direct(tmp_path)[0] else "mapped")
+    assert chosen == "mapped" or reason in line
+    with pytest.raises(StoreError, match=rf'engine="uring".*{reason}.*engine="auto"'):
+        choose_engine("uring", tmp_path)
+    with pytest.raises(OSError, match=reason):
+        UringStore(tmp_path, 4096, "layer 3")
+    assert open_descriptors() == before
+
+
+@pytest.mark.usefixtures("no_uring", "no_direct")
+def test_neither_io_uring_nor_direct(tmp_path: Path) -> None:
+    assert choose_engine("auto", tmp_path)[0] == "mapped"
+
+
+@pytest.mark.usefixtures("needs_uring")
+def test_a_kernel_whose_ring_has_no_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_uring, "OP_READ", 255)
+    before = open_descriptors()
+    works, why = probe_uring(tmp_path)
+    assert not works and "Invalid argument" in why
+    assert choose_engine("auto", tmp_path)[0] != "uring"
+    assert open_descriptors() == before
 
 
 def test_open_store_wants_a_resolved_engine(tmp_path: Path) -> None:
@@ -180,7 +262,7 @@ def test_open_store_wants_a_resolved_engine(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for wrong in (tmp_path / "missing", tmp_path / "file"):
-        for engine in ("auto", "direct", "mapped"):
+        for engine in ("auto", "uring", "direct", "mapped"):
             with pytest.raises(StoreError, match=f"{wrong}.*`path`"):
                 choose_engine(engine, wrong)
         with pytest.raises(StoreError, match=f"layer 7.*{wrong}.*`path`"):
@@ -228,11 +310,16 @@ def test_file_system_of_a_mount_with_a_space(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("needs_direct", "needs_a_disk")
-def test_direct_store_leaves_the_page_cache_empty(tmp_path: Path) -> None:
-    store = DirectStore(tmp_path, RECORD_BYTES, "layer 3")
-    ids, _ = fill(store, 200)
+@pytest.mark.parametrize("engine", ["direct", "uring", "uring, buffered"])
+def test_reads_leave_the_page_cache_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    if engine != "direct" and not probe_uring(tmp_path)[0]:
+        pytest.skip(probe_uring(tmp_path)[1])
+    if engine.endswith("buffered"):
+        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
+    store = open_store(engine.partition(",")[0], tmp_path, RECORD_BYTES, "layer 3")
+    ids, _ = fill(store, 256)  # 2 MiB: a multiple of what is synced at once
     read(store, ids)
-    assert cached_pages(store._file.fd, 200 * RECORD_BYTES) == 0
+    assert cached_pages(store._file.fd, 256 * RECORD_BYTES) == 0
     store.close()
 
 

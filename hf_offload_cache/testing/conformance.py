@@ -1,27 +1,19 @@
-"""Tools to test stores with, ours and third parties': a conformance suite and wrappers that misbehave on purpose.
-
-Importing this needs no pytest; running `StoreTests` does.
-"""
+"""The conformance suite of stores."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
-import time
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
+from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.base import Store, aligned_empty
 
-RECORD_BYTES = 8192
+from .records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 
 
 class StoreTests:
@@ -37,6 +29,32 @@ class StoreTests:
             order = np.random.default_rng(0).permutation(20)
             assert torch.equal(read(store, ids[order]), records[order])
             assert torch.equal(read(store, ids[::-1]), records.flip(0))
+
+    def test_reads_that_were_started(self, tmp_path: Path) -> None:
+        import pytest
+
+        with closing(self.make_store(tmp_path, RECORD_BYTES)) as store:
+            ids, records = fill(store, 60)
+            chosen = [ids[::2], ids[1:50:3], ids[20:40]]
+            outs = [aligned_empty(len(some), RECORD_BYTES).fill_(0xEE) for some in chosen]
+            transfers = [store.start(some, out) for some, out in zip(chosen, outs, strict=True)]
+            if None in transfers:
+                assert transfers == [None] * 3, "this store can only block"
+                return
+            counted = store.reads, store.bytes_read
+            for index in (1, 2, 0):
+                transfer = transfers[index]
+                assert transfer is not None
+                for _ in range(2):
+                    transfer.finish()
+                    assert transfer.done() and transfer.finished_at is not None
+                assert torch.equal(outs[index], records[chosen[index]])
+            moved = sum(len(some) for some in chosen)
+            assert (store.reads - counted[0], store.bytes_read - counted[1]) == (30 + 17 + 1, moved * RECORD_BYTES)
+            with pytest.raises(StoreError, match="layer"):
+                lost = store.start(np.array([10**9]), outs[0][:1])
+                assert lost is not None
+                lost.finish()
 
     def test_one_id_may_be_asked_for_twice(self, tmp_path: Path) -> None:
         with closing(self.make_store(tmp_path, RECORD_BYTES)) as store:
@@ -238,170 +256,3 @@ class StoreTests:
         fill(store, 100)
         del store
         assert (open_descriptors(), file_maps(tmp_path)) == (descriptors, maps)
-
-
-class WrapperStore(Store):
-    """Delegates everything to `inner`, counters too. A wrapper overrides what it changes."""
-
-    def __init__(self, inner: Store) -> None:  # the base would set counters of its own
-        self.inner = inner
-        self.advises = inner.advises
-        self.record_bytes = inner.record_bytes
-        self.name = inner.name
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("bytes_read", "bytes_written", "reads"):
-            return getattr(self.inner, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def allocate(self, count: int) -> np.ndarray:
-        return self.inner.allocate(count)
-
-    def free(self, ids: np.ndarray) -> None:
-        self.inner.free(ids)
-
-    def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        self.inner.write(ids, records)
-
-    def advise(self, ids: np.ndarray) -> None:
-        self.inner.advise(ids)
-
-    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        self.inner.read(ids, out)
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.inner.disk_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.inner.memory_bytes
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class LatencyStore(WrapperStore):
-    """A store whose every `read` first takes `seconds`.
-
-    `sleep` is what a read does with the seconds, on the thread that reads: a test may pass a function that waits for
-    an event instead. The store does not advise unless told to, so that the seconds fall to the reader threads.
-    """
-
-    def __init__(
-        self, inner: Store, seconds: float, *, sleep: Callable[[float], Any] = time.sleep, advises: bool = False
-    ) -> None:
-        super().__init__(inner)
-        self.advises = advises
-        self._seconds = seconds
-        self._sleep = sleep
-
-    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        self._sleep(self._seconds)
-        self.inner.read(ids, out)
-
-
-class FaultyStore(WrapperStore):
-    """A store whose `number`-th call (from 1, and the `times - 1` calls after it) of `operation` fails.
-
-    It raises `StoreError` (`StoreFullError` for ENOSPC) with `error` as errno, having done nothing; with `short`, a
-    read fills the first half of `out` and a write keeps the first half of the records before it raises. Any thread.
-    """
-
-    def __init__(
-        self,
-        inner: Store,
-        operation: str,
-        number: int,
-        error: int = errno.EIO,
-        *,
-        times: int = 1,
-        short: bool = False,
-        advises: bool = False,
-    ) -> None:
-        if operation not in ("allocate", "free", "write", "advise", "read"):
-            raise ValueError(f"operation must be allocate, free, write, advise or read, got {operation!r}")
-        if number < 1 or times < 1:
-            raise ValueError(f"number and times count from 1, got {number} and {times}")
-        if short and operation not in ("read", "write"):
-            raise ValueError(f"short must be False for {operation!r}: only a read or a write moves bytes")
-        super().__init__(inner)
-        self.advises = advises
-        self.calls = 0
-        self._operation = operation
-        self._failing = range(number, number + times)
-        self._errno = error
-        self._short = short
-        self._lock = threading.Lock()
-
-    def _fails(self, operation: str) -> bool:
-        if operation != self._operation:
-            return False
-        with self._lock:
-            self.calls += 1
-            return self.calls in self._failing
-
-    def _fault(self, operation: str) -> StoreError:
-        kind = StoreFullError if self._errno == errno.ENOSPC else StoreError
-        return kind(self._errno, f"{self.name}: {operation} was made to fail: {os.strerror(self._errno)}")
-
-    def allocate(self, count: int) -> np.ndarray:
-        if self._fails("allocate"):
-            raise self._fault("allocate")
-        return self.inner.allocate(count)
-
-    def free(self, ids: np.ndarray) -> None:
-        if self._fails("free"):
-            raise self._fault("free")
-        self.inner.free(ids)
-
-    def advise(self, ids: np.ndarray) -> None:
-        if self._fails("advise"):
-            raise self._fault("advise")
-        self.inner.advise(ids)
-
-    def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        if self._fails("write"):
-            if self._short:
-                self.inner.write(ids[: len(ids) // 2], records[: len(ids) // 2])
-            raise self._fault("write")
-        self.inner.write(ids, records)
-
-    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        if self._fails("read"):
-            if self._short:
-                self.inner.read(ids[: len(ids) // 2], out[: len(ids) // 2])
-            raise self._fault("read")
-        self.inner.read(ids, out)
-
-
-def pattern(count: int, *, seed: int = 0, record_bytes: int = RECORD_BYTES) -> torch.Tensor:
-    """Random records (count, record_bytes), aligned, the same for the same arguments."""
-    records = aligned_empty(count, record_bytes)
-    records.numpy()[:] = np.random.default_rng(seed).integers(0, 256, (count, record_bytes), dtype=np.uint8)
-    return records
-
-
-def fill(store: Store, count: int, *, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-    """Allocate and write `count` random records: their ids and content."""
-    ids, records = store.allocate(count), pattern(count, seed=seed, record_bytes=store.record_bytes)
-    store.write(ids, records)
-    return ids, records
-
-
-def read(store: Store, ids: np.ndarray) -> torch.Tensor:
-    """The records `ids`, read into memory that held other bytes before."""
-    out = aligned_empty(len(ids), store.record_bytes).fill_(0xEE)
-    store.read(ids, out)
-    return out
-
-
-def open_descriptors() -> int:
-    """Descriptors that this process has open; -1 where the platform does not tell."""
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else -1
-
-
-def file_maps(directory: Path) -> int:
-    """Maps that this process has of files in `directory`; -1 where the platform does not tell."""
-    maps = Path("/proc/self/maps")
-    return sum(str(directory) in line for line in maps.read_text().splitlines()) if maps.exists() else -1

@@ -1,0 +1,102 @@
+"""What the kernel gives for io_uring: system calls, and queues in memory that it shares."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+
+_SETUP, _ENTER = 425, 426  # system calls, the same on every architecture but the ones refused below
+OP_NOP, OP_READ = 0, 22
+GETEVENTS = 1
+_OFFSET_SQ, _OFFSET_CQ, _OFFSET_ENTRIES = 0, 0x8000000, 0x10000000
+ENTRY = np.dtype(
+    [("opcode", "u1"), ("flags", "u1"), ("priority", "u2"), ("fd", "i4"), ("offset", "u8"), ("address", "u8"),
+     ("length", "u4"), ("how", "u4"), ("serial", "u8"), ("unused", "u8", 3)]
+)  # fmt: skip
+COMPLETION = np.dtype([("serial", "u8"), ("result", "i4"), ("flags", "u4")])
+
+
+def _fields(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_uint32) for name in names]
+
+
+class _SubmissionOffsets(ctypes.Structure):
+    _fields_ = [*_fields("head", "tail", "mask", "entries", "flags", "dropped", "array", "r1"), ("r2", ctypes.c_uint64)]
+
+
+class _CompletionOffsets(ctypes.Structure):
+    _fields_ = [*_fields("head", "tail", "mask", "entries", "overflow", "cqes", "flags", "r1"), ("r2", ctypes.c_uint64)]
+
+
+class Parameters(ctypes.Structure):
+    _fields_ = [
+        *_fields("sq_entries", "cq_entries", "flags", "thread_cpu", "thread_idle", "features", "wq_fd"),
+        ("reserved", ctypes.c_uint32 * 3),
+        ("sq", _SubmissionOffsets),
+        ("cq", _CompletionOffsets),
+    ]
+
+
+class Queues:
+    """The queues, as they lie in memory that the kernel shares. Unmapped when the last reference goes."""
+
+    def __init__(self, fd: int, parameters: Parameters) -> None:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        sq, cq = parameters.sq, parameters.cq
+        submission = mmap.mmap(fd, sq.array + parameters.sq_entries * 4, flags, offset=_OFFSET_SQ)
+        completion = mmap.mmap(
+            fd, cq.cqes + parameters.cq_entries * COMPLETION.itemsize, flags, offset=_OFFSET_CQ
+        )
+        entries = mmap.mmap(fd, parameters.sq_entries * ENTRY.itemsize, flags, offset=_OFFSET_ENTRIES)
+        self.sq = memoryview(submission)[: len(submission) // 4 * 4].cast("I")
+        self.cq = memoryview(completion)[: len(completion) // 4 * 4].cast("I")
+        self.sq_head, self.sq_tail, self.sq_mask = sq.head // 4, sq.tail // 4, self.sq[sq.mask // 4]
+        self.cq_head, self.cq_tail, self.cq_mask = cq.head // 4, cq.tail // 4, self.cq[cq.mask // 4]
+        self.entries = np.frombuffer(entries, ENTRY)
+        self.completions = np.frombuffer(completion, COMPLETION, parameters.cq_entries, cq.cqes)
+        order = np.frombuffer(submission, np.uint32, parameters.sq_entries, sq.array)
+        order[:] = np.arange(parameters.sq_entries)
+
+
+def open_ring(depth: int) -> tuple[int, Parameters]:
+    """The descriptor of a new ring. Raises `OSError` with the reason."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine.startswith(("alpha", "mips")):
+        raise OSError(errno.ENOSYS, f"no io_uring on {sys.platform} {machine}")
+    parameters = Parameters()
+    fd = setup(depth, parameters)
+    if fd < 0:
+        number = ctypes.get_errno()
+        reasons = {
+            errno.EPERM: "forbidden here, by a container's seccomp profile or by sysctl kernel.io_uring_disabled",
+            errno.ENOSYS: "this kernel has none",
+            errno.ENOMEM: "no memory for a ring; see `ulimit -l`",
+        }
+        raise OSError(number, f"io_uring refused: {reasons.get(number, os.strerror(number))}")
+    os.set_inheritable(fd, False)
+    return fd, parameters
+
+
+def setup(entries: int, parameters: Parameters) -> int:
+    """io_uring_setup: a descriptor, or -1 with `ctypes.get_errno`."""
+    return _system_call()(_SETUP, entries, ctypes.addressof(parameters), 0, 0, 0, 0)
+
+
+def enter(fd: int, submit: int, wanted: int, flags: int) -> int:
+    """io_uring_enter: how many were submitted, or -1 with `ctypes.get_errno`. Other Python threads run meanwhile."""
+    return _system_call()(_ENTER, fd, submit, wanted, flags, 0, 0)
+
+
+@functools.cache
+def _system_call() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes, call.restype = [ctypes.c_long] * 7, ctypes.c_long
+    return call

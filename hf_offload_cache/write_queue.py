@@ -1,0 +1,216 @@
+"""Writes behind: a bounded queue, and the thread that empties it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import queue
+import threading
+import time
+import weakref
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import CacheClosedError, StoreError
+from hf_offload_cache.report import MemoryAccount
+from hf_offload_cache.stores.base import Store, runs
+from hf_offload_cache.stores.checks import describe
+from hf_offload_cache.timeline import Timeline
+from hf_offload_cache.workers import Jobs, start_worker
+
+WRITE_QUEUE = "write queue"
+"""The owner under which queued writes are in the memory account."""
+
+
+class WriteQueue:
+    """Batches that wait to be written, oldest first, by one thread, which starts when first needed.
+
+    All methods are for one thread; `stop` takes no lock, so that a garbage collection may call it. After it the
+    methods raise `CacheClosedError`, except `cancel` and `take_failure`. For what becomes of a write that failed see
+    `Prefetcher`.
+    """
+
+    def __init__(
+        self, account: MemoryAccount, most_bytes: int, threads: list[threading.Thread], timeline: Timeline | None
+    ) -> None:
+        self.closed = False
+        self._account = account
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._threads = threads
+        self._timeline = timeline
+        self._changed = threading.Condition()  # guards the lines and the count of bytes
+        self._lines: weakref.WeakKeyDictionary[Store, _Line] = weakref.WeakKeyDictionary()
+        self._jobs: Jobs = queue.SimpleQueue()
+        self._running = False
+
+    def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+        """See `Prefetcher.write`."""
+        batch = _Batch(store, ids, records)
+        with self._changed:
+            self._check_open()
+            line = self._line(store)
+            self._raise_failure(line)
+            if batch.nbytes == 0:
+                return
+            while self._bytes and self._bytes + batch.nbytes > self._most_bytes:
+                self._changed.wait()
+                self._check_open()
+                self._raise_failure(line)
+            self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
+            self._bytes += batch.nbytes
+            line.batches.append(batch)
+            line.lost = [(rest, error) for lost, error in line.lost if len(rest := np.setdiff1d(lost, ids))]
+        if not self._running:
+            self._threads.append(start_worker("writer", self._jobs))
+            self._running = True
+        self._jobs.put(functools.partial(self._run, batch))
+
+    def copy_queued(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> list[tuple[int, int]]:
+        """Fill the rows of `out` whose records wait to be written to `store`; the ranges of rows that remain.
+
+        Raises what a write of this store failed with, when that was not reported yet or hit one of `ids`.
+        """
+        with self._changed:
+            self._check_open()
+            line = self._lines.get(store)
+            if line is None:
+                return [(0, len(ids))] if len(ids) else []
+            self._raise_failure(line, ids)
+            queued = [(batch, batch.records) for batch in line.batches]  # one that is done lets go of its records
+        return _copy(queued, ids, out) if queued else [(0, len(ids))] if len(ids) else []
+
+    def flush(self, store: Store | None) -> None:
+        """See `Prefetcher.flush`."""
+        with self._changed:
+            self._check_open()
+            lines = list(self._lines.values()) if store is None else [self._line(store)]
+            while any(line.batches for line in lines):
+                self._changed.wait()
+                self._check_open()
+            for line in lines:
+                self._raise_failure(line)
+
+    def drop(self, store: Store) -> None:
+        """Forget what is queued for `store` and has not begun. Does not block on a write."""
+        with self._changed:
+            line = self._line(store)
+            for batch in [batch for batch in line.batches if not batch.started]:
+                self._finish(batch, line)
+
+    def cancel(self, store: Store) -> None:
+        """`drop`, wait for the write that has begun, and forget failures."""
+        self.drop(store)
+        with self._changed:
+            line = self._line(store)
+            while line.batches:
+                self._changed.wait()
+            line.lost.clear()
+            line.failure = None
+
+    def take_failure(self, store: Store) -> BaseException | None:
+        """What a write of `store` failed with, when that was not reported yet."""
+        line = self._lines.get(store)
+        if line is None or line.failure is None:
+            return None
+        with self._changed:
+            failure, line.failure = line.failure, None
+            return failure
+
+    def stop(self) -> None:
+        """Let the thread drop what has not begun, and end."""
+        self.closed = True
+        self._jobs.put(None)
+
+    def _line(self, store: Store) -> _Line:
+        line = self._lines.get(store)
+        if line is None:
+            line = self._lines[store] = _Line()
+        return line
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CacheClosedError("the cache was closed; make a new one")
+
+    def _raise_failure(self, line: _Line, ids: np.ndarray | None = None) -> None:
+        """Raise for a failed write that was not reported yet, or that one of `ids` was part of."""
+        failure, line.failure = line.failure, None
+        if failure is not None:
+            raise failure
+        if ids is None:
+            return
+        for lost, error in line.lost:
+            if len(touched := np.intersect1d(lost, ids)):
+                number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+                raise StoreError(number, f"{describe(touched)} could not be written: {error}") from error
+
+    def _run(self, batch: _Batch) -> None:
+        with self._changed:
+            if batch.store is None:
+                return
+            batch.started = True
+            store = batch.store
+            line = self._line(store)
+        error: BaseException | None = None
+        if not self.closed:
+            started = time.perf_counter()
+            try:
+                store.write(batch.ids, batch.records)
+            except BaseException as failure:  # kept for whoever uses this store next
+                error = failure
+            if self._timeline is not None:
+                details = {"records": len(batch.ids), "bytes": batch.nbytes}
+                self._timeline.add("writes", store.name, started, time.perf_counter(), **details)
+        with self._changed:
+            self._finish(batch, line)
+            if error is not None:
+                line.failure = line.failure or error
+                line.lost.append((batch.ids, error))
+
+    def _finish(self, batch: _Batch, line: _Line) -> None:
+        """`batch` is done with, however it went. With `_changed` held."""
+        line.batches.remove(batch)
+        self._bytes -= batch.nbytes
+        self._account.release(WRITE_QUEUE, batch.nbytes)
+        batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8)
+        self._changed.notify_all()
+
+
+class _Batch:
+    """What was given to one `add`."""
+
+    def __init__(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+        self.store: Store | None = store
+        self.ids = ids
+        self.records = records
+        self.nbytes = records.numel()
+        self.started = False
+        self.lowest, self.highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+
+
+class _Line:
+    """The writes of one store."""
+
+    def __init__(self) -> None:
+        self.batches: list[_Batch] = []  # oldest first; the one being written is in it
+        self.lost: list[tuple[np.ndarray, BaseException]] = []
+        self.failure: BaseException | None = None  # not yet reported
+
+
+def _copy(queued: list[tuple[_Batch, torch.Tensor]], ids: np.ndarray, out: torch.Tensor) -> list[tuple[int, int]]:
+    """Fill the rows of `out` whose records are in `queued` (oldest first); the ranges of rows that remain."""
+    absent = np.ones(len(ids), dtype=bool)
+    if len(ids):
+        lowest, highest = int(ids.min()), int(ids.max())
+        rows = out.numpy()
+        for batch, records in queued:
+            if batch.lowest > highest or batch.highest < lowest:
+                continue
+            found = np.isin(ids, batch.ids)
+            if found.any():
+                order = np.argsort(batch.ids)
+                rows[found] = records.numpy()[order[np.searchsorted(batch.ids, ids[found], sorter=order)]]
+                absent[found] = False
+    positions = np.flatnonzero(absent)
+    return [(int(positions[first]), int(positions[stop - 1]) + 1) for first, stop in runs(positions)]

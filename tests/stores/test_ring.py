@@ -1,0 +1,466 @@
+"""The ring under faults, interruptions and bad timing. A read of an empty pipe is one that stays in flight."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import linecache
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.errors import CacheClosedError, StoreError
+from hf_offload_cache.stores import io_uring
+from hf_offload_cache.stores.base import aligned_empty, runs
+from hf_offload_cache.stores.engines import probe_uring
+from hf_offload_cache.stores.ring import Batch, Ring
+from hf_offload_cache.stores.uring import UringStore, _cut
+from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
+
+LONG = 30.0
+
+
+@pytest.fixture(autouse=True)
+def needs_uring(tmp_path: Path) -> Iterator[None]:
+    works, reason = probe_uring(tmp_path)
+    if not works:
+        pytest.skip(reason)
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring(4)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[tuple[int, np.ndarray]]:
+    """A descriptor and the 64 blocks of 512 bytes that it reads."""
+    content = np.random.default_rng(0).integers(0, 256, (64, 512), dtype=np.uint8)
+    (tmp_path / "content").write_bytes(content.tobytes())
+    fd = os.open(tmp_path / "content", os.O_RDONLY)
+    yield fd, content
+    os.close(fd)
+
+
+class Pipe:
+    """`stall` puts reads into a ring that end when `feed` is called."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+        self.memory = np.zeros((8, 512), dtype=np.uint8)
+
+    def stall(self, ring: Ring, count: int = 1) -> Batch:
+        addresses = self.memory.ctypes.data + np.arange(count) * 512
+        return ring.read(self.out, np.zeros(count, np.int64), addresses, np.full(count, 512), self.memory)
+
+    def feed(self, count: int = 1) -> None:
+        for index in range(count):
+            os.write(self.into, bytes([index + 1]) * 512)
+
+    def close(self) -> None:
+        os.close(self.out)
+        os.close(self.into)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+def queue(ring: Ring, fd: int, blocks: np.ndarray, out: np.ndarray) -> Batch:
+    addresses = out.ctypes.data + np.arange(len(blocks)) * 512
+    return ring.read(fd, blocks * 512, addresses, np.full(len(blocks), 512), out)
+
+
+def in_background(call: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 63])
+def test_more_reads_than_the_ring_holds(ring: Ring, file: tuple[int, np.ndarray], count: int) -> None:
+    fd, content = file
+    for turn in range(5):  # past the end of the queues
+        blocks = np.random.default_rng(turn).permutation(64)[:count]
+        out = np.zeros((count, 512), np.uint8)
+        batch = queue(ring, fd, blocks, out)
+        ring.wait(batch)
+        assert batch.results.tolist() == [512] * count
+        assert np.array_equal(out, content[blocks])
+
+
+def test_batches_end_in_any_order(ring: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    fd, content = file
+    first = pipe.stall(ring, 2)
+    outs = [np.zeros((20, 512), np.uint8) for _ in range(3)]
+    batches = [queue(ring, fd, np.arange(index, index + 20), out) for index, out in enumerate(outs)]
+    for index in (2, 0, 1):
+        ring.wait(batches[index])
+        assert np.array_equal(outs[index], content[index : index + 20])
+    assert first.finished_at is None and not pipe.memory.any()
+    pipe.feed(2)
+    ring.wait(first)
+    assert sorted(pipe.memory[:2, 0].tolist()) == [1, 2]
+
+
+def test_results_go_to_the_batch_that_asked(file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    ring = Ring(32)
+    stalled, out = pipe.stall(ring, 2), np.zeros(10 * 512, np.uint8)
+    lengths = np.arange(100, 110)
+    short = ring.read(file[0], np.zeros(10, int), out.ctypes.data + np.arange(10) * 512, lengths, out)
+    pipe.feed(2)
+    for batch in (stalled, short):  # both have completed, and are taken in together
+        ring.wait(batch)
+    assert stalled.results.tolist() == [512, 512]
+    assert np.array_equal(short.results, lengths)
+    ring.close()
+
+
+def test_looking_sees_the_end_and_lets_others_go(ring: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    fd, content = file
+    stalled, out = pipe.stall(ring, 4), np.zeros((6, 512), np.uint8)
+    waiting = queue(ring, fd, np.arange(6), out)
+    for _ in range(3):
+        ring.look()
+    assert stalled.finished_at is None and waiting.finished_at is None and not out.any()
+    pipe.feed(4)
+    while waiting.finished_at is None:
+        ring.look()
+    assert stalled.finished_at is not None and stalled.finished_at <= waiting.finished_at
+    assert np.array_equal(out, content[:6])
+
+
+def test_a_batch_that_is_dropped(ring: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    fd, content = file
+    stalled = pipe.stall(ring, 6)  # four in flight, two that wait
+    out, late = np.zeros((3, 512), np.uint8), np.zeros((3, 512), np.uint8)
+    dropped, behind = queue(ring, fd, np.arange(3), out), queue(ring, fd, np.arange(3), late)
+    ring.drop(stalled)
+    ring.drop(dropped)
+    assert stalled.dropped and dropped.dropped and not behind.dropped
+    pipe.feed(4)
+    for batch in (stalled, dropped, behind):
+        ring.wait(batch)
+    assert sorted(pipe.memory[:, 0].tolist()) == [0, 0, 0, 0, 1, 2, 3, 4], "two never began"
+    assert not out.any()
+    assert np.array_equal(late, content[:3])
+    ring.drop(behind)
+    assert not behind.dropped, "there was nothing left to give up"
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "release"])
+def test_nothing_writes_to_memory_after_the_end(pipe: Pipe, how: str) -> None:
+    rings = [Ring(4)]
+    pipe.stall(rings[0], 3)
+    calls = {
+        "close": lambda: rings[0].close(),
+        "forget": lambda: (rings.clear(), None)[1],
+        "release": lambda: rings[0].release(pipe.out),
+    }
+    gc.disable()  # reference counts alone must do it
+    try:
+        thread = in_background(calls[how])
+        thread.join(0.05)
+        assert thread.is_alive(), "the kernel still writes to the memory"
+        pipe.feed(3)
+        thread.join(LONG)
+        assert not thread.is_alive()
+        assert sorted(pipe.memory[:3, 0].tolist()) == [1, 2, 3]
+    finally:
+        gc.enable()
+        for ring in rings:
+            ring.close()
+
+
+def test_memory_is_held_as_long_as_it_is_read_into(ring: Ring, pipe: Pipe) -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    gone = threading.Event()
+    weakref.finalize(kept, gone.set)
+    batch = ring.read(pipe.out, np.zeros(1, int), np.array([pipe.memory.ctypes.data]), np.array([512]), kept)
+    del kept, batch
+    assert not gone.is_set()
+    pipe.feed()
+    while not gone.is_set():
+        ring.look()
+
+
+def test_after_close(file: tuple[int, np.ndarray]) -> None:
+    ring = Ring(4)
+    ring.close()
+    ring.close()
+    ring.look()
+    ring.release(file[0])
+    with pytest.raises(OSError, match="closed"):
+        queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8))
+    with pytest.raises(ValueError, match="depth"):
+        Ring(0)
+
+
+def test_a_forked_child_keeps_off(ring: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    stalled = pipe.stall(ring)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (
+                lambda: queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8)),
+                lambda: ring.wait(stalled),
+                lambda: ring.drop(stalled),
+                ring.look,
+            ):
+                try:
+                    call()
+                except OSError as error:
+                    assert "forked" in str(error)
+                else:
+                    raise AssertionError("the child used the ring")
+            ring.release(pipe.out)
+            ring.close()  # does not wait for what its parent reads
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    pipe.feed()
+    ring.wait(stalled)
+    assert (pipe.memory[0] == 1).all(), "the parent's read was not touched"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
+def test_the_kernel_asks_to_try_again(
+    ring: Ring, file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    fd, content = file
+    real, calls = io_uring.enter, []
+
+    def refuse_two_of_three(*arguments: int) -> int:
+        calls.append(arguments)
+        if len(calls) % 3:
+            ctypes.set_errno(number)
+            return -1
+        return real(*arguments)
+
+    monkeypatch.setattr(io_uring, "enter", refuse_two_of_three)
+    out = np.zeros((20, 512), np.uint8)
+    ring.wait(queue(ring, fd, np.arange(20), out))
+    assert np.array_equal(out, content[:20])
+    assert len(calls) > 3
+
+
+def test_another_error_of_the_kernel(
+    ring: Ring, file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd, content = file
+
+    def refuse(*arguments: int) -> int:
+        ctypes.set_errno(errno.ENXIO)
+        return -1
+
+    out = np.zeros((6, 512), np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(io_uring, "enter", refuse)
+        with pytest.raises(OSError, match="io_uring_enter"):
+            queue(ring, fd, np.arange(6), out)
+    ring.release(fd)
+    ring.wait(queue(ring, fd, np.arange(6), out))
+    assert np.array_equal(out, content[:6])
+
+
+def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndarray]) -> None:
+    """A signal's exception is raised at each line of the ring in turn; it goes on, or starts again, as before."""
+    fd, content = file
+    moment, reached = 0, True
+    while reached:
+        moment, reached = moment + 1, False
+        ring, out, batch = Ring(4), np.zeros((10, 512), np.uint8), None
+        left = [moment]
+
+        def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
+            if not frame.f_code.co_filename.endswith("stores/ring.py") or frame.f_code.co_name == "_close":
+                return None
+            statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if event == "line" and not statement.startswith(("with ", "try:", "pass")):  # no signal is served there
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            batch = queue(ring, fd, np.arange(10), out)
+            ring.wait(batch)
+        except KeyboardInterrupt:
+            reached = True
+        finally:
+            sys.settrace(before)
+        if batch is None:
+            ring.release(fd)
+            batch = queue(ring, fd, np.arange(10), out)
+        ring.wait(batch)
+        assert np.array_equal(out, content[:10]), f"interrupted at line event {moment}"
+        again = np.zeros((10, 512), np.uint8)
+        ring.wait(queue(ring, fd, np.arange(10, 20), again))
+        assert np.array_equal(again, content[10:20]), f"interrupted at line event {moment}"
+        ring.close()
+    assert moment > 100, "the trace saw the ring at work"
+
+
+# --------------------------------------------------------------------------------------------------- the store on it
+
+
+def with_results(monkeypatch: pytest.MonkeyPatch, change: Callable[[np.ndarray], None]) -> None:
+    """What the kernel says of the first completions that are taken in is changed by `change`, in place, once."""
+    real, left = Ring._reap, [1]
+
+    def reap(ring: Ring, memory: Any) -> bool:
+        head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
+        if left[0] and head != tail:
+            left[0] = 0
+            found = [index & memory.cq_mask for index in range(head, tail)]
+            results = memory.completions["result"][found]
+            change(results)
+            memory.completions["result"][found] = results
+        return real(ring, memory)
+
+    monkeypatch.setattr(Ring, "_reap", reap)
+
+
+@pytest.mark.parametrize("result", [-errno.EINTR, -errno.EAGAIN, 4096])
+def test_a_read_that_is_not_whole_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: int
+) -> None:
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
+    ids, records = fill(store, 20)
+    expected = store.reads + 10, store.bytes_read + 10 * RECORD_BYTES
+    out = aligned_empty(10, RECORD_BYTES).fill_(0xEE)
+    transfer = store.start(ids[::2], out)
+    transfer.wait()
+    transfer._batch.results[3] = result
+    out[3, max(0, result) :] = 0xEE
+    transfer.finish()
+    assert torch.equal(out, records[::2])
+    assert (store.reads, store.bytes_read) == expected
+    store.close()
+
+
+def test_a_device_error_names_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
+    ids, records = fill(store, 20)
+    counted = store.reads
+    with monkeypatch.context() as patch:
+        with_results(patch, lambda results: results.fill(-errno.EIO))
+        transfer = store.start(ids[4:9], aligned_empty(5, RECORD_BYTES))
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"layer 3: reading records 4\.\.8 \(5\).*Input/output") as caught:
+                transfer.finish()
+    assert (caught.value.errno, store.reads) == (errno.EIO, counted)
+    assert torch.equal(read(store, ids), records), "it was that read only"
+    store.close()
+
+
+def test_the_descriptor_is_gone(tmp_path: Path) -> None:
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
+    ids, _ = fill(store, 20)
+    write_only = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(write_only, store._file.fd)
+    os.close(write_only)
+    with pytest.raises(StoreError, match=r"layer 3: reading record 4\b") as caught:
+        read(store, ids[4:10:2])
+    assert caught.value.errno == errno.EBADF
+    store.close()
+
+
+def test_closing_a_store_gives_up_what_has_not_begun(tmp_path: Path, pipe: Pipe) -> None:
+    ring = Ring(1)
+    store, other = (UringStore(tmp_path, RECORD_BYTES, f"layer {index}", ring) for index in (3, 4))
+    ids, _ = fill(store, 8)
+    more, records = fill(other, 8)
+    pipe.stall(ring)
+    out, kept = aligned_empty(4, RECORD_BYTES).fill_(0xEE), aligned_empty(4, RECORD_BYTES)
+    transfer, behind = store.start(ids[::2], out), other.start(more[::2], kept)
+    assert not transfer.done() and not behind.done()
+    thread = in_background(store.close)
+    pipe.feed()
+    thread.join(LONG)
+    assert not thread.is_alive()
+    assert (out == 0xEE).all()
+    with pytest.raises(CacheClosedError):
+        transfer.finish()
+    behind.finish()
+    assert torch.equal(kept, records[::2])
+    other.close()
+    ring.close()
+
+
+def test_an_interrupted_read_leaves_the_memory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Pipe
+) -> None:
+    ring = Ring(1)
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3", ring)
+    ids, _ = fill(store, 8)
+    pipe.stall(ring)
+    real, calls = Ring.wait, []
+
+    def interrupted_once(self: Ring, batch: Batch) -> None:
+        calls.append(batch)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        pipe.feed()
+        real(self, batch)
+
+    monkeypatch.setattr(Ring, "wait", interrupted_once)
+    out = aligned_empty(8, RECORD_BYTES).fill_(0xEE)
+    with pytest.raises(KeyboardInterrupt):
+        store.read(ids, out)
+    assert calls[0].finished_at is not None and calls[0].dropped
+    assert (out == 0xEE).all()
+    monkeypatch.undo()
+    store.close()
+    ring.close()
+
+
+def test_long_runs_are_cut(tmp_path: Path) -> None:
+    assert _cut(np.array([0, 3, 10, 11, 20]), 4).tolist() == [0, 3, 7, 10, 11, 15, 19, 20]
+    assert _cut(np.array([0, 8]), 4).tolist() == [0, 4, 8]
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
+    ids, records = fill(store, 700)
+    chosen = np.r_[ids[:300], ids[301:303], ids[310:700]]
+    before = store.reads
+    assert torch.equal(read(store, chosen), records[chosen])
+    assert store.reads - before == len(runs(chosen)) == 3
+    store.close()
+
+
+def test_stores_share_a_ring(tmp_path: Path) -> None:
+    ring = Ring(4)
+    stores = [UringStore(tmp_path, RECORD_BYTES, f"layer {index}", ring) for index in range(3)]
+    ids = [store.allocate(50) for store in stores]
+    for index, store in enumerate(stores):
+        store.write(ids[index], pattern(50, seed=index))
+    outs = [aligned_empty(25, RECORD_BYTES) for _ in stores]
+    transfers = [store.start(ids[index][::2], outs[index]) for index, store in enumerate(stores)]
+    for index in (1, 2, 0):
+        transfers[index].finish()
+        assert torch.equal(outs[index], pattern(50, seed=index)[::2])
+        stores[index].close()
+    ring.close()

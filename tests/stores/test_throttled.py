@@ -1,0 +1,157 @@
+"""The throttle's arithmetic with a clock of the test's own, and the throttled store against the conformance suite."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from eval.profiles import EMMC, PROFILES, SD, UFS
+from hf_offload_cache.stores.base import Store, aligned_empty
+from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.testing import DeviceClock, StoreTests, ThrottledStore, fill, read
+
+
+class Time:
+    """Seconds that pass only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def clock_of(time: Time, rate: float, latency: float, depth: int) -> DeviceClock:
+    return DeviceClock(rate, latency, depth, now=time, sleep=time.sleep)
+
+
+class TestThrottledMemory(StoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        return ThrottledStore(MemoryStore(record_bytes, "layer 3"), DeviceClock(1e12, 0.0, 8))
+
+
+class TestThrottledFile(StoreTests):
+    """The engine that "auto" takes here."""
+
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        engine = choose_engine("auto", directory)[0]
+        return ThrottledStore(open_store(engine, directory, record_bytes, "layer 3"), DeviceClock(1e12, 0.0, 8))
+
+
+def test_one_request_takes_its_latency_and_its_bytes() -> None:
+    clock = clock_of(Time(), 1000.0, 0.5, 4)
+    assert clock.book([2000]) == pytest.approx(100 + 0.5 + 2.0)
+
+
+def test_latencies_pass_beside_each_other_up_to_the_depth() -> None:
+    """Twelve requests without bytes to speak of, four at a time, are three latencies."""
+    clock = clock_of(Time(), 1e15, 0.5, 4)
+    assert clock.book([1] * 12) == pytest.approx(100 + 3 * 0.5)
+    assert clock_of(Time(), 1e15, 0.5, 1).book([1] * 12) == pytest.approx(100 + 12 * 0.5)
+
+
+def test_bytes_move_one_request_after_the_other() -> None:
+    """Large requests are bound by the bandwidth, whatever the depth: the first latency is the only one seen."""
+    clock = clock_of(Time(), 1000.0, 0.5, 4)
+    assert clock.book([1000] * 12) == pytest.approx(100 + 0.5 + 12.0)
+
+
+def test_what_comes_later_waits_for_what_came_before() -> None:
+    """Also from another store, and not for what is done."""
+    time = Time()
+    clock = clock_of(time, 1000.0, 0.0, 1)
+    assert clock.book([1000]) == pytest.approx(101.0)
+    assert clock.book([500]) == pytest.approx(101.5)
+    time.now = 200.0
+    assert clock.book([500]) == pytest.approx(200.5)
+    assert clock.book([]) == 200.0, "nothing to read takes no time"
+
+
+def test_a_read_sleeps_for_what_is_left_of_its_time() -> None:
+    """Five records in three runs are three requests; two stores on one clock are one device."""
+    time = Time()
+    clock = clock_of(time, 4096.0, 10.0, 1)
+    one, other = (ThrottledStore(MemoryStore(4096, name), clock) for name in ("layer 0", "layer 1"))
+    ids, records = fill(one, 8)
+    assert time.slept == [], "writes are not slowed"
+    assert torch.equal(read(one, ids[[0, 1, 3, 4, 7]]), records[[0, 1, 3, 4, 7]])
+    assert time.slept == pytest.approx([3 * 10 + 5])
+    clock.book([4096])
+    others, _ = fill(other, 1)
+    read(other, others)
+    assert time.slept[1:] == pytest.approx([2 * 11])
+
+
+def test_a_started_transfer_is_done_when_its_time_has_come(tmp_path: Path) -> None:
+    """The bytes may be there long before. A store that can only block is left to other threads."""
+    time = Time()
+    time.now = 1e9  # later than any machine's clock
+    store = ThrottledStore(open_store("mapped", tmp_path, 4096, "layer 3"), clock_of(time, 4096.0, 0.0, 1))
+    ids, records = fill(store, 3)
+    out = aligned_empty(3, 4096)
+    transfer = store.start(ids, out)
+    assert transfer is not None and not transfer.done()
+    transfer.finish()
+    assert time.slept == [3.0] and transfer.done()
+    assert transfer.finished_at == 1e9 + 3
+    assert torch.equal(out, records)
+    transfer.finish()
+    assert len(time.slept) == 1
+    store.close()
+    if probe_direct(tmp_path)[0]:
+        direct = ThrottledStore(open_store("direct", tmp_path, 4096, "layer 3"), store.clock)
+        assert direct.start(fill(direct, 1)[0], out[:1]) is None
+        direct.close()
+
+
+def test_counters_are_the_inner_stores() -> None:
+    """And may be set anew."""
+    store = ThrottledStore(MemoryStore(4096, "layer 3"), DeviceClock(1e12, 0.0, 1))
+    ids, _ = fill(store, 4)
+    read(store, ids[::2])
+    assert (store.reads, store.bytes_read) == (2, 8192) == (store.inner.reads, store.inner.bytes_read)
+    store.reads = store.bytes_read = 0
+    read(store, ids[:1])
+    assert (store.reads, store.bytes_read, store.inner.reads) == (1, 4096, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((0, 0.1, 1), "bytes_per_second"), ((1e6, -1, 1), "seconds_per_request"), ((1e6, 0.1, 0), "queue_depth")],
+)
+def test_clocks_that_cannot_be(arguments: tuple, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        DeviceClock(*arguments)
+
+
+@pytest.mark.parametrize("name", ["emmc", "ufs", "sd"])
+@pytest.mark.parametrize("size", [512, 4096, 16384, 1 << 20])
+def test_profiles_rates_are_the_clocks(name: str, size: int) -> None:
+    """2,000 requests at once take what `Profile.rate` says, to 5%."""
+    profile = PROFILES[name]
+    assert profile is not None
+    time = Time()
+    clock = clock_of(time, profile.bytes_per_second, profile.seconds_per_request, profile.queue_depth)
+    seconds = clock.book([size] * 2000) - 100.0
+    assert 2000 * size / seconds == pytest.approx(profile.rate(size), rel=0.05)
+
+
+def test_profiles_are_as_the_paper_has_them() -> None:
+    """Full bandwidth at large reads, below 6% of it at 512 bytes."""
+    for profile in (EMMC, UFS, SD):
+        assert profile.rate(512) < 0.06 * profile.bytes_per_second
+        assert profile.rate(4 << 20) > 0.95 * profile.bytes_per_second
+    assert EMMC.bytes_per_second == 250e6
+    assert np.isclose(EMMC.rate(4096), 98e6, rtol=0.02)
