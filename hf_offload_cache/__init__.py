@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .config import DiskSwapConfig, OffloadConfig
     from .report import CacheReport
     from .tuning.calibrate import calibrate
+    from .tuning.calibrate_budgets import calibrate_budgets
+    from .tuning.tuner import tune
 
 __all__ = [
     "Adapter",
@@ -23,7 +25,9 @@ __all__ = [
     "OffloadCache",
     "OffloadConfig",
     "calibrate",
+    "calibrate_budgets",
     "detach",
+    "tune",
 ]
 
 _HOME = {
@@ -34,7 +38,9 @@ _HOME = {
     "OffloadCache": "cache",
     "OffloadConfig": "config",
     "calibrate": "tuning.calibrate",
+    "calibrate_budgets": "tuning.calibrate_budgets",
     "detach": "attach",
+    "tune": "tuning.tuner",
 }
 
 

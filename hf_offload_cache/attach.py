@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import own_attention
 from .layer import TAG
+from .timeline import NO_TIMELINE, Timeline
 
 PREFIX = "hf_offload_cache_"
 """Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
@@ -46,6 +47,9 @@ class AttentionName(str):
 
 class Attachable:
     """What the seams call on the cache that a forward was given, all on the thread that runs the model."""
+
+    timeline: Timeline = NO_TIMELINE
+    """Told by the seams what the model is doing."""
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         """Before the whole model's forward."""
@@ -263,18 +267,25 @@ class _Seam:
         cache = _cache_among(args, kwargs)
         if cache is None:
             return
+        timeline = cache.timeline
         if self.verb == "begin_step":
+            timeline.begin_step()
             cache.begin_step(module, {"input_ids": args[0], **kwargs} if args else kwargs)
         elif self.verb == "end_step":
             cache.end_step()
+            timeline.end_step()
         elif self.verb == "leave_attention":
+            timeline.leave_attention(self.layer_idx)
             cache.leave_attention(self.layer_idx, output[0] if isinstance(output, tuple) else output)
+            timeline.enter_rest(self.layer_idx)
         else:
             hidden = args[0] if args else kwargs.get("hidden_states")
             if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
                 if self.verb == "enter_block":
+                    timeline.enter_block(self.layer_idx)
                     cache.enter_block(self.layer_idx, module, hidden)
                 else:
+                    timeline.enter_attention(self.layer_idx)
                     cache.enter_attention(self.layer_idx, module, hidden, kwargs.get("position_embeddings"))
 
 

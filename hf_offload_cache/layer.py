@@ -128,7 +128,8 @@ class OffloadLayer(CacheLayerMixin):
             self.dropped(freed)
         several = not whole and keys.shape[2] > 1
         self._before = (history.num_groups, history.tail.entries.clone()) if several else None
-        sealed = history.append(keys, values)
+        with self.shared.timeline.span("append", self.layer_idx):
+            sealed = history.append(keys, values)
         if self.state == "full":
             return key_states, value_states
         self._sealed = [] if self.shared.config.exact else sealed
@@ -182,7 +183,8 @@ class OffloadLayer(CacheLayerMixin):
         replaceable = replaceable and not kwargs.get("dropout")  # of a training step: not for good
         sealed, self._sealed = self._sealed, []
         if sealed and replaceable:
-            self.summarise(sealed, visible_columns(mask))
+            with self.shared.timeline.span("summarise", self.layer_idx):
+                self.summarise(sealed, visible_columns(mask))
         if not replaceable and not tag.whole:
             key, value = (no_backward(tensor, query) for tensor in self.history.whole())
         if not replaceable or tag.whole:

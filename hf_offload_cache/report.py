@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import BudgetError
+
 
 class MemoryAccount:
-    """Bytes that a cache holds, by owner, and the most it ever held at once.
+    """Bytes that a cache holds, by owner, and the most it ever held at once; any thread may call.
 
-    Each owner of an allocation calls `hold` when it allocates and `release` when it frees; any thread may.
+    Each owner of an allocation calls `hold` *before* it allocates and `release` after it freed.
+
+    Args:
+        limit: the most that may be held, in bytes; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self._lock = threading.Lock()
+        self.limit = limit
         self.by_owner: Counter[str] = Counter()
         self.current = 0
         self.peak = 0
 
     def hold(self, owner: str, nbytes: int) -> None:
+        """Book `nbytes` more (or, negative, less). Raises `BudgetError`, with nothing booked, above the limit."""
         with self._lock:
-            self.by_owner[owner] += nbytes
-            self.current += nbytes
-            self.peak = max(self.peak, self.current)
+            if nbytes > 0 and self.limit is not None and self.current + nbytes > self.limit:
+                held = ", ".join(f"{name} {_size(part)}" for name, part in self.by_owner.most_common(3) if part)
+                raise BudgetError(
+                    f"memory: {owner} would take {nbytes:,} bytes beside the {self.current:,} held ({held}), above the "
+                    f"{self.limit:,} allowed: give more memory, or let `for_budget` choose the fields"
+                )
+            self._book(owner, nbytes)
 
     def release(self, owner: str, nbytes: int) -> None:
+        """Book `nbytes` less."""
         self.hold(owner, -nbytes)
+
+    @contextlib.contextmanager
+    def holding(self, owner: str, nbytes: int) -> Iterator[None]:
+        """`nbytes` are held inside. Raises `BudgetError` as `hold` does, before anything runs."""
+        self.hold(owner, nbytes)
+        try:
+            yield
+        finally:
+            self.release(owner, nbytes)
+
+    def observe(self, owner: str, nbytes: int) -> None:
+        """`owner` was seen to hold `nbytes` in all: what others allocate is booked as it is, and cannot be refused."""
+        with self._lock:
+            self._book(owner, nbytes - self.by_owner[owner])
+
+    def _book(self, owner: str, nbytes: int) -> None:
+        self.by_owner[owner] += nbytes
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
 
 
 @dataclass
@@ -40,9 +73,32 @@ class Counters:
     units_ready: int = 0
     tokens_visible: int = 0
     tokens_attended: int = 0
+    mass_captured: float = 0.0
+    mass_steps: int = 0
     stall_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0
+    decode_stall_seconds: float = 0.0
+    decode_flight_seconds: float = 0.0
+    stall_seen: float = 0.0
+    flight_seen: float = 0.0
+
+    def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:
+        """A step has ended, after `decode_seconds` (None: it was not one of decoding). `flight_seconds` is the
+        prefetcher's; what came to it and to `stall_seconds` since the step before is of this one."""
+        if decode_seconds is not None:
+            self.decode_steps += 1
+            self.decode_seconds += decode_seconds
+            self.decode_stall_seconds += self.stall_seconds - self.stall_seen
+            self.decode_flight_seconds += flight_seconds - self.flight_seen
+        self.stall_seen, self.flight_seen = self.stall_seconds, flight_seconds
+
+    @property
+    def overlap(self) -> float | None:
+        """`CacheReport.overlap`."""
+        if self.decode_flight_seconds <= 0:
+            return None
+        return min(1.0, max(0.0, 1 - self.decode_stall_seconds / self.decode_flight_seconds))
 
 
 @dataclass(frozen=True)
@@ -69,16 +125,32 @@ class CacheReport:
     """Selected units resident when attention asked, over selected."""
     selected_fraction: float | None
     """Tokens attended over tokens visible, in sparse steps."""
+    captured_mass: float | None
+    """With `target_mass`: the share of attention mass that steps are estimated to have attended to, on the mean."""
     stall_seconds: float
     """Waits, corrective reads and faulting gathers."""
     decode_steps: int
     """Single-query calls over a history."""
     decode_seconds: float
+    decode_stall_seconds: float
+    """What of `stall_seconds` was in those."""
+    decode_flight_seconds: float
+    """How long the reads of those were under way, each counted by itself, from its submission: until its last byte was
+    there ("direct"); until that was noticed, at the latest when the next read was made or waited for ("uring"); until
+    the end of the gather that used it ("mapped", "memory": the kernel does not tell when advised pages come). The
+    latter two are the most that it can have been."""
+    overlap: float | None
+    """Share of `decode_flight_seconds` that nobody waited for: 1 where reads hide behind compute, 0 where each is
+    waited for as it is made. Prefill is left out: there reads are large, in order, and never in the way of a token. An
+    upper bound where the time under way is; what reading costs is `decode_stall_seconds` over `decode_seconds`. None:
+    no reads."""
     store: str
     """The read engine, and why it was taken."""
     layers: dict[str, int]
     """How many layers are in each state: unknown, tagged, full, kept (not offloaded)."""
     warnings: list[str] = field(default_factory=list)
+    memory_budget: int | None = None
+    """The most that `memory_bytes` may ever be; None: no limit was given."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -97,15 +169,19 @@ class CacheReport:
             "full KV": _size(self.full_kv_bytes),
             "memory now": _size(self.memory_bytes) + ratio,
             "memory peak": _size(self.peak_memory_bytes),
+            "memory budget": "-" if self.memory_budget is None else _size(self.memory_budget),
             "  of it now": ", ".join(f"{k} {_size(v)}" for k, v in self.memory_by_owner.items() if v),
             "on disk": _size(self.disk_bytes),
             "read / written": f"{_size(self.bytes_read)} in {self.reads:,} reads / {_size(self.bytes_written)}",
             "resident before prefetch": _share(self.hit_rate),
             "resident when asked": _share(self.prefetch_hit_rate),
             "tokens attended": _share(self.selected_fraction),
+            "attention mass, estimated": _share(self.captured_mass),
             "decode": f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
             + (f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s a sequence)" if self.decode_seconds else ""),
-            "time waited": f"{self.stall_seconds:.3f} s",
+            "time waited": f"{self.stall_seconds:.3f} s, of it in decode steps {self.decode_stall_seconds:.3f} s"
+            + (f" ({self.decode_stall_seconds / self.decode_seconds:.1%} of them)" if self.decode_seconds else ""),
+            "reads overlapped": _share(self.overlap),
             "store": self.store,
             "layers": ", ".join(f"{count} {state}" for state, count in self.layers.items() if count),
         }

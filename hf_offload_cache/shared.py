@@ -12,10 +12,14 @@ import torch
 
 from .config import OffloadConfig, parse_size
 from .errors import CacheClosedError, SeamLostError
-from .prefetch import Prefetcher, Staging
+from .prefetch import Prefetcher, Ticket
 from .report import Counters, MemoryAccount
+from .staging import Staging
 from .stores.base import Store
 from .stores.engines import choose_engine, open_store
+from .stores.ring import Ring
+from .timeline import NO_TIMELINE, Timeline
+from .trace import Trace
 
 SEAM_LOST = (
     "something replaced the model's attention implementation while a cache was attached. This step gave no token; "
@@ -26,16 +30,20 @@ SEAM_LOST = (
 class Shared:
     """Made and closed by the cache; used by the thread that runs the model.
 
-    Raises `StoreError` when `path` cannot hold the store, before anything is left behind.
+    Raises `StoreError` when `path` cannot hold the store and `ConfigError` when `trace` cannot be written, before
+    anything is left behind.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
         self.config = config
         self.directory = Path(tempfile.gettempdir() if path is None else path)
         self.engine, self.store_description = choose_engine(config.engine, self.directory)
-        self.account = MemoryAccount()
+        self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
         self.counters = Counters()
-        self.prefetcher = Prefetcher(self.account, parse_size(config.write_queue))
+        self.timeline: Timeline = NO_TIMELINE if config.trace is None else Trace(config.trace, self.account)
+        self.ring = Ring() if self.engine == "uring" else None
+        timeline = self.timeline if self.timeline.on else None
+        self.prefetcher = Prefetcher(self.account, parse_size(config.write_queue), timeline=timeline)
         self.stores: list[Store] = []
         self.unseen: int | None = None  # the layer whose keys attention has to see next
         self.closed = False
@@ -45,7 +53,7 @@ class Shared:
 
     def open_store(self, record_bytes: int, layer_idx: int) -> Store:
         """A new, empty store for one layer."""
-        store = open_store(self.engine, self.directory, record_bytes, f"layer {layer_idx}")
+        store = open_store(self.engine, self.directory, record_bytes, f"layer {layer_idx}", self.ring)
         self.stores.append(store)
         return store
 
@@ -57,7 +65,7 @@ class Shared:
             self.stores.remove(store)
 
     def reset_counters(self) -> None:
-        self.counters = Counters()
+        self.counters = Counters(flight_seen=self.prefetcher.seconds_in_flight)
         self.account.peak = self.account.current
         for store in self.stores:
             store.bytes_read = store.bytes_written = store.reads = 0
@@ -95,6 +103,11 @@ class Shared:
                 f"the keys of layer {self.unseen} did not reach hf_offload_cache's attention: {SEAM_LOST}"
             )
 
+    def wait_for(self, ticket: Ticket, layer_idx: int | None = None) -> None:
+        """Wait for a read: in the counters as stalled, on the timeline as "wait". Raises as `Ticket.wait`."""
+        with self.timeline.span("wait", layer_idx):
+            self.counters.stall_seconds += ticket.wait()
+
     def stream(
         self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device
     ) -> Iterator[torch.Tensor]:
@@ -117,7 +130,7 @@ class Shared:
                     target = buffers[(index + 1) % 2].host[: len(following)]
                     tickets.append(self.prefetcher.read(store, following, target))
                 buffer = buffers[index % 2]
-                self.counters.stall_seconds += tickets.pop(0).wait()
+                self.wait_for(tickets.pop(0))
                 buffer.upload(0, len(part))
                 yield buffer.device[: len(part)]
         finally:
@@ -150,7 +163,12 @@ class Shared:
             return
         self.closed = True
         self.unseen = None
-        self.prefetcher.close()
-        for store in list(self.stores):
-            self.close_store(store)
-        self.release_stream_buffers()
+        try:
+            self.prefetcher.close()
+            for store in list(self.stores):
+                self.close_store(store)
+            if self.ring is not None:
+                self.ring.close()
+            self.release_stream_buffers()
+        finally:
+            self.timeline.close()

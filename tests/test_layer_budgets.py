@@ -14,6 +14,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.layer_budgets import MOST, spread
+from hf_offload_cache.tuning.calibrate_budgets import calibrate_budgets
 
 
 def curve(needed: int, length: int) -> np.ndarray:
@@ -156,3 +157,25 @@ def test_measuring_again_only_where_the_length_has_doubled() -> None:
             model(ids[:, : 20], past_key_values=cache)
         assert all(layer.latest_queries is None for layer in cache.offloaded)
         assert cache.buffer._share == before != {}
+
+
+def test_budgets_from_sample_text_are_those_of_a_prompt_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text that is the prompt: what the cache measures by itself; and a cache takes them."""
+    model = long_model()
+    ids = prompt(model, 1, LONG)
+    fields: dict[str, Any] = {"group_size": 4, "num_recent": 8}
+    with DiskSwapCache(model, num_selected=40, engine="memory", **fields) as cache:
+        generate(model, cache, ids, max_new_tokens=2)
+        measured = {index: round(share * 40) for index, share in cache.buffer._share.items()}
+    budgets = calibrate_budgets(model, [ids], num_selected=40, **fields)
+    assert dict(enumerate(budgets)) == measured
+    assert sum(budgets) == 3 * 40
+    with DiskSwapCache(model, num_selected=40, layer_budgets=budgets, engine="memory", **fields) as cache:
+        with selections(monkeypatch) as seen:
+            generate(model, cache, ids, max_new_tokens=2)
+        assert {layer.layer_idx: 4 * (groups.shape[1] - 1) for layer, groups in seen} == measured
+
+
+def test_text_too_short_to_choose_from() -> None:
+    with pytest.raises(ValueError, match="num_selected=400"):
+        calibrate_budgets(long_model(), [prompt(long_model(), 1, 200)])
