@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_offload_cache.attention import (
     additive_mask,
     attend_block,
     attend_block_reference,
+    attend_once,
     stream_attention,
     visible_columns,
 )
@@ -222,3 +225,53 @@ def test_masks(dtype: torch.dtype) -> None:
     assert visible_columns(boolean).tolist() == [[True, False, True, True]]
     assert additive_mask(None) is None
     assert visible_columns(None) is None
+
+
+class _Module(torch.nn.Module):
+    """What `sdpa_attention_forward` looks at."""
+
+    num_key_value_groups, is_causal = 3, True
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "additive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
+    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
+    own attention gives, to a rounding of the type."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
+    entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)
+    keys, values = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in entries.split(32, -1))
+    mask = None
+    if masked is not None:
+        mask = torch.rand(rows, 1, 1, 37, generator=generator) < 0.7
+        mask[..., 0] = True
+        if masked == "additive":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    arguments = (_Module(), query, keys, values, mask)
+    expected = sdpa_attention_forward(*arguments, scaling=0.3)[0]
+    found, weights = attend_once(_refuse, *arguments, scaling=0.3)
+    assert weights is None
+    assert found.shape == expected.shape == (rows, 1, 6, 16)
+    assert found.dtype == dtype
+    tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"output_attentions": True}])
+def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> None:
+    query, keys = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 5, 16)
+    mark = object()
+    given: list[dict[str, Any]] = []
+
+    def own(*arguments: Any, **kwargs: Any) -> Any:
+        given.append(kwargs)
+        return mark
+
+    assert attend_once(own, _Module(), query, keys, keys, None, scaling=0.3, **extra) is mark
+    assert given == [{"scaling": 0.3, **extra}]
+
+
+def _refuse(*arguments: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the model's own attention was not to be called")
