@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import warnings
 import weakref
@@ -21,13 +22,16 @@ from transformers.cache_utils import (
 )
 
 from . import attach
-from .config import OffloadConfig
-from .errors import PromptError, SeamLostError, UnsupportedModelError
+from .budget import parse_memory, plan_memory
+from .config import OffloadConfig, parse_size
+from .errors import BudgetError, ConfigError, PromptError, SeamLostError, UnsupportedModelError
+from .geometry import Geometry
 from .hybrid import hybrid
 from .layer import OffloadLayer
 from .lookahead import LookAhead
 from .report import CacheReport
 from .shared import SEAM_LOST, Shared
+from .stores.engines import choose_engine
 from .token_log import TokenLog
 
 
@@ -54,22 +58,25 @@ class OffloadCache(Cache, attach.Attachable):
         config: OffloadConfig | str | Path | None = None,
         **fields: Any,
     ) -> None:
-        self.config = self.config_class.load(config, fields)
         inner = attach.inner_model(model)
+        self.config = self.config_class.load(config, fields, inner)
         if inner.config.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"model {type(inner).__name__} is an encoder-decoder: this cache serves decoder-only models; "
                 "use transformers' EncoderDecoderCache"
             )
+        self._check_budget(inner)
         self.shared = Shared(self.config, path)
+        self.timeline = self.shared.timeline
         self.warnings: list[str] = []
         self._model = weakref.ref(inner)
-        self._tokens = TokenLog(self.shared.account)
+        self._tokens = TokenLog(self.shared.account, self.config.max_context)
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
         self._step_length = 0
         self._open: list[int] | None = None  # lengths at the beginning of a step that has not ended
         self._entered = False
+        self._units_seen = (0, 0, 0)  # selected, resident, ready: at the end of the last step
         self._final: CacheReport | None = None
         self.look_ahead: LookAhead | None = None
         token = -1
@@ -81,10 +88,57 @@ class OffloadCache(Cache, attach.Attachable):
             self._finalizer = weakref.finalize(self, _shut_down, self.shared, self._model, token)
             if token == -1:
                 self._finalizer()
+        self.timeline.start()
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
         if not self.offloaded:
             self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
+
+    @classmethod
+    def for_budget(
+        cls,
+        model: Any,
+        memory: int | str,
+        max_context: int,
+        max_batch: int = 1,
+        path: str | Path | None = None,
+        **fields: Any,
+    ) -> Self:
+        """The best cache that never holds more than `memory` for up to `max_batch` sequences of `max_context` tokens.
+
+        Args:
+            memory: bytes, a size such as "300MiB", or a fraction of what `DynamicCache` would hold, such as "1/13".
+            max_context: tokens a sequence, those that are generated included.
+            max_batch: sequences, beams included.
+            **fields: fields of the configuration that are to stay as they are; the others are chosen by
+                `config_class.fit`.
+
+        A step or a change of rows beyond what was planned raises `BudgetError` before anything of it is taken in; the
+        cache goes on with what it holds. Raises as the constructor does, and `BudgetError` with the least memory that
+        would do.
+        """
+        for name, value in (("max_context", max_context), ("max_batch", max_batch)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        geometry = Geometry.of(model)
+        if fields.get("engine", "auto") == "auto":
+            directory = tempfile.gettempdir() if path is None else path
+            fields = {**fields, "engine": choose_engine("auto", directory)[0]}
+        limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
+        config = cls.config_class.fit(geometry, limit, max_context, max_batch, fields)
+        return cls(model, path=path, config=config)
+
+    def _check_budget(self, model: PreTrainedModel) -> None:
+        """Raises `BudgetError` where the configuration names a budget and limits that do not go together."""
+        memory, context, batch = self.config.memory, self.config.max_context, self.config.max_batch
+        if memory is None or context is None or batch is None:
+            return
+        peak = plan_memory(Geometry.of(model), self.config, context, batch).peak_bytes
+        if peak > parse_size(memory, "memory"):
+            raise BudgetError(
+                f"memory is {parse_size(memory):,} bytes, and {batch} x {context:,} tokens can take {peak:,} with "
+                "these fields: give as much, or let for_budget() choose the fields"
+            )
 
     def prepare(self, model: PreTrainedModel) -> None:
         """What a method needs of the model before the first step; runs before the seams go on."""
@@ -103,8 +157,12 @@ class OffloadCache(Cache, attach.Attachable):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer."""
+        """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
+        beyond what was planned."""
         self.shared.check_open()
+        layer = self._by_index.get(layer_idx)
+        if layer is not None:
+            self._check_planned(key_states.shape[0], layer.length + key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
@@ -132,10 +190,30 @@ class OffloadCache(Cache, attach.Attachable):
                     "use a new cache, or reset(), for a batch of another size"
                 )
             self._check_positions(kwargs, history)
+        self._check_planned(given.shape[0], history + given.shape[1])
         self._open, self._entered = lengths, False
         self._step_ids = ids if ids is not None else torch.full(given.shape[:2], TokenLog.UNKNOWN)
         self._step_length = history
-        self._step_started = time.perf_counter() if history and given.shape[1] == 1 else None
+        kind = "decode" if history and given.shape[1] == 1 else "prefill"
+        self.timeline.describe_step(kind, sequences=given.shape[0], tokens=given.shape[1], history=history)
+        self._step_started = time.perf_counter() if kind == "decode" else None
+
+    def _check_planned(self, batch: int, length: int) -> None:
+        """Raises `BudgetError` where `batch` sequences or `length` tokens a sequence are beyond what was planned."""
+        for name, asked, most in (
+            ("max_batch", batch, self.config.max_batch), ("max_context", length, self.config.max_context)
+        ):  # fmt: skip
+            if most is not None and asked > most:
+                unit = "sequences" if name == "max_batch" else "tokens a sequence"
+                raise BudgetError(
+                    f"{name} is {most:,} and this step would make it {asked:,} {unit}; nothing was taken in: make the "
+                    f"cache with {name}={asked} or more, or reset() it for a new context"
+                )
+
+    def _check_rows(self, count: int) -> None:
+        """Before the rows become `count`. Raises `BudgetError`."""
+        if count != self._tokens.batch:
+            self._check_planned(count, 0)
 
     @property
     def decoding(self) -> bool:
@@ -149,10 +227,9 @@ class OffloadCache(Cache, attach.Attachable):
         if self._step_ids is not None:
             self._tokens.append(self._step_ids, self._step_length)
             self._step_ids = None
-        if self._step_started is not None:
-            self.shared.counters.decode_steps += 1
-            self.shared.counters.decode_seconds += time.perf_counter() - self._step_started
-            self._step_started = None
+        seconds = None if self._step_started is None else time.perf_counter() - self._step_started
+        self.shared.counters.end_step(seconds, self.shared.prefetcher.seconds_in_flight)
+        self._step_started = None
         if not self.config.exact:
             self._check_sparse()
         for layer in self.offloaded:
@@ -160,6 +237,17 @@ class OffloadCache(Cache, attach.Attachable):
         if self.look_ahead is not None:
             self.look_ahead.end_step()
         self._account_live()
+        if self.timeline.on:
+            self._count_on_timeline()
+
+    def _count_on_timeline(self) -> None:
+        counters = self.shared.counters
+        now = (counters.units_selected, counters.units_resident, counters.units_ready)
+        selected, resident, ready = (new - old for new, old in zip(now, self._units_seen, strict=True))
+        self._units_seen = now
+        if selected > 0:
+            self.timeline.count("selected units", resident=resident / selected, ready=ready / selected)
+        self.timeline.count("memory, bytes", held=self.shared.account.current)
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         self._entered = True
@@ -235,17 +323,20 @@ class OffloadCache(Cache, attach.Attachable):
             self._tokens.truncate(max(0, kept))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._check_rows(len(beam_idx))
         with self.shared.changing():
             super().reorder_cache(beam_idx)
             self._tokens.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._check_rows(self._tokens.batch * repeats)
         with self.shared.changing():
             super().batch_repeat_interleave(repeats)
             self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         indices = torch.as_tensor(indices)
+        self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
         with self.shared.changing():
             super().batch_select_indices(indices)
             self._tokens.select_rows(indices)
@@ -255,6 +346,7 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.broken = False
         self.shared.check_open()
         self.shared.unseen = self.shared.front = self._open = None
+        self._units_seen = (0, 0, 0)
         super().reset()
         model = self._model()
         if model is not None:  # transformers' own keep the batch size of their states
@@ -296,6 +388,8 @@ class OffloadCache(Cache, attach.Attachable):
         notes = list(self.warnings)
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
             notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+        if (failure := self.timeline.failure) is not None:
+            notes.append(f"trace {str(self.config.trace)!r} ends early, it could not be written: {failure.strerror}")
         return CacheReport(
             cache=type(self).__name__,
             tokens=max((layer.length for layer in self.offloaded), default=self._tokens.length),
@@ -310,12 +404,17 @@ class OffloadCache(Cache, attach.Attachable):
             hit_rate=_ratio(counters.units_resident, counters.units_selected),
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
             stall_seconds=counters.stall_seconds,
             decode_steps=counters.decode_steps,
             decode_seconds=counters.decode_seconds,
+            decode_stall_seconds=counters.decode_stall_seconds,
+            decode_flight_seconds=counters.decode_flight_seconds,
+            overlap=counters.overlap,
             store=self.shared.store_description,
             layers=states,
             warnings=notes,
+            memory_budget=account.limit,
         )
 
     def _kept_bytes(self) -> int:
@@ -334,16 +433,16 @@ class OffloadCache(Cache, attach.Attachable):
         account = self.shared.account
         stores = sum(store.memory_bytes for store in self.shared.stores)
         tables = sum(layer.tables_nbytes for layer in self.offloaded if layer.is_initialized)
-        live = {"layers not offloaded": self._kept_bytes(), "records in memory": stores, "tables": tables}
-        for owner, now in live.items():
-            if now != account.by_owner[owner]:
-                account.hold(owner, now - account.by_owner[owner])
+        account.observe("layers not offloaded", self._kept_bytes())
+        account.observe("records in memory", stores)
+        account.observe("tables", tables)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
         if not self.closed:
+            self.timeline.flush()
             self._final = self.report()
         self._finalizer()
         for layer in self.offloaded:
@@ -366,7 +465,7 @@ class OffloadCache(Cache, attach.Attachable):
         raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: its data lies in files of this process")
 
 
-def _ratio(part: int, whole: int) -> float | None:
+def _ratio(part: float, whole: int) -> float | None:
     return part / whole if whole else None
 
 

@@ -8,9 +8,13 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .errors import ConfigError
+from .tuning.tuned import is_tuned, tuned_fields
+
+if TYPE_CHECKING:
+    from .geometry import Geometry
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -21,6 +25,24 @@ def parse_size(text: str | int, name: str = "size") -> int:
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_memory(text: int | str, full_kv_bytes: int) -> int:
+    """Bytes of a number, of "300MiB", or of a fraction of the full KV such as "1/13". Raises `ConfigError`."""
+    fraction = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", str(text))
+    if fraction is not None and int(fraction[2]):
+        memory = full_kv_bytes * int(fraction[1]) // int(fraction[2])
+    else:
+        try:
+            memory = parse_size(text, "memory")
+        except ConfigError as error:
+            raise ConfigError(
+                "memory must be bytes, a size such as '300MiB', or a fraction of the full KV such as '1/13', "
+                f"got {text!r}"
+            ) from error
+    if memory < 1:
+        raise ConfigError(f"memory must be at least one byte, got {text!r}: use '1/13' or a size such as '300MiB'")
+    return memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +60,8 @@ class OffloadConfig:
     block_tokens: int = 1024
     """Tokens a sequence of one block, when a history is streamed."""
     engine: str = "auto"
-    """How records are read: "direct" (O_DIRECT, threads), "mapped" (advised map), "memory" (no disk), "auto"."""
+    """How records are read: "uring" (io_uring), "direct" (O_DIRECT, threads), "mapped" (advised map), "memory" (no
+    disk), "auto": the first of uring, direct, mapped that works here."""
     write_queue: int | str = "4MiB"
     """Bytes that may wait to be written; `update` blocks while more would."""
     memory: int | str | None = None
@@ -48,7 +71,8 @@ class OffloadConfig:
     max_batch: int | None = None
     """Sequences that are planned for; `BudgetError` before there would be more. None: no limit."""
     trace: str | None = None
-    """File that a Chrome/Perfetto trace of what the cache did is written to, when it is closed."""
+    """File for a trace of what the cache does and when, which ui.perfetto.dev and chrome://tracing show. It is written
+    while the cache is used, and complete when that is closed."""
 
     def __post_init__(self) -> None:
         self._at_least("num_sinks", 0)
@@ -63,7 +87,7 @@ class OffloadConfig:
                     f"groups are read: use block_tokens={self.group_size} or group_size={self.block_tokens}"
                 )
         self._one_of("exact", (False, True, "bitwise"))
-        self._one_of("engine", ("auto", "direct", "mapped", "memory"))
+        self._one_of("engine", ("auto", "uring", "direct", "mapped", "memory"))
         if parse_size(self.write_queue, "write_queue") < 2**16:
             raise ConfigError(f"write_queue must be at least 64KiB, got {self.write_queue!r}: use '64KiB'")
         if self.memory is not None and parse_size(self.memory, "memory") < 1:
@@ -75,8 +99,12 @@ class OffloadConfig:
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
     @classmethod
-    def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
-        """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top."""
+    def load(cls, config: Self | str | Path | None, fields: dict[str, Any], model: Any = None) -> Self:
+        """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top.
+
+        Of an object that tuning wrote, the row for `max_batch` and `max_context` among `fields`, or for the largest
+        that were tuned for (see `tuning.tuned`); one that was tuned for another model than `model` is refused.
+        """
         if config is None:
             base: dict[str, Any] = {}
         elif isinstance(config, cls):
@@ -88,6 +116,8 @@ class OffloadConfig:
                 raise ConfigError(f"config: cannot read {str(config)!r} as JSON: {error}") from error
             if not isinstance(base, dict):
                 raise ConfigError(f"config: {str(config)!r} must hold a JSON object of fields")
+            if is_tuned(base):
+                base = tuned_fields(base, Path(config), fields.get("max_context"), fields.get("max_batch"), model)
         else:
             raise ConfigError(f"config must be a {cls.__name__}, a path or None, got {type(config).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -97,6 +127,16 @@ class OffloadConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         return cls(**{**base, **fields})
+
+    @classmethod
+    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Self:
+        """The best configuration that keeps `max_batch` sequences of `max_context` tokens within `memory` bytes.
+
+        `fields` are the user's and stay. Raises `BudgetError` with the least memory that would do.
+        """
+        from .budget import fit_stream
+
+        return fit_stream(cls, geometry, memory, max_context, max_batch, fields)
 
     def _number(self, name: str) -> float:
         value = getattr(self, name)
@@ -144,6 +184,13 @@ class DiskSwapConfig(OffloadConfig):
     how dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
     target_mass: float | None = None
     """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
+
+    @classmethod
+    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Self:
+        """As `OffloadConfig.fit`; `budget.fit_config` says what is best."""
+        from .budget import fit_config
+
+        return fit_config(geometry, memory, max_context, max_batch, fields, cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()

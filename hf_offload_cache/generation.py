@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import DiskSwapConfig
+from .config import DiskSwapConfig, parse_memory
 from .errors import ConfigError
 from .report import CacheReport
 
 if TYPE_CHECKING:
     import torch
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+    from .geometry import Geometry
 
 CACHES = ("disk-swap", "dynamic")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -97,6 +100,33 @@ def load(
         raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
 
 
+def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
+    """What of the model `load` would load decides memory. Reads the configuration, and of weights at most their files'
+    sizes; only the embedded default is loaded. Raises `DefaultModelMissingError`, `ModelLoadError`,
+    `UnsupportedModelError`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .geometry import Geometry
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    if name is None:
+        return dataclasses.replace(Geometry.of(load(None, dtype, "cpu")[0]), device=where)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+            model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        kind = "folder" if Path(name).exists() else "hub name (and no folder of that name exists)"
+        raise ModelLoadError(f"cannot read the configuration of the {kind} {name!r}: {error}") from error
+    geometry = dataclasses.replace(Geometry.of(model), device=where)
+    files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
+    return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
+
+
 def build_prompt(tokenizer: PreTrainedTokenizerBase, document: str, question: str) -> torch.Tensor:
     """Token ids (1, T) of the document and then the question: the user's message where the tokenizer has a chat
     template, else plain text that ends in "Answer:"."""
@@ -123,29 +153,46 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         )
 
 
-def check_fields(name: str, fields: Mapping[str, Any], path: str | Path | None = None) -> None:
+def check_fields(
+    name: str, fields: Mapping[str, Any], path: str | Path | None = None, memory: int | str | None = None
+) -> None:
     """Raises `ConfigError` for what `make_cache` would refuse whatever the model, so before a model is loaded."""
     if name not in CACHES:
         raise ConfigError(f"cache must be one of {', '.join(CACHES)}, got {name!r}")
     if name == "disk-swap":
         DiskSwapConfig.load(None, dict(fields))
-    elif fields or path:
-        raise ConfigError("cache 'dynamic' keeps all in memory and has no fields and no path: leave them out")
+        if memory is not None:
+            parse_memory(memory, sys.maxsize)
+    elif fields or path or memory:
+        raise ConfigError("cache 'dynamic' keeps all in memory and has no fields, path or memory: leave them out")
 
 
 @contextlib.contextmanager
 def make_cache(
-    name: str, model: PreTrainedModel, path: str | Path | None = None, fields: Mapping[str, Any] | None = None
+    name: str,
+    model: PreTrainedModel,
+    path: str | Path | None = None,
+    fields: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+    max_context: int | None = None,
 ) -> Iterator[Cache]:
     """A cache of that name (one of `CACHES`), closed on leaving, also after an exception.
 
-    Raises `ConfigError` for a name or a field that there is not.
+    With `memory` (bytes, "300MiB", or "1/13" of the full KV), which is for one sequence of `max_context` tokens, the
+    best that it allows (see `OffloadCache.for_budget`). Raises `ConfigError` for a name or a field that there is not,
+    `BudgetError` for a memory that does not do.
     """
-    check_fields(name, fields or {}, path)
+    check_fields(name, fields or {}, path, memory)
     if name == "disk-swap":
         from .caches.disk_swap import DiskSwapCache
 
-        with DiskSwapCache(model, path=path, **(fields or {})) as cache:
+        if memory is None:
+            cache = DiskSwapCache(model, path=path, **(fields or {}))
+        elif max_context is None:
+            raise ConfigError(f"memory={memory!r} needs max_context, the tokens it is for: give both")
+        else:
+            cache = DiskSwapCache.for_budget(model, memory, max_context, path=path, **(fields or {}))
+        with cache:
             yield cache
     else:
         from transformers import DynamicCache

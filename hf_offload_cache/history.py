@@ -8,13 +8,25 @@ import numpy as np
 import torch
 
 from .block_table import BlockTable
+from .config import parse_size
 from .records import RecordFormat
 from .shared import Shared
 from .stores.base import aligned_empty
 from .tail import RollingTail
 
-_PIECE_BYTES = 1 << 20
-"""Bytes that are packed and handed to the writer at a time."""
+PIECE_BYTES = 1 << 20
+"""Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
+
+
+def piece_groups(form: RecordFormat, batch: int, write_queue: int) -> int:
+    """Groups a row that `History.append` packs at a time."""
+    return max(1, min(PIECE_BYTES, write_queue // 2) // (batch * form.record_bytes))
+
+
+def packing_bytes(form: RecordFormat, batch: int, num_recent: int, groups: int) -> int:
+    """What `History.append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
+    group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
+    return batch * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
 
 
 class History:
@@ -31,6 +43,7 @@ class History:
         self._shared = shared
         self._num_recent = shared.config.num_recent
         self._step = max(1, shared.config.block_tokens // form.group_size)
+        self._write_queue = parse_size(shared.config.write_queue)
         self.store = shared.open_store(form.record_bytes, layer_idx)
         self.table = BlockTable(self.store, batch)
         self.tail = RollingTail(form, batch, self._num_recent, device, shared.account)
@@ -49,8 +62,12 @@ class History:
         arguments. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed.
         """
         groups, held = self.num_groups, self.tail.length
+        count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
+        count = min(count, piece_groups(self.form, self.batch, self._write_queue))
+        packing = packing_bytes(self.form, self.batch, self._num_recent, count) if count else 0
         try:
-            sealed = self._append(keys, values)
+            with self._shared.account.holding("packing", packing):
+                sealed = self._append(keys, values)
         except BaseException:
             self.table.drop_last(self.num_groups - groups)
             self.tail.length = held
@@ -73,7 +90,7 @@ class History:
                 self._write(ids, self.tail.entries[:, : count * group])
                 self.tail.drop_first(count * group)
         else:
-            piece = max(1, _PIECE_BYTES // (self.batch * self.form.record_bytes))
+            piece = piece_groups(self.form, self.batch, self._write_queue)
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
                 self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
@@ -112,7 +129,7 @@ class History:
         """
         edges = range(0, num_groups, self._step)
         ids = [self.table.ids[:, start : min(start + self._step, num_groups)].reshape(-1) for start in edges]
-        flat = np.concatenate(ids) if ids else np.empty(0, dtype=np.int64)
+        flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
         for records in self._shared.stream(self.store, flat, self._step * self.batch, self.device):
             yield self.form.split(self._entries(records))
         if tail is not None and tail.shape[1]:
@@ -149,7 +166,7 @@ class History:
             self.length = length
             return None
         keep = max(0, length - self._num_recent) // group
-        ids = self.table.ids[:, keep : -(-length // group)].reshape(-1)
+        ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
         for records in self._shared.stream(self.store, ids, max(1, len(ids)), self.device):
             entries = self._entries(records)[:, : length - keep * group]

@@ -35,12 +35,17 @@ class RecordFormat:
         if keys.dtype != values.dtype:
             raise TypeError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
         sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+        return cls.of_sizes(sizes, keys.dtype, group_size)
+
+    @classmethod
+    def of_sizes(cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None) -> RecordFormat:
+        """As `of`, for `sizes` (Hk, Dk, Hv, Dv)."""
         if group_size is None:
-            entry = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * keys.element_size()
+            entry = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * dtype.itemsize
             group_size = 4
             while group_size < 16 and 2 * group_size * entry <= TARGET_RECORD_BYTES:
                 group_size *= 2
-        return cls(*sizes, keys.dtype, group_size)
+        return cls(*sizes, dtype, group_size)
 
     @property
     def key_width(self) -> int:

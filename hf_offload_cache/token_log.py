@@ -7,14 +7,21 @@ import torch
 from .buffers import lasting_empty
 from .report import MemoryAccount
 
+_PART = 2048
+"""Ids a row that are moved at a time, when rows change places."""
+
 
 class TokenLog:
-    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings."""
+    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings.
+
+    Takes room for `max_context` ids a row at once where that is known.
+    """
 
     UNKNOWN = -1
 
-    def __init__(self, account: MemoryAccount) -> None:
+    def __init__(self, account: MemoryAccount, max_context: int | None = None) -> None:
         self._account = account
+        self._most = max_context
         self._ids = torch.empty(0, 0, dtype=torch.int64)
         self.length = 0
 
@@ -27,20 +34,26 @@ class TokenLog:
         """Bytes held, room to grow included."""
         return self._ids.nbytes
 
-    def _hold(self, ids: torch.Tensor) -> None:
-        self._account.hold("token ids", ids.nbytes - self._ids.nbytes)
-        self._ids = ids
+    def _forget(self) -> None:
+        """Hold nothing; a view of nothing would keep the memory."""
+        self._account.release("token ids", self._ids.nbytes)
+        self._ids = torch.empty(0, 0, dtype=torch.int64)
 
     def append(self, ids: torch.Tensor, at: int) -> None:
         """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown."""
         stop = at + ids.shape[1]
         self.length = min(self.length, at)
         if stop > self._ids.shape[1] or ids.shape[0] != self.batch:
-            grown = lasting_empty(ids.shape[0], stop + stop // 8 + 64, dtype=torch.int64)
             self.length = self.length if ids.shape[0] == self.batch else 0
+            if not self.length:
+                self._forget()
+            room = max(stop, self._most or stop + stop // 8 + 64)  # with a known most, once and no copy
+            self._account.hold("token ids", ids.shape[0] * room * 8)
+            grown = lasting_empty(ids.shape[0], room, dtype=torch.int64)
             if self.length:
                 grown[:, : self.length] = self._ids[:, : self.length]
-            self._hold(grown)
+            self._account.release("token ids", self._ids.nbytes)
+            self._ids = grown
         self._ids[:, self.length : at] = self.UNKNOWN
         self._ids[:, at:stop] = ids.detach()
         self.length = stop
@@ -49,14 +62,22 @@ class TokenLog:
         """Keep the first `length` ids of every row."""
         self.length = min(self.length, length)
         if not self.length:
-            self._hold(self._ids[:0, :0])
+            self._forget()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         if self.length:
-            old = self._ids[rows.cpu()]
-            ids = lasting_empty(*old.shape, dtype=torch.int64)
-            self._hold(ids.copy_(old))
+            old, rows = self._ids, rows.cpu()
+            if rows.dtype == torch.bool:
+                rows = rows.nonzero().reshape(-1)
+            if len(rows) == self.batch:
+                for part in old[:, : self.length].split(_PART, 1):
+                    part.copy_(part.index_select(0, rows))
+                return
+            self._account.hold("token ids", len(rows) * old.shape[1] * 8)
+            self._ids = lasting_empty(len(rows), old.shape[1], dtype=torch.int64)
+            torch.index_select(old, 0, rows, out=self._ids)
+            self._account.release("token ids", old.nbytes)
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from what is known of the first t, or None."""

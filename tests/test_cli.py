@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from hf_offload_cache import cli, generation
+from hf_offload_cache.commands import common
 
 WORDS = [f"w{i}" for i in range(96)]
 POSITIONS = 512
@@ -205,7 +206,7 @@ def test_interrupt_closes_the_cache_and_exits_130(run, monkeypatch):
     ],
 )
 def test_values_of_set(text, value):
-    assert cli._assignment(text)[1] == value and type(cli._assignment(text)[1]) is type(value)
+    assert common.assignment(text)[1] == value and type(common.assignment(text)[1]) is type(value)
 
 
 def test_wait_policy_is_set_before_torch(tmp_path):
@@ -230,3 +231,166 @@ def test_wait_policy_is_set_before_torch(tmp_path):
 def test_help_names_every_verb():
     done = subprocess.run([sys.executable, "-m", "hf_offload_cache.cli", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "generate" in done.stdout
+
+
+def test_trace_is_written_beside_an_answer_that_stays_the_same(run, tiny, document, tmp_path):
+    file = tmp_path / "trace.json"
+    code, out, err = run("--set", "exact=true", "--trace", str(file), "--compare")
+    assert code == 0
+    assert out.splitlines() == [expected_text(tiny, document)] * 2
+    assert "timeline" in err, "what it holds is in the report"
+    steps = [event["name"] for event in json.loads(file.read_text()) if "step" in event.get("args", {})]
+    assert steps == ["prefill"] * 2 + ["decode"] * 5
+
+
+def test_a_trace_that_cannot_be_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "load", lambda *arguments: pytest.fail("a model was loaded"))
+    code, _, err = run("--trace", str(tmp_path / "missing" / "trace.json"))
+    assert code == 2
+    assert "--trace" in last_line(err) and "there is no folder" in last_line(err)
+    code, _, err = run("--trace", str(tmp_path / "trace.json"), "--cache", "dynamic")
+    assert code == 2
+    assert "--trace" in last_line(err)
+    assert list(tmp_path.glob("trace*")) == []
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_generate_within_a_memory(run, tmp_path):
+    """The report says the budget beside the peak, which is below it."""
+    file = tmp_path / "answer.json"
+    code, _, err = run("--memory", "3/1", "--set", "num_selected=64", "--json", str(file))
+    assert code == 0, err
+    (answer,) = json.loads(file.read_text())
+    full = (answer["prompt_tokens"] + 6) * 2 * 2 * 2 * 16 * 4  # what is planned for: the prompt and six tokens
+    assert answer["report"]["memory_budget"] == full * 3
+    assert answer["report"]["peak_memory_bytes"] <= answer["report"]["memory_budget"]
+    assert "memory budget" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "1/500"], "BudgetError: memory is 216 bytes (216 B); 1 x 211 tokens need at least"),
+        (["--memory", "lots"], "memory must be bytes, a size such as '300MiB'"),
+        (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
+    ],
+)
+def test_a_memory_that_does_not_do(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split()) and "Traceback" not in err
+
+
+@pytest.fixture
+def plan(tiny, tmp_path, capsys, monkeypatch):
+    """Runs `plan` on the tiny model's folder: (exit code, stdout, stderr, what was written as JSON)."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+
+    def run(*arguments, model=tiny, context="4000"):
+        file = tmp_path / "plan.json"
+        fixed = ["plan", "--model", str(model), "--context", context, "--device", "cpu", "--json", str(file)]
+        try:
+            code = cli.main([*fixed, *arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+def test_plan_of_a_folder(plan, tiny, tmp_path):
+    """Two layers, two key heads of 16 floats: 512 bytes a token. The weights are the folder's files, and not read."""
+    (tmp_path / "disk").mkdir()
+    path = ["--path", str(tmp_path / "disk")]
+    code, out, err, written = plan("--batch", "3", "--memory", "1/4", "--set", "num_sinks=2", *path)
+    assert (code, err) == (0, "")
+    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert written["plan"]["weight_bytes"] == weights
+    assert written["plan"]["full_kv_bytes"] == 3 * 4000 * 512
+    assert written["config"]["memory"] == 3 * 4000 * 512 // 4 >= written["plan"]["peak_bytes"]
+    assert written["config"]["num_sinks"] == 2 and written["config"]["max_batch"] == 3
+    assert written["machine"]["needs"] == {
+        "memory": weights + written["plan"]["peak_bytes"], "disk": written["plan"]["disk_bytes"]
+    }  # fmt: skip
+    assert written["machine"]["fits"] == {"memory": True, "disk": True}
+    rows = ("weights", "full KV", "compact keys", "reuse slots", "staging", "write queue", "on disk", "num_sinks=2")
+    assert [words for words in rows if words not in out] == []
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_plan_loads_no_weights(plan, tiny, tmp_path):
+    """The configuration alone is enough; weights are then counted."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((tiny / "config.json").read_text())
+    code, _, err, bare = plan("--memory", "1/2", model=tmp_path / "bare")
+    assert code == 0, err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 <= bare["plan"]["weight_bytes"] - parameters < 1024  # and the rotary frequencies
+    _, _, _, whole = plan("--memory", "1/2")
+    assert {**bare["plan"], "weight_bytes": 0} == {**whole["plan"], "weight_bytes": 0}
+    _, _, _, half = plan("--memory", "1/2", "--dtype", "bfloat16")
+    assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
+
+
+def test_plan_without_a_memory_is_of_the_fields(plan):
+    code, out, _, written = plan("--set", "num_selected=64")
+    assert code == 0
+    assert (written["config"]["num_selected"], written["config"]["memory"]) == (64, None)
+    assert written["plan"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("what", "line"), [("free_memory", "memory: "), ("free_disk", "disk: ")])
+def test_a_plan_that_this_machine_does_not_hold(plan, monkeypatch, what, line):
+    from hf_offload_cache import machine
+
+    monkeypatch.setattr(machine, what, lambda where="cpu": 1000)
+    code, out, _, written = plan("--memory", "1/4")
+    assert code == 1
+    (said,) = [text for text in out.splitlines() if text.startswith(line)]
+    assert said.endswith("free 1000 B: does not fit")
+    assert written["machine"]["fits"][line.rstrip(": ")] is False
+
+
+def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
+    from hf_offload_cache import machine
+
+    monkeypatch.setattr(machine, "free_memory", lambda device: None)
+    code, out, _, _ = plan("--memory", "1/4")
+    assert code == 0 and "free unknown: cannot be told here" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "1/400"], "BudgetError: memory is"),
+        (["--memory", "1/4", "--set", "rnk=3"], "did you mean 'rank'?"),
+        (["--memory", "a lot"], "memory must be bytes, a size"),
+        (["--batch", "0"], "at least 1, got '0'"),
+        (["--path", "nowhere/at/all"], "--path must be a folder that exists, got 'nowhere/at/all'"),
+    ],
+)
+def test_a_wrong_plan(plan, arguments, words):
+    code, out, err, written = plan(*arguments)
+    assert (code, out, written) == (2, "", None)
+    assert words in last_line(err) and "Traceback" not in err
+
+
+def test_a_plan_of_no_model(plan, tmp_path):
+    code, _, err, _ = plan(model=tmp_path / "nowhere")
+    assert code == 2 and "cannot read the configuration of the hub name" in last_line(err)
+
+
+def test_free_memory_is_within_the_control_group(tmp_path):
+    from hf_offload_cache import machine
+
+    assert machine._control_group(tmp_path) is None
+    (tmp_path / "memory.current").write_text("300\n")
+    for limit, left in (("max", None), ("1000", 700), ("200", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        assert machine._control_group(tmp_path) == left
+    assert machine.free_memory() is None or machine.free_memory() > 0
+    assert machine.free_disk(tmp_path) > 0

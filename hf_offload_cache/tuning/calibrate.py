@@ -14,6 +14,35 @@ from ..fingerprint import fingerprint
 from ..predictors.low_rank import principal_directions
 
 
+class KeyMoments:
+    """Second moments of keys, layer by layer, from which an adapter of any rank is made. Host memory."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, torch.Tensor] = {}
+
+    def add(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Count keys (B, Hk, T, D) of one layer in."""
+        flat = keys.detach().transpose(1, 2).flatten(0, 1).flatten(1).float()
+        moment = self.by_layer.setdefault(layer_idx, torch.zeros(flat.shape[1], flat.shape[1]))
+        moment += (flat.t() @ flat).cpu()
+
+    def projections(self, rank: int | None) -> dict[int, torch.Tensor]:
+        """(Hk D, rank) by layer, most energy first; None: half the width."""
+        return {
+            index: principal_directions(moment, min(rank or max(1, moment.shape[0] // 2), moment.shape[0]))
+            for index, moment in self.by_layer.items()
+        }
+
+    def energy(self, ranks: list[int]) -> torch.Tensor:
+        """(layers, ranks), float64: the share of each layer's energy that the first columns keep."""
+        shares = []
+        for moment in self.by_layer.values():
+            values = torch.linalg.eigvalsh(moment.double()).flip(-1).clamp_min(0)
+            kept = values.cumsum(0) / values.sum()
+            shares.append(torch.stack([kept[min(rank, len(kept)) - 1] for rank in ranks]))
+        return torch.stack(shares)
+
+
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:
     """The right singular vectors of the keys that `model` makes of `texts`, layer by layer.
 
@@ -27,7 +56,7 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}: use rank=1 or None")
     inner = inner_model(model)
-    moments: dict[int, torch.Tensor] = {}
+    moments = KeyMoments()
     for text in texts:
         if isinstance(text, str):
             if tokenizer is None:
@@ -37,12 +66,7 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
         with torch.inference_mode(), OffloadCache(inner, exact=True, engine="memory") as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache)
             for layer in cache.offloaded:
-                flat = layer.history.whole()[0].transpose(1, 2).flatten(0, 1).flatten(1).float()
-                moment = moments.setdefault(layer.layer_idx, torch.zeros(flat.shape[1], flat.shape[1]))
-                moment += (flat.t() @ flat).cpu()
-    if not moments:
+                moments.add(layer.layer_idx, layer.history.whole()[0])
+    if not moments.by_layer:
         raise ValueError("texts must hold at least one text, got none")
-    projections = {
-        index: principal_directions(moment, rank or max(1, moment.shape[0] // 2)) for index, moment in moments.items()
-    }
-    return Adapter(projections, fingerprint(inner))
+    return Adapter(moments.projections(rank), fingerprint(inner))

@@ -1,0 +1,44 @@
+"""What this machine has free: memory and disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def free_memory(device: str = "cpu") -> int | None:
+    """Bytes that a new allocation on `device` ("cpu", "cuda", "cuda:1") may take now; None where nobody tells.
+
+    For the host: what the kernel says is available, and no more than the control group of this process allows.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    known = [free for free in (_available(), _control_group()) if free is not None]
+    return min(known) if known else None
+
+
+def free_disk(path: str | os.PathLike[str]) -> int:
+    """Bytes that this user may still write under `path`, which exists."""
+    return shutil.disk_usage(path).free
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the limit of this control group (version 2) leaves; None without a limit."""
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - used) if limit.isdecimal() else None

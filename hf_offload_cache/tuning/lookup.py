@@ -1,0 +1,153 @@
+"""The tables of appendix A.1, measured on sample text: properties of the model, the same on every machine.
+
+One run of the model a group size records what each decoding step selects. The selections do not depend on what lies in
+slots, so replaying them through a slot table gives the reuse rate of every capacity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attach import inner_model
+from ..cache import OffloadCache
+from ..caches.disk_swap import DiskSwapCache
+from ..config import DiskSwapConfig
+from ..generation import prefill
+from ..layer import OffloadLayer
+from ..records import RecordFormat
+from ..slots import ABSENT, SlotTable
+from .calibrate import KeyMoments
+from .synthetic import attention_modules, fill
+from .tables import CompressionTable, ReuseTable
+
+Selections = dict[int, list[np.ndarray]]
+"""By layer index: the groups (B, M) that each step selected, in order."""
+
+
+class Reader:
+    """Reads sample texts with a model and keeps what the tables need of them.
+
+    Args:
+        model: a PreTrainedModel whose every layer is one of full attention; runs on its own device.
+        group_sizes: those to record selections for.
+        capacities: of the reuse buffer, tokens a sequence and layer, ascending from 0.
+        settings: what of a configuration decides the selection, and is not tuned.
+
+    `form` is the format of the layers' records, after the first text; where layers differ, of the largest.
+    """
+
+    def __init__(
+        self, model: Any, group_sizes: tuple[int, ...], capacities: list[int], settings: DiskSwapConfig
+    ) -> None:
+        self._model = inner_model(model)
+        self._group_sizes = group_sizes
+        self._capacities = capacities
+        self._settings = settings
+        self._modules = attention_modules(model)
+        self.moments = KeyMoments()
+        self.rates: dict[int, list[list[float]]] = {size: [] for size in group_sizes}
+        self.form: RecordFormat | None = None
+
+    def read(self, ids: torch.Tensor, context: int, on_step: Callable[[float, str], object]) -> None:
+        """Take in the first `context` of token ids (T,) as the context; the rest is decoded, one by one, as it stands.
+
+        The first step finds all slots empty and is not counted: T - context must be at least 2. `on_step` gets the
+        share done and what is going on. Holds the keys and values of the text in memory.
+        """
+        ids = ids[None].to(self._model.device)
+        on_step(0.0, f"reading {context:,} tokens")
+        with OffloadCache(self._model, exact=True, engine="memory") as whole:
+            prefill(self._model, ids[:, :context], whole, chunk=context)
+            forms = [layer.history.form for layer in whole.offloaded]
+            self.form = max(forms, key=lambda form: form.entry_bytes)
+            for layer in whole.offloaded:
+                self.moments.add(layer.layer_idx, layer.history.whole()[0])
+            for index, size in enumerate(self._group_sizes):
+                on_step((index + 1) / (1 + len(self._group_sizes)), f"groups of {size}")
+                selections = self._decode(whole.offloaded, ids, context, size)
+                sinks = self._settings.num_sinks
+                self.rates[size].append([replay(selections, capacity, size, sinks) for capacity in self._capacities])
+
+    def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
+        fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
+        fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summary_dtype}
+        with DiskSwapCache(
+            self._model, group_size=group_size, reuse_capacity=0, layer_budgets="uniform", look_ahead=False,
+            engine="memory", **fields,
+        ) as cache:  # fmt: skip
+            own = {layer.layer_idx: layer for layer in cache.offloaded}
+            for layer in layers:
+                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.history.whole())
+            with recorded(cache) as selections, torch.no_grad():
+                for position in range(context, ids.shape[1]):
+                    step = ids[:, position : position + 1]
+                    self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return selections
+
+    @property
+    def samples(self) -> int:
+        """Texts read so far."""
+        return len(self.rates[self._group_sizes[0]])
+
+    def reuse_table(self) -> ReuseTable:
+        """Capacity to reuse rate, over all texts read."""
+        by_size = {size: np.array(rows) for size, rows in self.rates.items()}
+        tables = [
+            {size: [round(float(value), 6) for value in of(rows, axis=0)] for size, rows in by_size.items()}
+            for of in (np.mean, np.min, np.max, np.std)
+        ]
+        return ReuseTable(self._capacities, *tables)
+
+    def compression_table(self, ranks: list[int]) -> CompressionTable:
+        """For `ranks`, descending, and compact keys of the configured type."""
+        assert self.form is not None
+        energy = self.moments.energy(ranks)
+        component = getattr(torch, self._settings.summary_dtype).itemsize
+        mean, least = (part.tolist() for part in (energy.mean(0), energy.amin(0)))
+        return CompressionTable(self.form.key_width * self.form.dtype.itemsize, component, list(ranks), mean, least)
+
+
+@contextlib.contextmanager
+def recorded(cache: DiskSwapCache) -> Iterator[Selections]:
+    """What the steps within select, layer by layer, without a change to what they do."""
+    buffer = cache.buffer
+    assert buffer is not None
+    gather, selections = buffer.gather, {}  # type: tuple[Any, Selections]
+
+    def recording(layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
+        selections.setdefault(layer.layer_idx, []).append(np.array(groups))
+        return gather(layer, groups)
+
+    buffer.gather = recording  # type: ignore[method-assign]
+    try:
+        yield selections
+    finally:
+        del buffer.gather
+
+
+def replay(selections: Selections, capacity: int, group_size: int, num_sinks: int = 4) -> float:
+    """The reuse rate that a buffer of `capacity` tokens a sequence would have had: selected groups that lay in a slot
+    before their step, over all selected, the first step of each layer left out.
+
+    Sized as the cache sizes it: whole groups, and the sinks' on top.
+    """
+    resident = selected = 0
+    for steps in selections.values():
+        batch = steps[0].shape[0]
+        slots = batch * (-(-capacity // group_size) + -(-num_sinks // group_size)) if capacity else 0
+        stride = 1 + max(int(groups.max(initial=0)) for groups in steps)
+        table = SlotTable(slots)
+        for index, groups in enumerate(steps):
+            records = (groups + stride * np.arange(batch)[:, None]).reshape(-1)  # rows share nothing
+            lies_in = table.locate(records)
+            held = lies_in != ABSENT
+            if index:
+                resident += int(held.sum())
+                selected += len(records)
+            table.insert(np.unique(records[~held]), lies_in[held])
+    return resident / selected if selected else 0.0

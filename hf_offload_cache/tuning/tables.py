@@ -1,0 +1,137 @@
+"""What tuning looks up (KVSwap, appendix A.1 and A.3): two tables of the model, two profiles of the machine.
+
+Plain numbers that go to JSON and back; nothing here measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+
+class _Plain:
+    """To JSON and back by field name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What `to_dict` gave, also after JSON. Raises `TypeError` for other fields."""
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ReuseTable(_Plain):
+    """Capacity of the reuse buffer to reuse rate, for each group size: a property of the model and of text.
+
+    Lists under a group size go with `capacities`. A rate is the share of a step's selected groups that lay in slots
+    before it; `mean`, `least`, `most` and `deviation` are over the samples, each the mean of its layers and steps.
+    """
+
+    capacities: list[int]
+    """Tokens a sequence and layer, ascending from 0."""
+    mean: dict[int, list[float]]
+    least: dict[int, list[float]]
+    most: dict[int, list[float]]
+    deviation: dict[int, list[float]]
+
+    def rate(self, group_size: int, capacity: float) -> float:
+        """The mean rate at a capacity (tokens), between two measured ones in proportion; beyond the last, the last."""
+        return float(np.interp(capacity, self.capacities, self.mean[group_size]))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        named = {name: value for name, value in values.items() if name != "capacities"}
+        by_size = {name: {int(size): row for size, row in table.items()} for name, table in named.items()}
+        return cls(capacities=values["capacities"], **by_size)
+
+
+@dataclass(frozen=True)
+class CompressionTable(_Plain):
+    """Width of a compact key to the compression ratio σ and to what the adapter's first columns keep."""
+
+    key_bytes: int
+    """Of a token's full keys in one layer, all heads."""
+    component_bytes: int
+    """Of one component of a compact key."""
+    ranks: list[int]
+    """Descending: σ ascends."""
+    energy: list[float]
+    """Share of the keys' energy in the first columns, the mean over layers; goes with `ranks`."""
+    least_energy: list[float]
+    """The same of the worst layer."""
+
+    def sigma(self, rank: int) -> float:
+        """Full key bytes a token over compact key bytes a token."""
+        return self.key_bytes / (rank * self.component_bytes)
+
+
+@dataclass(frozen=True)
+class IoProfile(_Plain):
+    """Seconds that a cold read of so many random records takes on this disk, nothing else going on.
+
+    A read's time depends on batch, selection and reuse only through the number of records, so it is measured over
+    that number, and serves all of T_io(b, MG, G, C).
+    """
+
+    counts: dict[int, list[int]]
+    """Records a read, by the size of a record in bytes; ascending."""
+    seconds: dict[int, list[float]]
+    """Goes with `counts`."""
+    record_bytes: dict[int, int]
+    """Bytes of one layer's record, by the tokens of a group."""
+
+    def time(self, group_size: int, records: float) -> float:
+        """Seconds of one layer's reads in one step; between two measured numbers in proportion, and so on after the
+        last."""
+        size = self.record_bytes[group_size]
+        return max(0.0, along([0, *self.counts[size]], np.array([0.0, *self.seconds[size]]), records).item())
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{name: {int(key): value for key, value in table.items()} for name, table in values.items()})
+
+
+@dataclass(frozen=True)
+class ModelProfile(_Plain):
+    """Seconds of one decoder block in a decoding step without I/O: T_model(b, MG, C, S, σ).
+
+    Attention and the feed-forward part depend on b, prediction on b, S and σ, the reuse buffer on b and C (appendix
+    A.3): so two grids, whose sum it is, stand for the full product.
+    """
+
+    batches: list[int]
+    contexts: list[int]
+    ranks: list[int]
+    seconds: list[list[list[float]]]
+    """By batch, context and rank, at the capacity where `reuse_seconds` is zero. All axes ascend."""
+    capacities: list[int]
+    reuse_seconds: list[list[float]]
+    """By batch and capacity: what is added."""
+
+    def time(self, batch: int, context: int, rank: int, capacity: int) -> float:
+        """Between grid points in proportion along each axis; beyond the last point of an axis, straight on."""
+        block: Any = np.array(self.seconds)
+        for axis, at in ((self.batches, batch), (self.contexts, context), (self.ranks, rank)):
+            block = along(axis, block, at)
+        reuse: Any = np.array(self.reuse_seconds)
+        for axis, at in ((self.batches, batch), (self.capacities, capacity)):
+            reuse = along(axis, reuse, at)
+        return max(0.0, (block + reuse).item())
+
+
+def along(axis: Sequence[float], values: np.ndarray, at: float) -> np.ndarray:
+    """`values` (n, ...) at a position of their first axis, whose n points ascend: in proportion between two points,
+    the first value before the first point, straight on after the last."""
+    if len(axis) == 1:
+        return values[0]
+    right = int(np.clip(np.searchsorted(axis, at), 1, len(axis) - 1))
+    share = max(0.0, (at - axis[right - 1]) / (axis[right] - axis[right - 1]))
+    result: np.ndarray = values[right - 1] + share * (values[right] - values[right - 1])
+    return result

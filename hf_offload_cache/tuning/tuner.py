@@ -1,0 +1,338 @@
+"""`tune`: measures, solves, and hands back a `Tuned` (KVSwap, section 3.5, figure 4a, and appendix A)."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..adapter import Adapter
+from ..attach import inner_model
+from ..budget import Geometry, fit_config, parse_memory, plan_memory
+from ..config import DiskSwapConfig
+from ..errors import BudgetError, ConfigError, UnsupportedModelError
+from ..fingerprint import config_value, fingerprint
+from ..memory_plan import default_rank
+from ..records import RecordFormat
+from ..stores.base import DEVICE_BLOCK
+from ..stores.engines import choose_engine
+from .lookup import Reader
+from .profile import measure_io, measure_model
+from .progress import Progress
+from .sample import sample_ids, windows
+from .solve import Limits, Solution, solve
+from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
+from .tuned import FORMAT, Tuned
+
+LEAST_CONTEXT = 4096
+"""S_min: tokens of the shortest context that is profiled and solved for."""
+_CONTEXT_STEP = 2048
+_MOST_CONTEXTS = 32
+"""Rows a batch size; the step between contexts grows, in multiples of itself, until there are no more."""
+_MOST_BATCHES = 16
+_SECONDS, _QUICK_SECONDS = 1500.0, 120.0
+_READING, _DISK, _MODEL = 0.5, 0.15, 0.34
+"""Shares of the time."""
+_SOLVED = ("group_size", "rank", "reuse_capacity", "adapter", "memory", "max_context", "max_batch", "exact", "trace")
+"""Fields that tuning decides, or that have no part in it."""
+
+
+def tune(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    memory: int | str,
+    max_context: int,
+    max_batch: int = 1,
+    texts: Iterable[Any] | str | None = None,
+    path: str | Path | None = None,
+    quick: bool = False,
+    samples: int | None = None,
+    alpha: float = 0.15,
+    delta: int | None = None,
+    sigma_max: float = 32.0,
+    max_group_size: int = 16,
+    time_limit: float | None = None,
+    progress: bool = True,
+    **fields: Any,
+) -> Tuned:
+    """Fields of a `DiskSwapCache` for each batch size and context, chosen for this model, machine and disk.
+
+    `tune(model, tokenizer, memory="1/13", max_context=32768, max_batch=8).save("config.json")`, and later
+    `DiskSwapCache(model, config="config.json")`. Nothing is written but an unnamed scratch file, which is gone on
+    return and after an interruption.
+
+    Args:
+        model: a decoder `PreTrainedModel` whose layers all have full attention.
+        tokenizer: the model's; needed unless `texts` are token ids.
+        memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
+            such as "1/13". Each row gets its share for each of its sequences.
+        max_context, max_batch: the largest to tune for, tokens a sequence and sequences.
+        texts: what to measure reuse and adapters on: a string, or strings, or token ids; None: Python's help texts.
+        path: folder on the disk to tune for; None: the temporary folder.
+        quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
+        samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
+            two, if there may be as many.
+        alpha, delta, sigma_max: see `Limits`; `delta` None: a quarter of `num_selected`.
+        max_group_size: G_max, tokens.
+        time_limit: seconds to aim at in all, instead of the above.
+        progress: show a bar on stderr, where that is a terminal.
+        **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.
+
+    The smallest group is the largest whose record is one block of the disk (4 KiB): a smaller one reads the same bytes
+    for less. The smallest σ is that of the library's default rank. The search begins with slots for one selection as
+    far as σ stays within twice that: no accuracy was seen to be lost up to there.
+
+    Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for
+    the largest context and batch.
+    """
+    settings = _settings(fields)
+    inner = inner_model(model)
+    _at_least(max_context=max_context, max_batch=max_batch, max_group_size=max_group_size, samples=samples or 1)
+    if delta is None:
+        delta = max(1, settings.num_selected // 4)
+    seconds = time_limit or (_QUICK_SECONDS if quick else _SECONDS)
+    geometry = Geometry.of(inner)
+    if geometry.kept or not geometry.layers:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} keeps {len(geometry.kept)} of its layers in memory (sliding windows or linear "
+            "states): only models whose layers all have full attention can be tuned; use for_budget, or choose the "
+            "fields by hand"
+        )
+    budget = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
+    directory = Path(tempfile.gettempdir() if path is None else path)
+    engine, store = choose_engine(settings.engine, directory)
+    group_sizes = _group_sizes(_largest_form(geometry), max_group_size)
+    limits = Limits(settings.num_selected, settings.num_sinks, group_sizes, sigma_max, alpha, delta)
+    _rest(geometry, budget, max_context, max_batch, limits, fields)  # before minutes of work
+    capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(delta, 1))})
+    context, steps = _sample_sizes(inner, settings, max_context, quick)
+    wanted = samples or (3 if quick else 20)
+    stretches = windows(sample_ids(texts, tokenizer), wanted, 2 * settings.num_selected + steps, context + steps)
+    started = time.perf_counter()
+    with Progress(seconds, progress) as bar:
+        bar.begin("sample text: ", _READING)
+        reader = Reader(inner, group_sizes, capacities, settings)
+        for index, ids in enumerate(stretches):
+            before = bar.seconds_left
+            name = f"{index + 1} of {len(stretches)}, "
+            reader.read(ids, len(ids) - steps, _within(bar, index, len(stretches), name))
+            if reader.samples >= 2 and bar.seconds_left < before - bar.seconds_left:
+                break
+        assert reader.form is not None
+        ranks = _ranks(reader.form, settings, sigma_max)
+        compression = reader.compression_table(ranks)
+        sigma = 2 * compression.sigma(ranks[0])
+        limits = dataclasses.replace(limits, first_capacity=settings.num_selected, first_sigma=sigma)
+        adapter = Adapter(reader.moments.projections(ranks[0]), fingerprint(inner))
+        bar.begin("disk: ", _DISK)
+        most = {size: max_batch * limits.groups(size) for size in group_sizes}
+        io = measure_io(reader.form, most, engine, directory, 0.5 * _DISK * seconds, bar.done,
+                        4 if quick else 8, settings.write_queue)  # fmt: skip
+        bar.begin("decoder block: ", _MODEL)
+        batches, contexts = rows_for(max_batch, max_context)
+        block = measure_model(
+            inner, reader.form, coarse(batches, 2 if quick else 4), coarse(contexts, 2 if quick else 4),
+            sorted({ranks[0], ranks[-1]}), sorted({0, settings.num_selected, capacities[-1]}), settings,
+            group_sizes[-1], 0.8 * _MODEL * seconds, bar.done,
+        )  # fmt: skip
+        bar.begin("solving ", 1 - _READING - _DISK - _MODEL)
+        reuse = reader.reuse_table()
+        rows, left_out = _solve_all(
+            geometry, fields, budget, max_batch, batches, contexts, reuse, compression, io, block, limits, bar.done
+        )
+    return Tuned(
+        {
+            "format": FORMAT,
+            "cache": "DiskSwapCache",
+            "model": adapter.made_for,
+            "memory": budget,
+            "max_context": max_context,
+            "max_batch": max_batch,
+            "limits": _limits_dict(limits),
+            "machine": _machine(inner, store),
+            "sample": {"texts": reader.samples, "context": len(stretches[0]) - steps, "steps": steps,
+                       "source": "bundled" if texts is None else "given"},
+            "quick": quick,
+            "seconds": round(time.perf_counter() - started, 1),
+            "tables": {"reuse": reuse.to_dict(), "compression": compression.to_dict()},
+            "profiles": {"io": io.to_dict(), "model": block.to_dict()},
+            "rows": rows,
+            "left_out": left_out,
+        },
+        adapter,
+    )  # fmt: skip
+
+
+def _solve_all(
+    geometry: Geometry,
+    fields: dict[str, Any],
+    budget: int,
+    max_batch: int,
+    batches: list[int],
+    contexts: list[int],
+    reuse: ReuseTable,
+    compression: CompressionTable,
+    io: IoProfile,
+    block: ModelProfile,
+    limits: Limits,
+    on_step: Callable[[float, str], object],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows, and the pairs that the budget is too little for; the largest pair is none of these."""
+    rest: dict[int, dict[str, Any]] = {}
+
+    def memory(found: dict[str, Any], context: int, batch: int) -> int:
+        config = DiskSwapConfig(**{**rest[found["group_size"]], **found})
+        return plan_memory(geometry, config, context, batch).peak_bytes
+
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    pairs = [(batch, context) for batch in reversed(batches) for context in reversed(contexts)]
+    for index, (batch, context) in enumerate(pairs):
+        on_step(index / len(pairs), f"{batch} x {context:,} tokens")
+        share = budget * batch // max_batch
+        try:
+            rest = _rest(geometry, share, context, batch, limits, fields)
+            own = dataclasses.replace(limits, group_sizes=tuple(rest))
+            solution = solve(batch, context, share, reuse, compression, io, block, memory, own)
+        except BudgetError as error:
+            if not index:
+                raise
+            left_out.append({"batch": batch, "context": context, "why": str(error)})
+            continue
+        rows.append(_row(solution, rest[solution.group_size]))
+    return rows[::-1], left_out[::-1]
+
+
+def _rest(
+    geometry: Geometry, share: int, context: int, batch: int, limits: Limits, fields: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """By group size that fits: the fields that the solver does not decide, the user's, and queues and buffers as large
+    as the budget allows. Raises `BudgetError` where none fits."""
+    found, refusals = {}, []
+    names = ("write_queue", "block_tokens", "num_recent", "layer_budgets", "summary_dtype")
+    for size in limits.group_sizes:
+        given = {"look_ahead": None, **fields, "num_selected": limits.num_selected, "group_size": size}
+        try:
+            fitted: DiskSwapConfig = fit_config(geometry, share, context, batch, given)
+        except BudgetError as error:
+            refusals.append(error)
+        else:
+            found[size] = {**{name: getattr(fitted, name) for name in names}, **given}
+    if not found:
+        raise refusals[0]
+    return found
+
+
+def _row(solution: Solution, rest: dict[str, Any]) -> dict[str, Any]:
+    fields = {
+        **rest,
+        "group_size": solution.group_size,
+        "rank": solution.rank,
+        "reuse_capacity": solution.reuse_capacity,
+        "adapter": None,  # its place is known when it is saved
+    }
+    found = solution.to_dict()
+    kept = {name: value for name, value in found.items() if name not in ("group_size", "rank", "reuse_capacity")}
+    return {
+        "batch": kept.pop("batch"),
+        "context": kept.pop("context"),
+        "fields": fields,
+        **{name: round(value, 9) if isinstance(value, float) else value for name, value in kept.items()},
+    }
+
+
+def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
+    """The batch sizes and contexts that are solved for: steps of 1, and of 2K from 4K (appendix A.3), or wider ones
+    where those would be too many; the largest are always among them."""
+    stride = -(-max_batch // _MOST_BATCHES)
+    batches = sorted({1, *range(stride, max_batch + 1, stride), max_batch})
+    if max_context <= LEAST_CONTEXT:
+        return batches, [max_context]
+    span = max_context - LEAST_CONTEXT
+    step = _CONTEXT_STEP * max(1, -(-span // (_CONTEXT_STEP * (_MOST_CONTEXTS - 1))))
+    return batches, sorted({*range(LEAST_CONTEXT, max_context, step), max_context})
+
+
+def coarse(values: list[int], count: int) -> list[int]:
+    """At most `count` of ascending `values`, evenly spread, the first and the last among them."""
+    if len(values) <= count:
+        return values
+    return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
+
+
+def _settings(fields: dict[str, Any]) -> DiskSwapConfig:
+    for name in _SOLVED:
+        if name in fields:
+            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
+    if fields.get("selection", "default") == "random":
+        raise ConfigError('selection="random" has nothing to tune: leave it out')
+    if fields.get("look_ahead") is False:
+        raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
+    return DiskSwapConfig.load(None, fields)
+
+
+def _at_least(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _largest_form(geometry: Geometry) -> RecordFormat:
+    forms = geometry.forms(1)
+    return max(forms, key=lambda form: form.entry_bytes)
+
+
+def _group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
+    """Powers of two up to `most`, from the largest whose record is one block, or else from 1."""
+    sizes = [1 << power for power in range(most.bit_length())]
+    fits = [size for size in sizes if size * form.entry_bytes <= DEVICE_BLOCK]
+    return tuple(size for size in sizes if size >= max(fits, default=1))
+
+
+def _ranks(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
+    """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
+    component = getattr(torch, settings.summary_dtype).itemsize
+    most = default_rank(form)
+    least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
+    least = min(least, most)
+    return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)
+
+
+def _sample_sizes(model: Any, settings: DiskSwapConfig, max_context: int, quick: bool) -> tuple[int, int]:
+    """Tokens of a sample's context, and steps that are decoded behind it."""
+    steps = 16 if quick else 48
+    context = min(4096, max(max_context, 4 * settings.num_selected))
+    positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
+    return (min(context, positions - steps) if isinstance(positions, int) else context), steps
+
+
+def _within(bar: Progress, index: int, count: int, before: str) -> Callable[[float, str], None]:
+    return lambda fraction, detail: bar.done((index + fraction) / count, before + detail)
+
+
+def _limits_dict(limits: Limits) -> dict[str, Any]:
+    return {name: getattr(limits, name) for name in limits.__dataclass_fields__}
+
+
+def _machine(model: Any, store: str) -> dict[str, Any]:
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "system": platform.system(),
+        "device": device.type,
+        "processor": name,
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "store": store,
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
