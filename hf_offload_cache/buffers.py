@@ -35,7 +35,7 @@ class Workspace:
         needed = count * dtype.itemsize
         if self._bytes.numel() < needed or self._bytes.device != device:
             self._account.hold(self._owner, needed - self._bytes.numel())
-            self._bytes = self._bytes[:0]  # the old memory goes before the new one comes
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
             self._bytes = lasting_empty(needed, dtype=torch.uint8, device=device)
         return self._bytes[:needed].view(dtype).view(shape)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -89,6 +90,7 @@ class OffloadCache(Cache, attach.Attachable):
             if token == -1:
                 self._finalizer()
         self.timeline.start()
+        self.shared.keys_are_shared = any(isinstance(layer, DummyLayer) for layer in self.layers)
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
         if not self.offloaded:

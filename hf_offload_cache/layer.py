@@ -191,7 +191,10 @@ class OffloadLayer(CacheLayerMixin):
             return attention(module, query, key, value, mask, *args, **kwargs)
         if query.shape[2] == 1:
             return self.decode(attention, module, query, mask, *args, **kwargs)
-        return self.stream(attention, module, query, key, value, mask, *args, **kwargs)
+        output = self.stream(attention, module, query, key, value, mask, *args, **kwargs)
+        if not self.shared.keys_are_shared:
+            self._before = None
+        return output
 
     def _replaceable(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+LATEST_QUERIES, SPACING = 12, 8
+"""Of the prompt, that a density is measured with: so many, every so many tokens."""
 MOST = 3
 """Times the mean that a layer may get: what the buffers shared by all layers are sized for."""
 

@@ -14,13 +14,11 @@ from .config import DiskSwapConfig, OffloadConfig, parse_size
 from .errors import AdapterError
 from .geometry import Geometry
 from .history import packing_bytes, piece_groups
-from .layer_budgets import MOST
+from .layer_budgets import LATEST_QUERIES, MOST
+from .predictors.low_rank import fitting_bytes
 from .records import RecordFormat
 from .stores.memory import CHUNK_BYTES
 from .trace import Trace
-
-_LATEST_QUERIES = 4
-"""Of the prompt, kept by every layer until budgets are measured with them."""
 
 _TABLE_ITEM = 4
 """Bytes of a record's number in a table."""
@@ -81,8 +79,12 @@ def plan_memory(geometry: Geometry, config: OffloadConfig, max_context: int, max
         moving = max(always["moving rows"], selecting.pop("moving rows", 0))
         for rows in (prefill, decode):
             rows["moving rows"] = moving
-        prefill.update({**selecting, **streams})
-        prefill["tables"] += _latest_queries(geometry, config, max_batch)
+        kept = {owner: held for owner, held in selecting.items() if owner not in ("selection", "staging", "scores")}
+        prefill.update({**kept, **streams})
+        fitting = max((fitting_bytes(form.key_width, max_batch) for form in forms), default=0)
+        prefill["fitting"] = max(0, fitting - prefill["packing"])  # records are packed before, not meanwhile
+        if config.layer_budgets == "measured" and config.selection == "default":
+            prefill["tables"] += _latest_queries(geometry, config, max_batch)
         decode.update(selecting)
     else:
         prefill.update(streams)
@@ -211,7 +213,7 @@ def _slots(form: RecordFormat, config: DiskSwapConfig, groups: int) -> int:
 def _latest_queries(geometry: Geometry, config: DiskSwapConfig, batch: int) -> int:
     """Bytes of the prompt's latest queries, which layer budgets are measured with at the first step after it."""
     heads = sum(shape.num_heads * shape.key_dim for shape in geometry.layers)
-    return batch * _LATEST_QUERIES * heads * geometry.dtype.itemsize
+    return batch * LATEST_QUERIES * heads * geometry.dtype.itemsize
 
 
 def _tails(forms: Counter[RecordFormat], config: OffloadConfig, batch: int) -> int:

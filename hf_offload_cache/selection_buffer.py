@@ -68,9 +68,13 @@ class SelectionBuffer:
         A layer that is not named keeps the mean. Valid until the next `spread`, or until all layers are dropped; then
         those that were `given` apply again.
         """
-        self._share = {layer_idx: count / self.settings.num_selected for layer_idx, count in tokens.items()}
+        share = {layer_idx: count / self.settings.num_selected for layer_idx, count in tokens.items()}
+        for layer_idx in list(self._slots):
+            if share.get(layer_idx) != self._share.get(layer_idx):
+                self._drop_slots(layer_idx)  # all before any is made anew: together they would be above the budget
+        self._share = share
         if given:
-            self._given = self._share
+            self._given = share
 
     def groups_selected(self, layer: OffloadLayer) -> int:
         """M: groups a row and step of `layer`, sinks included."""
@@ -311,13 +315,25 @@ class SelectionBuffer:
             self._padded = False
             self._share = self._given
             self.generator.manual_seed(0)
-            for area in (*self._areas, *filter(None, [self._missed])):
-                area.release()
-            self._areas, self._missed = [], None
-            self.workspace.release()
-            if self._view is not None:
-                self.shared.account.release("selection", self._view.nbytes)
-                self._view = None
+            self._release_areas()
+
+    def rest(self) -> None:
+        """A step of several queries comes, which selects nothing: give back what only selecting needs, but the slots.
+
+        What an interrupted step was reading is waited for.
+        """
+        self._settle(0)
+        self._settle(1)
+        self._release_areas()
+
+    def _release_areas(self) -> None:
+        for area in (*self._areas, *filter(None, [self._missed])):
+            area.release()
+        self._areas, self._missed = [], None
+        self.workspace.release()
+        if self._view is not None:
+            self.shared.account.release("selection", self._view.nbytes)
+            self._view = None
 
 
 def _copy_rows(out: torch.Tensor, target: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:

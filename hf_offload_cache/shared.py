@@ -48,6 +48,7 @@ class Shared:
         self.unseen: int | None = None  # the layer whose keys attention has to see next
         self.closed = False
         self.broken = False
+        self.keys_are_shared = False  # some layers attend with the keys of others: several times for one update
         self.front: tuple[int, int] | None = None  # the layer updated last, and what it held before
         self._stream_buffers: list[Staging] = []
 

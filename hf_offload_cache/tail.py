@@ -23,8 +23,8 @@ class RollingTail:
         self.length = 0
         self._account = account
         shape = (batch, num_recent + form.group_size, form.entry_width)
+        account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
         self._buffer = lasting_empty(*shape, dtype=form.dtype, device=device)
-        account.hold("rolling tail", self._buffer.nbytes)
 
     @property
     def capacity(self) -> int:
@@ -59,11 +59,12 @@ class RollingTail:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         old = self._buffer
+        self._account.hold("rolling tail", len(rows) * old[0].nbytes)
         self._buffer = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
         torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
-        self._account.hold("rolling tail", self._buffer.nbytes - old.nbytes)
+        self._account.release("rolling tail", old.nbytes)
 
     def close(self) -> None:
         self._account.release("rolling tail", self._buffer.nbytes)
-        self._buffer = self._buffer[:0]
+        self._buffer = self._buffer.new_empty(0, *self._buffer.shape[1:])
         self.length = 0

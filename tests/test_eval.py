@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eval import bench, decode, disk, engines, memory, needles, synthetic
+from eval import bench, disk, engines, memory, needles, synthetic
 from hf_offload_cache import DiskSwapCache
 
 TINY = synthetic.Shape(layers=2, heads=3, kv_heads=1, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
@@ -111,40 +112,26 @@ def test_filled_caches_hold_the_same_context(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[2], logits[0], rtol=0, atol=0)
 
 
-def test_decode_benchmark_measures_all_contenders(tmp_path: Path) -> None:
-    """640 tokens on 2 layers: reloads read everything in each step, sparse caches a part, memory caches nothing."""
-    fields = {"num_selected": 64, "reuse_capacity": 64, "rank": 16}
-    found = decode.run(640, 3, 2, 2, TINY, path=str(tmp_path), fields=fields)
-    rows = found["rows"]
-    assert list(rows) == list(decode.CONTENDERS)
-    assert all(len(row["repetition_medians"]) == 2 and row["median_seconds"] > 0 for row in rows.values())
-    stored = 592 * TINY.token_bytes
-    for name in decode.RELOADS:
-        assert rows[name]["bytes_read"] >= stored
-        assert rows[name]["store_seconds"] > 0
-    for name in ("direct", "mapped"):
-        assert 0 < rows[name]["selected_fraction"] < 0.5
-        assert rows[name]["bytes_read"] < stored / 2
-        assert rows[name]["store"].startswith(name)
-    assert set(found["ratios"]) == {
-        "step_against_memory", "step_against_reload", "stall_against_reload", "store_against_reload"
-    }  # fmt: skip
+def test_engine_benchmark_reads(tmp_path: Path) -> None:
+    """A row an engine and batch size, against the best raw way to read."""
+    rows = engines.measure(4096, (4, 8), str(tmp_path), 1 << 20, trials=3)
+    expected = [(engine, batch) for batch in (4, 8) for engine in engines.available(str(tmp_path))]
+    assert [(row["engine"], row["batch"]) for row in rows] == expected
+    for row in rows:
+        assert row["median_ms"] > 0 and row["cpu_seconds_per_record"] >= 0
+        assert {"8 threads", "16 threads"} <= set(row["raw_ms"])
+        assert row["efficiency"] == min(row["raw_ms"].values()) / row["median_ms"]
 
 
-def test_reads_are_issued_as_before_after_the_measurement(tmp_path: Path) -> None:
-    """`reads_waited_for` leaves the prefetcher as it was, also after an error."""
-    with DiskSwapCache(synthetic.build_model(TINY), path=tmp_path) as cache:
-        with pytest.raises(KeyError), decode.reads_waited_for(cache):
-            raise KeyError
-        assert "read" not in vars(cache.shared.prefetcher)
-
-
-@pytest.mark.parametrize("engine", engines.ENGINES)
-def test_engine_benchmark_reads(engine: str, tmp_path: Path) -> None:
-    """A row a batch size, with times."""
-    rows = engines.measure_engine(engine, 4096, (4, 8), str(tmp_path), 1 << 20, trials=3)
-    assert [row["batch"] for row in rows] == [4, 8]
-    assert all(row["median_ms"] > 0 and row["cpu_seconds_per_record"] >= 0 for row in rows)
+def test_raw_ways_read_the_records_asked_for(tmp_path: Path) -> None:
+    """All of them, and a short read is an error."""
+    with disk.raw_file(str(tmp_path), 1 << 20) as file, disk.raw_batch_reads(file, 4096, 8) as ways:
+        assert len(ways) == (4 if "uring" in engines.available(str(tmp_path)) else 2)
+        for name, read in ways.items():
+            read(np.arange(8) * 8192)
+            if name.startswith("ring"):
+                with pytest.raises(OSError, match="short"):
+                    read(np.array([file.size]))
 
 
 def test_raw_rate_is_positive(tmp_path: Path) -> None:
@@ -153,13 +140,13 @@ def test_raw_rate_is_positive(tmp_path: Path) -> None:
 
 
 def test_promises_are_judged() -> None:
-    """Met, missed, without a target, and without a result."""
+    """Met, missed, without a target, without a result; and what a benchmark judged itself."""
     rate = {"lost": 0, "of": 20}
-    ratios = {"step_against_memory": 1.5, "step_against_reload": 3.0}
-    ratios |= {"stall_against_reload": 20.0, "store_against_reload": 11.0}
+    own = {"figure": "store time", "measured": 12.0, "at_least": 17, "at_most": None, "met": False}
     results = {
         "needles": {"methods": {"default": rate, "paper": {"lost": 8, "of": 20}, "random": {"lost": 20, "of": 20}}},
-        "decode": {"ratios": ratios},
+        "decode": {"must_reach": [own]},
+        "study": {"summary": {"must_reach": [{"figure": "share", "measured": 0.1, "at_most": 0.15, "met": True}]}},
         "memory": {"error": "broken"},
     }
     rows = {row["figure"]: row for row in bench.judge(results)}
@@ -167,7 +154,8 @@ def test_promises_are_judged() -> None:
     assert rows["needles lost, paper's selection"] == {
         "figure": "needles lost, paper's selection", "target": "-", "measured": 0.4, "met": None
     }  # fmt: skip
-    assert rows["step: times faster than reloading"]["met"] is False
+    assert (rows["store time"]["target"], rows["store time"]["met"]) == (">= 17", False)
+    assert (rows["share"]["target"], rows["share"]["met"]) == ("<= 0.15", True)
     assert rows["peak memory over full KV"]["measured"] is None
     assert "architectures wrong" not in rows
     assert bench.as_table(rows.values()).row_count == len(rows)

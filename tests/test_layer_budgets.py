@@ -103,7 +103,8 @@ def test_a_padded_row_does_not_count_padding_as_density() -> None:
 
 @pytest.mark.parametrize("target", [0.3, 0.6, 1.0])
 def test_a_step_stops_at_its_target(monkeypatch: pytest.MonkeyPatch, target: float) -> None:
-    """Attention made sharp; full rank, float32: the groups taken hold the share asked for, and one less would not; or the budget is spent."""
+    """Attention made sharp; full rank, float32: the groups taken hold the share asked for, and one less would not; or
+    the budget is spent."""
     seen: list[tuple[int, float, float]] = []
     decode = DiskSwapLayer.decode
 

@@ -101,7 +101,7 @@ def test_what_a_layer_writes(dtype: torch.dtype) -> None:
         out = aligned_empty(8, layer.history.form.record_bytes)
         out.fill_(255)
         shared.prefetcher.flush()
-        layer.history.store.read(np.ascontiguousarray(layer.history.table.ids.reshape(-1)), out)
+        layer.history.store.read(layer.history.table.ids.reshape(-1).astype(np.int64), out)
         payload = layer.history.form.payload(out)
         assert not out[:, payload.shape[1] * dtype.itemsize :].any()
         assert out.shape[1] > payload.shape[1] * dtype.itemsize

@@ -18,10 +18,10 @@ from ..config import DiskSwapConfig, OffloadConfig
 from ..errors import ConfigError
 from ..fingerprint import config_value
 from ..layer import OffloadLayer
-from ..layer_budgets import MOST, spread
+from ..layer_budgets import LATEST_QUERIES, MOST, SPACING, spread
 from ..lookahead import LookAhead
 from ..pace import Pace
-from ..predictors.low_rank import LowRankKeys, largest, principal_directions
+from ..predictors.low_rank import LowRankKeys, fitting_bytes, largest, parts, principal_directions
 from ..selection_buffer import SelectionBuffer
 from ..shared import Shared
 
@@ -29,10 +29,6 @@ _REFIT = 8
 """An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
 _MEASURE_AGAIN = 2
 """Layer budgets are measured anew when the length has grown this many times."""
-_LATEST_QUERIES, _SPACING = 12, 8
-"""Of the prompt, that layer budgets are measured with: so many, every so many tokens."""
-_PART = 2048
-"""Tokens whose keys are taken to float32 at a time."""
 
 
 class DiskSwapLayer(OffloadLayer):
@@ -73,22 +69,8 @@ class DiskSwapLayer(OffloadLayer):
 
     def fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
         """Make the summary from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts in order."""
-        width = self.history.form.key_width
-        moment = torch.zeros(width, width, device=self.history.device)
-        position = 0
-        for part in (piece for block in keys() for piece in block.split(_PART, 2)):
-            flat = part.transpose(1, 2).flatten(2).float()
-            if visible is not None:
-                flat = flat * visible[:, position : position + part.shape[2], None]
-            position += part.shape[2]
-            flat = flat.flatten(0, 1)
-            moment.addmm_(flat.t(), flat)
-        rows = self.batch * tokens if visible is None else max(1, int(visible[:, :tokens].expand(self.batch, -1).sum()))
-        if self.adapter is None:
-            adapter = principal_directions(moment, min(self._rank(), rows))
-        else:
-            adapter = self.adapter.to(self.history.device)
-        deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+        with self.shared.account.holding("fitting", fitting_bytes(self.history.form.key_width, self.batch)):
+            adapter, deviation = self._directions(keys(), visible, tokens)
         if self.summary is not None:
             self.summary.close()
         dtype, workspace = getattr(torch, self.settings.summary_dtype), self.buffer.workspace if self.buffer else None
@@ -100,6 +82,27 @@ class DiskSwapLayer(OffloadLayer):
             self.summary.append(part)
         self._fitted_at = tokens
 
+    def _directions(
+        self, keys: Iterator[torch.Tensor], visible: torch.Tensor | None, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adapter (Hk D, r) for `keys`, calibrated or made of them, and the deviation (r,) of their components."""
+        width = self.history.form.key_width
+        moment = torch.zeros(width, width, device=self.history.device)
+        position = 0
+        for part in (piece for block in keys for piece in parts(block)):
+            flat = part.transpose(1, 2).flatten(2).float()
+            if visible is not None:
+                flat = flat * visible[:, position : position + part.shape[2], None]
+            position += part.shape[2]
+            flat = flat.flatten(0, 1)
+            moment.addmm_(flat.t(), flat)
+        rows = self.batch * tokens if visible is None else max(1, int(visible[:, :tokens].expand(self.batch, -1).sum()))
+        if self.adapter is None:
+            adapter = principal_directions(moment, min(self._rank(), rows))
+        else:
+            adapter = self.adapter.to(self.history.device)
+        return adapter, ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+
     # --- decoding ----------------------------------------------------------------------------------------------
 
     def attend(self, tag: Any, attention: AttentionFunction, module: torch.nn.Module, query: torch.Tensor, *args: Any,
@@ -107,8 +110,9 @@ class DiskSwapLayer(OffloadLayer):
         self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if self.learn is not None:
             self.learn(self.layer_idx, query)
-        if query.shape[2] > 1 and self.length >= _MEASURE_AGAIN * self._measured_at:
-            self.latest_queries = query[:, :, -_LATEST_QUERIES * _SPACING :][:, :, ::_SPACING].detach().clone()
+        measured = self.settings.layer_budgets == "measured" and self.settings.selection == "default"
+        if measured and query.shape[2] > 1 and self.length >= _MEASURE_AGAIN * self._measured_at:
+            self.latest_queries = query[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
         return super().attend(tag, attention, module, query, *args, **kwargs)
 
     def decode(
@@ -341,6 +345,8 @@ class DiskSwapCache(OffloadCache):
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         super().begin_step(model, kwargs)
+        if self.buffer is not None and not self.decoding:
+            self.buffer.rest()
         if self.decoding and self.buffer is not None:
             self.buffer.begin_step()
             self._spread_budgets()
@@ -355,10 +361,6 @@ class DiskSwapCache(OffloadCache):
         layers = [layer for layer in self.offloaded if isinstance(layer, DiskSwapLayer)]
         assert self.buffer is not None
         if not any(layer.latest_queries is not None for layer in layers):
-            return
-        if settings.layer_budgets != "measured" or settings.selection != "default":
-            for layer in layers:
-                layer.latest_queries = None
             return
         group = max((layer.history.form.group_size for layer in layers if layer.is_initialized), default=1)
         mean = -(-settings.num_selected // group)

@@ -63,7 +63,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "chosen for the smallest and the largest (a layer and step in ms, memory in MiB)"
+    title = "smallest and largest (I/O, block: ms a layer; memory: MiB)"
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
     for name in ("batch", "context", "group", "rank", "reuse", "hits", "I/O", "block", "hidden", "memory"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -18,8 +18,19 @@ _CANDIDATES = 4
 """Times the groups wanted: of how many the mass is estimated."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
-_PART = 2048
-"""Tokens that are projected at a time: what bounds the float32 copies."""
+_PART = 128
+"""Tokens, of all rows together, that are taken to float32 at a time."""
+
+
+def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys (B, Hk, T, D) in pieces of as many tokens as are taken to float32 at a time."""
+    return keys.split(max(1, _PART // keys.shape[0]), 2)
+
+
+def fitting_bytes(width: int, batch: int) -> int:
+    """What making an adapter takes meanwhile: a moment, its eigenvectors, twice as much for LAPACK; a part in float32,
+    and masked."""
+    return 4 * 4 * width * width + 2 * 4 * max(batch, _PART) * width
 
 
 def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
@@ -86,7 +97,7 @@ class LowRankKeys:
     def append(self, keys: torch.Tensor) -> None:
         """Project keys (B, Hk, t, D) and add them."""
         self.reserve(self.tokens + keys.shape[2])
-        for part in keys.split(_PART, 2):
+        for part in parts(keys):
             stop = self.tokens + part.shape[2]
             flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1)
             if self._keys.dtype == torch.int8:
@@ -114,7 +125,7 @@ class LowRankKeys:
     def close(self) -> None:
         self._account.release("compact keys", self._keys.nbytes)
         self._account.release("adapters", self.adapter.nbytes * (1 if self.adapter.device.type == "cpu" else 2))
-        self._keys, self.tokens = self._keys[:, :0], 0
+        self._keys, self.tokens = self._keys.new_empty(self._keys.shape[0], 0, self._keys.shape[2]), 0
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
         """query (B, H, D) times the adapter of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.

@@ -36,7 +36,7 @@ def calibrate_budgets(
                 raise ValueError("tokenizer is needed when texts are strings; pass it, or token ids")
             text = tokenizer(text, return_tensors="pt").input_ids
         ids = torch.as_tensor(text)
-        settings = {"engine": "memory", **fields, "num_selected": num_selected, "layer_budgets": "uniform"}
+        settings = {"engine": "memory", **fields, "num_selected": num_selected, "layer_budgets": "measured"}
         with torch.inference_mode(), DiskSwapCache(inner, **settings) as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.offloaded if isinstance(layer, DiskSwapLayer)]

@@ -1,0 +1,32 @@
+"""InfiniGen on disk: tokens chosen head by head, by a few kept dimensions of their keys."""
+
+from __future__ import annotations
+
+import torch
+
+from .per_head import PerHeadCache, PerHeadLayer
+
+
+def kept_dimensions(magnitude: torch.Tensor, rank: int) -> torch.Tensor:
+    """Projections (P, W, rank) that keep the `rank` dimensions of largest magnitude (P, W), in order of position."""
+    kept = magnitude.topk(rank, 1)[1].sort(1)[0]
+    return torch.nn.functional.one_hot(kept, magnitude.shape[1]).transpose(1, 2).float().contiguous()
+
+
+class InfiniGenLayer(PerHeadLayer):
+    """Lee et al. 2024 ("InfiniGen", sections 4.2 and 4.3): partial keys made of the dimensions with the largest sums of
+    absolute values; KVSwap, sections 3.3 ("Compared with prior prediction method") and 4.2.
+
+    The paper sums over queries and keys after it has turned the weights by an offline decomposition (its "skewing").
+    Here the prompt's keys decide, since a cache sees no weights. Partial keys are in the summary's type, 8 bits, where
+    the paper has 16: that favours the baseline.
+    """
+
+    def directions(self, moment: torch.Tensor, magnitude: torch.Tensor, rank: int) -> torch.Tensor:
+        return kept_dimensions(magnitude, rank)
+
+
+class InfiniGenCache(PerHeadCache):
+    """InfiniGen on disk, without reuse."""
+
+    layer_class = InfiniGenLayer

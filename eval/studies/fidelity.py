@@ -1,0 +1,138 @@
+"""Contenders side by side on the same texts, teacher-forced: attention mass captured, distance to `DynamicCache`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_offload_cache.default_model import load_default_model
+
+from ..needles import parse_setting
+from .common import Rows
+from .contexts import Context, follow, open_cache, prefill, reference_texts, replay
+from .watch import Look, Watch, overlap
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache to compare, as `open_cache` takes it; `rolling` as in `Watch`."""
+
+    fields: dict[str, Any] | None
+    rolling: bool = True
+
+
+def text_arguments(parser: argparse.ArgumentParser, tokens: int, steps: int, samples: int) -> None:
+    """What every teacher-forced study asks."""
+    parser.add_argument("--tokens", type=int, default=tokens, help="of the context that is prefilled")
+    parser.add_argument("--steps", type=int, default=steps, help="tokens decoded after it, teacher-forced")
+    parser.add_argument("--samples", type=int, default=samples, help="texts")
+
+
+def setting_argument(parser: argparse.ArgumentParser) -> None:
+    """Contenders of the user's own."""
+    explained = "a contender, instead of the usual ones; repeatable. memory=1/13 plans it, memory=none does not"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help=explained)
+
+
+def contenders_of(
+    arguments: argparse.Namespace, usual: dict[str, dict[str, Any]], **shared: Any
+) -> dict[str, Contender]:
+    """The contenders of `--set`, else the usual ones; `shared` fields hold where a contender has none of its own.
+    "rolling" among the fields is `Contender`'s."""
+    given = dict(map(parse_setting, arguments.set)) or usual
+    found = {}
+    for name, own in given.items():
+        fields = {**shared, **own}
+        rolling = fields.pop("rolling", True)
+        found[name] = Contender(fields, rolling)
+    return found
+
+
+def compare(
+    arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Contender], model: Any = None,
+    tokenizer: Any = None,
+) -> None:  # fmt: skip
+    """A row for each text and contender: `measure`. Each text is prefilled once."""
+    if model is None:
+        model, tokenizer = load_default_model(torch.bfloat16)
+    texts = reference_texts(tokenizer, arguments.samples, arguments.tokens + arguments.steps)
+    for sample, ids in enumerate(texts):
+        left = {name: one for name, one in contenders.items() if not rows.has(sample=sample, name=name)}
+        if not left:
+            continue
+        context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
+        reference = reference_logits(model, context, new)
+        for name, contender in left.items():
+            rows.add(sample=sample, name=name, **measure(model, context, new, contender, reference, arguments.path))
+
+
+def reference_logits(model: PreTrainedModel, context: Context, new: torch.Tensor) -> torch.Tensor:
+    """What `DynamicCache` says after the context to each token of new (1, S): (S, V)."""
+    with open_cache(model, None, 0) as cache:
+        replay(cache, model, context)
+        return follow(model, cache, new)
+
+
+def measure(
+    model: PreTrainedModel, context: Context, new: torch.Tensor, contender: Contender, reference: torch.Tensor,
+    path: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One contender on one text: `mass`, mean over layers, steps and heads; `worst` and `worst_layer`, the layer with
+    the least mean; `kl` in nats and `top1` to `DynamicCache`; `attended` tokens; `overlap` of successive selections;
+    `hit_rate`; `peak_share` of the full KV; and the same by layer: `layer_mass`, `layer_overlap`, `layer_hits`."""
+    count = len(context.keys)
+    mass: list[list[float]] = [[] for _ in range(count)]
+    groups: list[list[np.ndarray]] = [[] for _ in range(count)]
+    attended: list[int] = []
+    hits = [0] * count
+
+    def told(look: Look) -> None:
+        mass[look.layer_idx].append(look.mass)
+        attended.append(look.weights.shape[1] if look.columns is None else len(look.columns))
+        if look.groups is not None:
+            groups[look.layer_idx].append(look.groups)
+            hits[look.layer_idx] += look.resident
+
+    with open_cache(model, contender.fields, context.tokens + new.shape[1], path) as cache:
+        replay(cache, model, context)
+        with Watch(cache, context.keys, told, contender.rolling):  # type: ignore[arg-type]
+            logits = follow(model, cache, new)
+        report = cache.report()  # type: ignore[attr-defined]
+    layers = [float(np.mean(part)) for part in mass]
+    selected = [sum(map(len, part)) for part in groups]
+    row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
+    row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
+    row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
+    alike = [overlap(part) for part in groups]
+    row["overlap"] = float(np.mean([share for part in alike for share in part])) if any(alike) else None
+    row["layer_mass"] = layers
+    row["layer_overlap"] = [float(np.mean(part)) if part else None for part in alike]
+    row["layer_hits"] = [hit / of if of else None for hit, of in zip(hits, selected, strict=True)]
+    return row
+
+
+def distance(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
+    """Mean over steps of KL(reference || logits) in nats, and the share of steps whose likeliest token is the same."""
+    sure, other = reference.log_softmax(-1), logits.log_softmax(-1)
+    kl = (sure.exp() * (sure - other)).sum(-1).mean()
+    return {"kl": float(kl), "top1": float((reference.argmax(-1) == logits.argmax(-1)).float().mean())}
+
+
+def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By contender, in order: what `measure` gives, mean over texts; the worst layer is that of the mean."""
+    table = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        layers = np.mean([row["layer_mass"] for row in own], 0)
+        found: dict[str, Any] = {"mass": float(layers.mean()), "worst": float(layers.min())}
+        found["worst_layer"] = int(layers.argmin())
+        for field in ("attended", "kl", "top1", "hit_rate", "overlap", "peak_share"):
+            values = [row[field] for row in own if row[field] is not None]
+            found[field] = float(np.mean(values)) if values else None
+        table[name] = {**found, "layer_mass": layers.tolist()}
+    return table

@@ -1,0 +1,94 @@
+"""Planted facts, asked for: each document is prefilled once, and every contender answers from the same keys."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hf_offload_cache.cache import OffloadCache
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.generation import build_prompt, prefilled_tokens
+
+from ..needles import Needle
+from .common import Rows
+from .contexts import Context, answer, open_cache, prefill, replay
+from .fidelity import Contender
+from .watch import Watch
+
+REFERENCE = "DynamicCache"
+"""Name of the contender without fields, which all studies ask as well."""
+_NEW_TOKENS = 24
+
+
+def ask(
+    arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Contender], needles: Iterable[Needle], model: Any,
+    tokenizer: Any, **key: Any,
+) -> None:  # fmt: skip
+    """A row for each needle and contender, `DynamicCache` first; `key` tells these needles' rows from others.
+
+    A budget that is too small for the context is a row with "refused" and no answer.
+    """
+    everyone = {REFERENCE: Contender(None), **contenders}
+    for sample, needle in enumerate(needles):
+        left = {name: one for name, one in everyone.items() if not rows.has(sample=sample, name=name, **key)}
+        if not left:
+            continue
+        ids = build_prompt(tokenizer, needle.document, needle.question)
+        context = prefill(model, ids[:, : prefilled_tokens(ids.shape[1])])
+        for name, one in left.items():
+            row: dict[str, Any] = {"sample": sample, "name": name, **key, "depth": needle.depth}
+            row |= {"prompt": ids.shape[1], "code": needle.code}
+            room = ids.shape[1] + _NEW_TOKENS
+            try:
+                with open_cache(model, one.fields, room, arguments.path) as cache:
+                    row |= _ask_one(cache, model, tokenizer, context, ids, needle.code, one.rolling)
+            except BudgetError as error:
+                row |= {"answered": None, "refused": str(error)}
+            rows.add(**row)
+
+
+def _ask_one(
+    cache: Any, model: Any, tokenizer: Any, context: Context, ids: torch.Tensor, code: str, rolling: bool
+) -> dict[str, Any]:
+    replay(cache, model, context)
+    own = isinstance(cache, OffloadCache)
+    with Watch(cache, context.keys, None, rolling) if own else contextlib.nullcontext():
+        text = answer(model, tokenizer, cache, ids, _NEW_TOKENS)
+    row: dict[str, Any] = {"answered": code in text, "text": text}
+    if own:
+        report = cache.report()
+        row |= {"hit_rate": report.hit_rate, "selected_fraction": report.selected_fraction}
+        row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+        row["num_selected"] = cache.config.num_selected
+    return row
+
+
+def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By contender: how many answered, how many lost of those that `DynamicCache` answered, the share, and means; and
+    how often the budget was refused, which counts as nothing else.
+
+    `rows` may be of several texts, told apart by everything but "name" that a needle has.
+    """
+    known = {_needle(row) for row in rows if row["name"] == REFERENCE and row["answered"]}
+    table = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        everything = [row for row in rows if row["name"] == name]
+        own = [row for row in everything if row["answered"] is not None]
+        missed = sum(_needle(row) in known and not row["answered"] for row in own)
+        found: dict[str, Any] = {"asked": len(own), "answered": sum(row["answered"] for row in own)}
+        of = len(known & {_needle(row) for row in own})
+        found |= {"lost": missed, "of": of, "lost_share": missed / of if of else None}
+        found["refused"] = len(everything) - len(own)
+        for field in ("hit_rate", "selected_fraction", "peak_share"):
+            values = [row[field] for row in own if row.get(field) is not None]
+            found[field] = sum(values) / len(values) if values else None
+        table[name] = found
+    return table
+
+
+def _needle(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["prompt"], row["sample"], row["code"]

@@ -1,0 +1,140 @@
+"""Watching a cache decode, from outside: what each layer asked, what it attended to, and what it should have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from hf_offload_cache.cache import OffloadCache
+from hf_offload_cache.layer import OffloadLayer
+
+
+@dataclass(frozen=True)
+class Look:
+    """One layer in one step of one sequence."""
+
+    layer_idx: int
+    weights: torch.Tensor
+    """(H, T) float32: the layer's own query's softmax over all keys that it ever stored."""
+    columns: torch.Tensor | None
+    """(n,) positions that were attended to, ascending; None: all."""
+    groups: np.ndarray | None
+    """(M,) groups selected, ascending; None: nothing was selected."""
+    resident: int
+    """How many of them lay in memory before the step."""
+
+    @property
+    def mass(self) -> float:
+        """Share of the attention mass on what was attended to, mean over heads."""
+        return 1.0 if self.columns is None else float(self.weights[:, self.columns].sum(-1).mean())
+
+
+class Watch:
+    """While entered, `told` gets a `Look` of every layer and single-query step of `cache` (batch 1, no padding).
+
+    Args:
+        cache: filled with a context, nothing decoded yet; in `exact=True` it attends to everything.
+        keys: that context's keys (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here.
+        told: gets the looks; None: nothing is looked at, which saves the time.
+        rolling: False takes the latest tokens that are in no sealed group out of what is attended, but for the current
+            one: decoding without KVSwap's rolling buffer (section 3.4.1).
+    """
+
+    def __init__(
+        self, cache: OffloadCache, keys: list[torch.Tensor], told: Callable[[Look], object] | None, rolling: bool = True
+    ) -> None:
+        self.cache = cache
+        self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
+        self.told = told
+        self.rolling = rolling
+        self._gathered: tuple[np.ndarray, int] | None = None
+        self._wrapped: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> Self:
+        if self.told is not None:
+            for layer in self.cache.offloaded:
+                self._wrap(layer, "attend", self._attend(layer, layer.attend, self.told))
+        buffer = getattr(self.cache, "buffer", None)
+        if buffer is not None:
+            self._wrap(buffer, "gather", self._gather(buffer.gather))
+        return self
+
+    def __exit__(self, *nothing: object) -> None:
+        for owner, name in self._wrapped:
+            delattr(owner, name)  # the instance's: the class's own shows again
+        self._wrapped = []
+
+    def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, function)
+        self._wrapped.append((owner, name))
+
+    def _gather(self, gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def watched(layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
+            counters = self.cache.shared.counters
+            before = counters.units_resident
+            entries = gather(layer, groups)
+            self._gathered = groups[0].copy(), counters.units_resident - before
+            chosen = groups.shape[1] * layer.history.form.group_size
+            return entries if self.rolling else torch.cat([entries[:, :chosen], entries[:, -1:]], 1)
+
+        return watched
+
+    def _attend(
+        self, layer: OffloadLayer, attend: Callable[..., Any], told: Callable[[Look], object]
+    ) -> Callable[..., Any]:
+        def watched(tag: Any, attention: Any, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any,
+                    **kwargs: Any) -> Any:  # fmt: skip
+            self._gathered = None
+            output = attend(tag, attention, module, query, key, *args, **kwargs)
+            kept = self.keys[layer.layer_idx]
+            kept.append(key[:, :, -query.shape[2] :].detach().clone())
+            if query.shape[2] == 1:
+                weights = attention_weights(query, kept, kwargs.get("scaling") or query.shape[-1] ** -0.5)
+                assert weights.shape[1] == layer.length, "the context's keys are not those of the cache"
+                told(self._look(layer, weights))
+            return output
+
+        return watched
+
+    def _look(self, layer: OffloadLayer, weights: torch.Tensor) -> Look:
+        if self._gathered is None:
+            return Look(layer.layer_idx, weights, None, None, 0)
+        groups, resident = self._gathered
+        sealed = layer.history.num_groups * layer.history.form.group_size
+        columns = attended_columns(groups, layer.history.form.group_size, sealed, layer.length, self.rolling)
+        return Look(layer.layer_idx, weights, columns, groups, resident)
+
+
+def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: float) -> torch.Tensor:
+    """Softmax (H, T), float32, of one query (1, H, 1, D) over successive keys (1, Hk, ·, D), all of them."""
+    grouped = query[0, :, 0].detach().float().unflatten(0, (keys[0].shape[1], -1))
+    scores = torch.cat([grouped @ part[0].float().transpose(-1, -2) for part in keys], -1)
+    return (scores.flatten(0, 1) * scaling).softmax(-1)
+
+
+def attended_columns(groups: np.ndarray, group_size: int, sealed: int, length: int, rolling: bool) -> torch.Tensor:
+    """Positions of groups (M,), which lie in the `sealed` first tokens, then of the tail up to `length`, or of its last
+    token alone."""
+    chosen = (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    latest = np.arange(sealed if rolling else length - 1, length)
+    return torch.from_numpy(np.concatenate([chosen, latest]))
+
+
+def overlap(selections: list[np.ndarray]) -> list[float]:
+    """Share of each selection, from the second on, that was in the one before it (KVSwap, figure 8)."""
+    pairs = itertools.pairwise(selections)
+    return [len(np.intersect1d(before, now)) / len(now) for before, now in pairs if len(now)]
+
+
+def tokens_needed(weights: torch.Tensor, mass: float, group_size: int = 1) -> int:
+    """How many tokens, in whole groups that all heads share, hold `mass` of weights (H, T), mean over heads."""
+    mean = weights.mean(0)
+    grouped = torch.nn.functional.pad(mean, (0, -len(mean) % group_size)).unflatten(0, (-1, group_size)).sum(-1)
+    captured = grouped.double().sort(descending=True).values.cumsum(0)
+    groups = int((captured < mass * captured[-1] - 1e-6).sum()) + 1
+    return min(groups * group_size, len(mean))
