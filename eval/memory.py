@@ -43,6 +43,10 @@ class Run:
     real: bool = False
     path: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
+    budget: str | None = None
+    """`for_budget`'s memory, for these tokens and steps; None: `fields` alone."""
+    filled: bool = False
+    """Synthetic keys and values instead of a prefill, which takes minutes at 32K tokens."""
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -76,12 +80,18 @@ def child(run: Run) -> dict[str, Any]:
     model, vocabulary = _model(run)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, run.tokens + run.steps), generator=generator)
-    with DiskSwapCache(model, path=run.path, **run.fields) as cache:
+    def new_cache() -> DiskSwapCache:
+        if run.budget is None:
+            return DiskSwapCache(model, path=run.path, **run.fields)
+        context = run.tokens + run.steps
+        return DiskSwapCache.for_budget(model, run.budget, max_context=context, path=run.path, **run.fields)
+
+    with new_cache() as cache:
         _drive(model, cache, ids, run)
     del cache
     before = anonymous_bytes()
     stages: dict[str, Any] = {}
-    with DiskSwapCache(model, path=run.path, **run.fields) as cache:
+    with new_cache() as cache:
 
         def note(stage: str) -> None:
             cache.shared.prefetcher.flush()
@@ -120,7 +130,12 @@ def _model(run: Run) -> tuple[Any, int]:
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
     from hf_offload_cache.generation import prefill
 
-    prefill(model, ids[:, : run.tokens], cache, run.chunk or run.tokens)
+    if run.filled:
+        from .synthetic import Shape, fill
+
+        fill(cache, model, Shape(layers=run.layers).light(), run.tokens)
+    else:
+        prefill(model, ids[:, : run.tokens], cache, run.chunk or run.tokens)
     note("prefill")
     prefill(model, ids[:, run.tokens :], cache, 1)
     note("decode")
@@ -163,6 +178,7 @@ def run_all(tokens: int = 7168, layers: int = 30, real: bool = False, path: str 
     """Prefill in chunks and in one piece, both engines: the share of the full KV, and the account's difference."""
     runs = [Run(tokens, chunk, layers=layers, path=path) for chunk in (0, 1024)]
     runs.append(Run(tokens, 1024, layers=layers, path=path, fields={"engine": "mapped"}))
+    runs.append(Run(4 * tokens + 4096, layers=layers, path=path, budget="1/13", filled=True))
     if real:
         runs += [Run(tokens, chunk, real=True, path=path) for chunk in (0, 1024)]
     rows = [measure(run) for run in runs]

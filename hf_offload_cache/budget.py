@@ -55,18 +55,17 @@ def fit_config(
     `fields` are the user's and stay as they are. Of the others, without a measured profile (that is what tuning is
     for), this is best, in this order:
 
-    1. `num_selected` 400, and reuse slots for at least half of it; the write queue and the two buffers that stream a
-       history take up to a tenth of the budget each (at most 4 MiB, and 1024 tokens). `look_ahead` stays where its two
-       staging areas take no more than a tenth as well; else it is False.
-    2. The smallest compression: the highest `rank` up to the default of a quarter of the joined key width, down to
-       where compact keys are a 32nd of the keys' bytes.
-    3. What is left goes to reuse slots up to twice `num_selected`, then to a rank of up to half of the key width, then
-       to slots again, until all that is selected from is held.
+    1. `num_selected` 400, and a `rank` of five sixths of the default, a quarter of the joined key width: with less,
+       facts are lost that the full cache finds, where fewer slots only cost time. For that, these give way, one after
+       another: the staging areas of a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write
+       queue and the two buffers that stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens,
+       to a fortieth), layer budgets (uniform ones need smaller areas), the queue and the blocks to what they need.
+    2. What is left goes to reuse slots up to half of `num_selected`, to the default rank, to slots up to twice
+       `num_selected`, to a rank of up to half of the key width, and to slots until all is held.
+    3. Where that rank does not fit, the highest that does, with slots for what is left; down to where compact keys are
+       a 32nd of the keys' bytes. Below that `num_recent` (16) and `num_selected` (down to 64) give way.
 
-    Where even the least of this does not fit, these give way, one after another: the write queue and the blocks (to a
-    fortieth each), slots below half of `num_selected` (what is left goes to them before the rank), measured layer
-    budgets (uniform ones need less staging), the queue and the blocks to what they need, `num_recent` (16), and at
-    last `num_selected`, down to 64. `group_size` and sinks are never changed.
+    `group_size` and sinks are never changed.
 
     Raises `BudgetError` with the least memory that would do, `ConfigError` for a field that is wrong.
     """
@@ -77,40 +76,53 @@ def fit_config(
     search = _Search(config_class, geometry, memory, max_context, max_batch, given)
     least_rank, most_rank = _ranks(search.forms, fields)
     default = max((default_rank(form) for form in search.forms), default=1)
-    for level, least_slots in _levels(search):
-        chosen = {**level, "rank": least_rank, "reuse_capacity": least_slots}
-        if not search.fits(chosen):
-            continue
-        selected = chosen["num_selected"]
-        if not least_slots:  # half of them did not fit: as many as do come before a higher rank
-            chosen = search.most(chosen, "reuse_capacity", -(-selected // 2))
-        chosen = search.most(chosen, "rank", min(default, most_rank))
-        chosen = search.most(chosen, "reuse_capacity", 2 * selected)
-        chosen = search.most(chosen, "rank", most_rank)
-        return search.config(search.most(chosen, "reuse_capacity", max_context))
+    wanted = min(most_rank, max(least_rank, -(-default * 5 // 6)))
+    for rank in (wanted, least_rank):
+        for level in _levels(search) if rank == wanted else reversed(list(_levels(search))):
+            chosen = {**level, "rank": rank, "reuse_capacity": 0}
+            if search.fits(chosen):
+                return search.config(_filled(search, chosen, default, most_rank))
+    for level in _frugal(search):
+        chosen = {**level, "rank": least_rank, "reuse_capacity": 0}
+        if search.fits(chosen):
+            return search.config(_filled(search, chosen, default, most_rank))
     raise search.refusal({**_least(search), "rank": least_rank, "reuse_capacity": 0})
 
 
-def _levels(search: _Search[Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """What is tried, best first: fields, and the least reuse capacity with them."""
+def _filled(search: _Search[Any], chosen: dict[str, Any], default: int, most_rank: int) -> dict[str, Any]:
+    """`chosen`, which fits, with what is left of the budget spent on rank and slots."""
+    selected = chosen["num_selected"]
+    chosen = search.most(chosen, "rank", min(-(-default * 5 // 6), most_rank))
+    chosen = search.most(chosen, "reuse_capacity", -(-selected // 2))
+    chosen = search.most(chosen, "rank", min(default, most_rank))
+    chosen = search.most(chosen, "reuse_capacity", 2 * selected)
+    chosen = search.most(chosen, "rank", most_rank)
+    return search.most(chosen, "reuse_capacity", search.max_context)
+
+
+def _levels(search: _Search[Any]) -> Iterator[dict[str, Any]]:
+    """What is tried with all that is to be selected, best first."""
     streams = [search.streams(share) for share in _STREAM_SHARES]
     full = {"num_selected": search.fields.get("num_selected", _SELECTED), "look_ahead": False}
-    half = -(-full["num_selected"] // 2)
     area = max((search.area({**streams[0], **full}, form) for form in search.forms), default=0)
     if 2 * area <= search.memory // 10:
-        yield {**streams[0], **full, "look_ahead": None}, half
+        yield {**streams[0], **full, "look_ahead": None}
     for some in streams:
-        yield {**some, **full}, half
-    yield {**streams[-1], **full}, 0
+        yield {**some, **full}
     full["layer_budgets"] = "uniform"
-    yield {**streams[-1], **full}, 0
-    yield {**search.least_streams(), **full}, 0
-    uniform = {**search.least_streams(_SHORT_TAIL), **full}
-    yield uniform, 0
+    yield {**streams[-1], **full}
+    yield {**search.least_streams(), **full}
+
+
+def _frugal(search: _Search[Any]) -> Iterator[dict[str, Any]]:
+    """What is tried where that does not fit at any rank: a shorter tail, then fewer groups."""
+    full = {"num_selected": search.fields.get("num_selected", _SELECTED), "look_ahead": False}
+    uniform = {**search.least_streams(_SHORT_TAIL), **full, "layer_budgets": "uniform"}
+    yield uniform
     group = max((form.group_size for form in search.forms), default=1)
     for selected in range(_SELECTED - group, _LEAST_SELECTED, -group):
-        yield {**uniform, "num_selected": selected}, 0
-    yield {**uniform, "num_selected": _LEAST_SELECTED}, 0
+        yield {**uniform, "num_selected": selected}
+    yield {**uniform, "num_selected": _LEAST_SELECTED}
 
 
 def _least(search: _Search[Any]) -> dict[str, Any]:

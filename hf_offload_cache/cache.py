@@ -388,7 +388,7 @@ class OffloadCache(Cache, attach.Attachable):
         stores = self.shared.stores
         memory = self.memory_bytes
         notes = list(self.warnings)
-        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        if self.shared.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
             notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
         if (failure := self.timeline.failure) is not None:
             notes.append(f"trace {str(self.config.trace)!r} ends early, it could not be written: {failure.strerror}")

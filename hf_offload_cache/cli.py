@@ -62,6 +62,7 @@ def _set_wait_policy(restart: bool) -> None:
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # tens of microseconds: long enough to meet the next operation
     if restart and "torch" in sys.modules:
         os.execv(sys.executable, [sys.executable, "-m", "hf_offload_cache.cli", *sys.argv[1:]])
 

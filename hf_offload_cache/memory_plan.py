@@ -179,7 +179,8 @@ def _selecting(
         groups = _groups(form, config, context)
         rank = min(form.key_width, given or default_rank(form))
         rows["compact keys"] += count * batch * context * rank * item
-        rows["adapters"] += count * form.key_width * rank * 4 * _sides(geometry)
+        kept = 4 if item == 4 else 2  # a projection of keys and one of queries
+        rows["adapters"] += count * 2 * form.key_width * rank * kept
         if batch > 1:  # another number of rows: a layer's old keys stay until the new ones are made
             rows["moving rows"] = max(rows["moving rows"], batch * context * rank * item)
         slots = batch * _slots(form, config, groups)

@@ -159,7 +159,7 @@ def test_what_reads_are_held_in() -> None:
     config = DiskSwapConfig(num_selected=64)
     two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
     host, cuda = (plan_memory(geometry, config, 1040, 1) for geometry in two)
-    for owner in ("stream buffers", "adapters"):
+    for owner in ("stream buffers",):
         assert cuda.prefill[owner] == 2 * host.prefill[owner]
     assert cuda.decode["staging"] == 2 * host.decode["staging"]
     mapped = plan_memory(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
@@ -190,8 +190,8 @@ def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, bat
     assert config.rank is not None and 2 * width <= 32 * config.rank
     assert parse_size(config.write_queue) <= min(2**24, memory // 10)
     if part == "1/13":
-        assert (config.num_selected, config.layer_budgets) == (400, "measured")
-        assert config.reuse_capacity >= 150
+        assert config.num_selected == 400
+        assert config.rank >= min(width // 4, 160) * 3 // 4  # what facts are found with
     else:
         assert config.num_selected >= 128
 

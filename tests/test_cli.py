@@ -316,7 +316,7 @@ def test_plan_of_a_folder(plan, tiny, tmp_path):
         "memory": weights + written["plan"]["peak_bytes"], "disk": written["plan"]["disk_bytes"]
     }  # fmt: skip
     assert written["machine"]["fits"] == {"memory": True, "disk": True}
-    rows = ("weights", "full KV", "compact keys", "reuse slots", "staging", "write queue", "on disk", "num_sinks=2")
+    rows = ("weights", "full KV", "compact keys", "adapters", "staging", "write queue", "on disk", "num_sinks=2")
     assert [words for words in rows if words not in out] == []
     assert list((tmp_path / "disk").iterdir()) == []
 

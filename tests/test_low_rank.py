@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from hf_offload_cache.buffers import Workspace
-from hf_offload_cache.predictors.low_rank import LowRankKeys, principal_directions
+from hf_offload_cache.predictors.low_rank import (
+    LowRankKeys,
+    principal_directions,
+    query_moment,
+    reconstruction,
+    roots_of,
+    scaled_directions,
+)
 from hf_offload_cache.report import MemoryAccount
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
@@ -249,7 +256,7 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
         assert held % (len(rows) * 7 * dtype.itemsize) == 0
         room = held // (len(rows) * 7 * dtype.itemsize)
         assert tokens <= room <= 900 + max(256, 900 // 8)
-        assert account.current == held + WIDTH * 7 * 4
+        assert account.current == held + WIDTH * 7 * (4 if dtype == torch.float32 else 2)
 
     summary.reserve(10)
     check([0, 1], 0)
@@ -280,3 +287,31 @@ def test_reserved_room_is_not_exceeded() -> None:
     for start in range(0, 500, 100):
         summary.append(keys[:, :, start : start + 100])
     assert account.by_owner["compact keys"] == 2 * 500 * 7
+
+
+def test_the_metric_of_queries_decides_what_is_kept() -> None:
+    """Keys are largest where no query points: half the rank in the queries' metric beats the keys' own directions."""
+    generator = torch.Generator().manual_seed(0)
+    energy = torch.cat([torch.full((DIM // 2,), 4.0), torch.ones(DIM // 2)])
+    keys = torch.randn(1, KV, 800, DIM, generator=generator) * energy
+    queries = torch.randn(1, HEADS, 600, DIM, generator=generator) * (energy == 1.0)
+    flat = flat_of(keys).flatten(0, 1)
+    moment = flat.T @ flat
+    errors = []
+    exact = torch.einsum("bhd,bhtd->bht", queries[:, :, -1], keys.repeat_interleave(HEADS // KV, 1))
+    for adapter in (principal_directions(moment, 8), scaled_directions(moment, roots_of(query_moment(queries, KV)), 8)):
+        deviation = (flat @ adapter).square().mean(0).sqrt()
+        back = reconstruction(moment, adapter)
+        summary = LowRankKeys(adapter, deviation, torch.float32, KV, 1, MemoryAccount(), queries=back)
+        summary.append(keys)
+        scores = all_scores(summary, queries[:, :, -1]).transpose(1, 2)
+        errors.append(float((scores - exact).square().mean() / exact.square().mean()))
+    assert errors[0] > 0.9  # they keep the large half
+    assert errors[1] < 0.1
+
+
+def test_reconstruction_of_orthonormal_directions_is_these() -> None:
+    flat = flat_of(keys_of(2, 300)).flatten(0, 1)
+    moment = flat.T @ flat
+    adapter = principal_directions(moment, 6)
+    torch.testing.assert_close(reconstruction(moment, adapter), adapter, rtol=0, atol=1e-3)

@@ -21,12 +21,24 @@ from ..layer import OffloadLayer
 from ..layer_budgets import LATEST_QUERIES, MOST, SPACING, spread
 from ..lookahead import LookAhead
 from ..pace import Pace
-from ..predictors.low_rank import LowRankKeys, fitting_bytes, largest, parts, principal_directions
+from ..predictors.low_rank import (
+    LowRankKeys,
+    fitting_bytes,
+    largest,
+    parts,
+    principal_directions,
+    query_moment,
+    reconstruction,
+    roots_of,
+    scaled_directions,
+)
 from ..selection_buffer import SelectionBuffer
 from ..shared import Shared
 
 _REFIT = 8
 """An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
+_LEAST_QUERIES = 32
+"""Of one call, for them to tell in what metric keys are best approximated."""
 _MEASURE_AGAIN = 2
 """Layer budgets are measured anew when the length has grown this many times."""
 
@@ -43,6 +55,7 @@ class DiskSwapLayer(OffloadLayer):
         self.scaling = 1.0
         self.summary: LowRankKeys | None = None
         self.latest_queries: torch.Tensor | None = None
+        self._queries: torch.Tensor | None = None  # of the call under way, if they are many
         self._fitted_at = 0
         self._measured_at = 0
         self._candidates: np.ndarray | None = None
@@ -70,13 +83,14 @@ class DiskSwapLayer(OffloadLayer):
     def fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
         """Make the summary from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts in order."""
         with self.shared.account.holding("fitting", fitting_bytes(self.history.form.key_width, self.batch)):
-            adapter, deviation = self._directions(keys(), visible, tokens)
+            adapter, queries, deviation = self._directions(keys(), visible, tokens)
         if self.summary is not None:
             self.summary.close()
         dtype, workspace = getattr(torch, self.settings.summary_dtype), self.buffer.workspace if self.buffer else None
         self.summary = LowRankKeys(
-            adapter, deviation, dtype, self.history.form.num_key_heads, self.batch, self.shared.account, workspace
-        )
+            adapter, deviation, dtype, self.history.form.num_key_heads, self.batch, self.shared.account, workspace,
+            queries,
+        )  # fmt: skip
         self.summary.reserve(max(tokens, self.settings.max_context or 0))
         for part in keys():
             self.summary.append(part)
@@ -84,8 +98,9 @@ class DiskSwapLayer(OffloadLayer):
 
     def _directions(
         self, keys: Iterator[torch.Tensor], visible: torch.Tensor | None, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The adapter (Hk D, r) for `keys`, calibrated or made of them, and the deviation (r,) of their components."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The adapter (Hk D, r) for `keys`, calibrated or made of them, the same for queries, and the deviation (r,) of
+        the components of compact keys."""
         width = self.history.form.key_width
         moment = torch.zeros(width, width, device=self.history.device)
         position = 0
@@ -97,11 +112,16 @@ class DiskSwapLayer(OffloadLayer):
             flat = flat.flatten(0, 1)
             moment.addmm_(flat.t(), flat)
         rows = self.batch * tokens if visible is None else max(1, int(visible[:, :tokens].expand(self.batch, -1).sum()))
-        if self.adapter is None:
+        seen = self._queries
+        if self.adapter is not None:
+            adapter = self.adapter.to(self.history.device)
+        elif seen is None or self.settings.selection != "default":
             adapter = principal_directions(moment, min(self._rank(), rows))
         else:
-            adapter = self.adapter.to(self.history.device)
-        return adapter, ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+            roots = roots_of(query_moment(seen, self.history.form.num_key_heads))
+            adapter = scaled_directions(moment, roots, min(self._rank(), rows))
+        deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+        return adapter, reconstruction(moment, adapter), deviation
 
     # --- decoding ----------------------------------------------------------------------------------------------
 
@@ -113,7 +133,11 @@ class DiskSwapLayer(OffloadLayer):
         measured = self.settings.layer_budgets == "measured" and self.settings.selection == "default"
         if measured and query.shape[2] > 1 and self.length >= _MEASURE_AGAIN * self._measured_at:
             self.latest_queries = query[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
-        return super().attend(tag, attention, module, query, *args, **kwargs)
+        self._queries = query.detach() if query.shape[2] >= _LEAST_QUERIES else None
+        try:
+            return super().attend(tag, attention, module, query, *args, **kwargs)
+        finally:
+            self._queries = None
 
     def decode(
         self,

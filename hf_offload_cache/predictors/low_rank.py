@@ -18,6 +18,10 @@ _CANDIDATES = 4
 """Times the groups wanted: of how many the mass is estimated."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
+_OTHER_QUERIES = 0.3
+"""Times the queries' mean energy, in every direction, is added to what was seen of them."""
+QUERIES_SEEN, _APART = 512, 8
+"""The latest of a call that tell in what metric keys are best approximated, and how far apart they are taken."""
 _PART = 128
 """Tokens, of all rows together, that are taken to float32 at a time."""
 
@@ -53,6 +57,46 @@ class Ranking:
     """(B,) estimated mass, summed over heads, of what is no group: the tail."""
 
 
+def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """The second moment (Hk, D, D), float32, of queries (B, H, n, D) by key head; of the last 64, taken 8 apart."""
+    queries = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART]
+    grouped = queries.detach().float().unflatten(1, (num_key_heads, -1)).permute(1, 0, 2, 3, 4).flatten(1, 3)
+    return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
+
+
+def roots_of(moment: torch.Tensor) -> torch.Tensor:
+    """Square roots (Hk, D, D) of the second moment of queries: the metric that keys are to be approximated in.
+
+    A rank spent where queries never point is lost, however large the keys are there. A part of the identity is mixed
+    in, for what other queries may ask.
+    """
+    moment = moment.clone()
+    level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
+    moment += _OTHER_QUERIES * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device)
+    values, vectors = torch.linalg.eigh(moment)
+    return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
+
+
+def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> torch.Tensor:
+    """As `principal_directions`, in the metric of `roots` (Hk, D, D): a projection (W, rank) of keys, most energy of
+    scores first. With `reconstruction`, the best that scores of such queries can be approximated with at this rank."""
+    scaled, shape = moment, (roots.shape[0], roots.shape[1], moment.shape[0])
+    for _ in range(2):
+        scaled = (roots @ scaled.view(shape)).flatten(0, 1).t().contiguous()
+    directions = principal_directions(scaled, rank)
+    return (roots @ directions.view(*shape[:2], rank)).flatten(0, 1)
+
+
+def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
+    """(W, r): what compact keys k A (adapter A) times its transpose come nearest to the keys, in least squares under
+    the second moment. For orthonormal directions of largest energy, those themselves."""
+    product = moment @ adapter
+    gram = adapter.t() @ product
+    level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
+    gram = gram + level * torch.eye(gram.shape[0], device=gram.device)
+    return torch.linalg.solve(gram, product.t()).t().contiguous()
+
+
 class LowRankKeys:
     """The compact keys of one layer: (B, tokens, r) in `dtype`, on the device of the keys.
 
@@ -62,6 +106,9 @@ class LowRankKeys:
         dtype: torch.int8, or a floating type.
         num_key_heads: Hk.
         workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
+        queries: (Hk D, r) float32, the same for queries (see `reconstruction`); None: `adapter`, for orthonormal ones.
+
+    Both projections are kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do.
     """
 
     def __init__(
@@ -73,15 +120,20 @@ class LowRankKeys:
         batch: int,
         account: MemoryAccount,
         workspace: Workspace | None = None,
+        queries: torch.Tensor | None = None,
     ) -> None:
-        self.adapter = adapter.view(num_key_heads, -1, adapter.shape[-1])
+        kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        shape = (num_key_heads, -1, adapter.shape[-1])
+        self.adapter = adapter.to(kept).view(shape)
+        self._queries = self.adapter if queries is None else queries.to("cpu", kept).view(shape)
         self.scale = (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
         self.tokens = 0
         self._account = account
         self._workspace = Workspace(account, "scores") if workspace is None else workspace
         self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
-        self._host_adapter, self._host_scale = self.adapter.cpu().numpy(), self.scale.cpu().numpy()
-        account.hold("adapters", adapter.nbytes * (1 if adapter.device.type == "cpu" else 2))
+        self._host_scale = self.scale.cpu().numpy()
+        self._adapter_bytes = self.adapter.nbytes + (0 if queries is None else self._queries.nbytes)
+        account.hold("adapters", self._adapter_bytes)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
@@ -99,7 +151,7 @@ class LowRankKeys:
         self.reserve(self.tokens + keys.shape[2])
         for part in parts(keys):
             stop = self.tokens + part.shape[2]
-            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1)
+            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
             if self._keys.dtype == torch.int8:
                 flat = flat.div_(self.scale).round_().clamp_(-127, 127)
             self._keys[:, self.tokens : stop] = flat
@@ -124,16 +176,16 @@ class LowRankKeys:
 
     def close(self) -> None:
         self._account.release("compact keys", self._keys.nbytes)
-        self._account.release("adapters", self.adapter.nbytes * (1 if self.adapter.device.type == "cpu" else 2))
+        self._account.release("adapters", self._adapter_bytes)
         self._keys, self.tokens = self._keys.new_empty(self._keys.shape[0], 0, self._keys.shape[2]), 0
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
-        """query (B, H, D) times the adapter of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.
+        """query (B, H, D) times the projection of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.
 
         By numpy: products this small are done before torch's threads are awake.
         """
         grouped = query.detach().float().unflatten(1, (self.adapter.shape[0], -1)).cpu().numpy()
-        low = np.matmul(grouped, self._host_adapter) * self._host_scale
+        low = np.matmul(grouped, self._queries.float().cpu().numpy()) * self._host_scale
         return low.reshape(query.shape[0], query.shape[1], -1)
 
     def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:

@@ -11,7 +11,8 @@ from ..adapter import Adapter
 from ..attach import inner_model
 from ..cache import OffloadCache
 from ..fingerprint import fingerprint
-from ..predictors.low_rank import principal_directions
+from ..layer import OffloadLayer
+from ..predictors.low_rank import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
 
 
 class KeyMoments:
@@ -19,19 +20,28 @@ class KeyMoments:
 
     def __init__(self) -> None:
         self.by_layer: dict[int, torch.Tensor] = {}
+        self.of_queries: dict[int, torch.Tensor] = {}
 
-    def add(self, layer_idx: int, keys: torch.Tensor) -> None:
-        """Count keys (B, Hk, T, D) of one layer in."""
+    def add(self, layer_idx: int, keys: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+        """Count keys (B, Hk, T, D) of one layer in, and the latest queries (B, H, n, D) that they came with."""
+        if queries is not None:
+            seen = query_moment(queries, keys.shape[1]).cpu()
+            self.of_queries[layer_idx] = self.of_queries.get(layer_idx, 0) + seen
         flat = keys.detach().transpose(1, 2).flatten(0, 1).flatten(1).float()
         moment = self.by_layer.setdefault(layer_idx, torch.zeros(flat.shape[1], flat.shape[1]))
         moment += (flat.t() @ flat).cpu()
 
     def projections(self, rank: int | None) -> dict[int, torch.Tensor]:
-        """(Hk D, rank) by layer, most energy first; None: half the width."""
-        return {
-            index: principal_directions(moment, min(rank or max(1, moment.shape[0] // 2), moment.shape[0]))
-            for index, moment in self.by_layer.items()
-        }
+        """(Hk D, rank) by layer, most energy first, of scores where queries were counted; None: half the width."""
+        found = {}
+        for index, moment in self.by_layer.items():
+            columns = min(rank or max(1, moment.shape[0] // 2), moment.shape[0])
+            queries = self.of_queries.get(index)
+            if queries is None:
+                found[index] = principal_directions(moment, columns)
+            else:
+                found[index] = scaled_directions(moment, roots_of(queries), columns)
+        return found
 
     def energy(self, ranks: list[int]) -> torch.Tensor:
         """(layers, ranks), float64: the share of each layer's energy that the first columns keep."""
@@ -43,8 +53,32 @@ class KeyMoments:
         return torch.stack(shares)
 
 
+class _ObservedLayer(OffloadLayer):
+    """Remembers the latest queries of the last call of several."""
+
+    seen: torch.Tensor | None = None
+
+    def attend(self, tag: Any, attention: Any, module: torch.nn.Module, query: torch.Tensor, *args: Any,
+               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        if query.shape[2] > 1:
+            self.seen = query[:, :, -QUERIES_SEEN:].detach().clone()
+        return super().attend(tag, attention, module, query, *args, **kwargs)
+
+
+class ObservedCache(OffloadCache):
+    """An exact cache whose layers remember the latest queries: see `observed`."""
+
+    layer_class = _ObservedLayer
+
+
+def observed(layer: OffloadLayer) -> torch.Tensor | None:
+    """The latest queries (B, H, n, D) that a layer of an `ObservedCache` was asked; None: attention is not ours."""
+    return layer.seen if isinstance(layer, _ObservedLayer) else None
+
+
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:
-    """The right singular vectors of the keys that `model` makes of `texts`, layer by layer.
+    """The right singular vectors of the keys that `model` makes of `texts`, layer by layer, in the metric of the
+    queries that come with them: what approximates scores best at any rank (beyond the paper, which takes the keys alone).
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
@@ -63,10 +97,10 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
                 raise ValueError("tokenizer is needed when texts are strings; pass it, or token ids")
             text = tokenizer(text, return_tensors="pt").input_ids
         ids = torch.as_tensor(text)
-        with torch.inference_mode(), OffloadCache(inner, exact=True, engine="memory") as cache:
+        with torch.inference_mode(), ObservedCache(inner, exact=True, engine="memory") as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache)
             for layer in cache.offloaded:
-                moments.add(layer.layer_idx, layer.history.whole()[0])
+                moments.add(layer.layer_idx, layer.history.whole()[0], observed(layer))
     if not moments.by_layer:
         raise ValueError("texts must hold at least one text, got none")
     return Adapter(moments.projections(rank), fingerprint(inner))

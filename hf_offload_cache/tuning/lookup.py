@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from ..attach import inner_model
-from ..cache import OffloadCache
 from ..caches.disk_swap import DiskSwapCache
 from ..config import DiskSwapConfig
 from ..generation import prefill
 from ..layer import OffloadLayer
 from ..records import RecordFormat
 from ..slots import ABSENT, SlotTable
-from .calibrate import KeyMoments
+from .calibrate import KeyMoments, ObservedCache, observed
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable
 
@@ -61,12 +60,12 @@ class Reader:
         """
         ids = ids[None].to(self._model.device)
         on_step(0.0, f"reading {context:,} tokens")
-        with OffloadCache(self._model, exact=True, engine="memory") as whole:
+        with ObservedCache(self._model, exact=True, engine="memory") as whole:
             prefill(self._model, ids[:, :context], whole, chunk=context)
             forms = [layer.history.form for layer in whole.offloaded]
             self.form = max(forms, key=lambda form: form.entry_bytes)
             for layer in whole.offloaded:
-                self.moments.add(layer.layer_idx, layer.history.whole()[0])
+                self.moments.add(layer.layer_idx, layer.history.whole()[0], observed(layer))
             for index, size in enumerate(self._group_sizes):
                 on_step((index + 1) / (1 + len(self._group_sizes)), f"groups of {size}")
                 selections = self._decode(whole.offloaded, ids, context, size)
@@ -82,7 +81,7 @@ class Reader:
         ) as cache:  # fmt: skip
             own = {layer.layer_idx: layer for layer in cache.offloaded}
             for layer in layers:
-                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.history.whole())
+                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.history.whole(), observed(layer))
             with recorded(cache) as selections, torch.no_grad():
                 for position in range(context, ids.shape[1]):
                     step = ids[:, position : position + 1]

@@ -20,8 +20,15 @@ def attention_modules(model: Any) -> dict[int, torch.nn.Module]:
     return {layer_idx: attention for layer_idx, _, attention in attach._blocks(inner_model(model))}
 
 
-def fill(layer: OffloadLayer, module: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into an empty layer; `module` is its attention.
+def fill(
+    layer: OffloadLayer,
+    module: torch.nn.Module,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor | None = None,
+) -> None:
+    """Put keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into an empty layer; `module` is its attention, `queries`
+    (B, H, n, Dk) are the latest of those that came with them, None: not known.
 
     The way of a prefill in one piece, with an attention function that computes nothing: the layer is "tagged" then, its
     groups are sealed and written, and its summary is made. Both tensors are copied. Nothing is told to the look-ahead.
@@ -30,7 +37,7 @@ def fill(layer: OffloadLayer, module: torch.nn.Module, keys: torch.Tensor, value
     heads = config_value(config, "num_attention_heads") if config is not None else None
     with torch.no_grad():
         returned, other = layer.update(keys, values)
-        query = keys.new_zeros(keys.shape[0], heads or keys.shape[1], 1, keys.shape[3])
+        query = keys.new_zeros(keys.shape[0], heads or keys.shape[1], 1, keys.shape[3]) if queries is None else queries
         layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
 
 

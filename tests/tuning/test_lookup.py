@@ -12,6 +12,7 @@ import torch
 from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, calibrate
+from hf_offload_cache.predictors.low_rank import principal_directions
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning.lookup import Reader, Selections, recorded, replay
 
@@ -111,8 +112,8 @@ def test_energy_is_what_the_projection_keeps(reader: Reader) -> None:
     table = reader.compression_table([16, 8, 2])
     assert (table.key_bytes, table.component_bytes, table.ranks) == (2 * 16 * 4, 1, [16, 8, 2])
     shares = []
-    for layer_idx, moment in reader.moments.by_layer.items():
-        projection = reader.moments.projections(8)[layer_idx]
+    for moment in reader.moments.by_layer.values():
+        projection = principal_directions(moment, 8)
         shares.append(float(((moment @ projection) * projection).sum() / moment.trace()))
     assert table.energy[1] == pytest.approx(np.mean(shares), rel=1e-4)
     assert table.least_energy[1] == pytest.approx(min(shares), rel=1e-4)
