@@ -292,7 +292,7 @@ def test_reserved_room_is_not_exceeded() -> None:
 def test_the_metric_of_queries_decides_what_is_kept() -> None:
     """Keys are largest where no query points: half the rank in the queries' metric beats the keys' own directions."""
     generator = torch.Generator().manual_seed(0)
-    energy = torch.cat([torch.full((DIM // 2,), 4.0), torch.ones(DIM // 2)])
+    energy = torch.cat([torch.full((DIM // 2,), 1.5), torch.ones(DIM // 2)])
     keys = torch.randn(1, KV, 800, DIM, generator=generator) * energy
     queries = torch.randn(1, HEADS, 600, DIM, generator=generator) * (energy == 1.0)
     flat = flat_of(keys).flatten(0, 1)

@@ -78,7 +78,7 @@ def observed(layer: OffloadLayer) -> torch.Tensor | None:
 
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:
     """The right singular vectors of the keys that `model` makes of `texts`, layer by layer, in the metric of the
-    queries that come with them: what approximates scores best at any rank (beyond the paper, which takes the keys alone).
+    queries that come with them: what approximates scores best at any rank. Beyond the paper, which takes keys alone.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
