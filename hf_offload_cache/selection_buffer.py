@@ -260,11 +260,11 @@ class SelectionBuffer:
         size = shape[0] * shape[1] * shape[2]
         view, device = self._view, layer.history.device
         same = view is not None and (view.dtype, view.device) == (form.dtype, device)
-        if view is None or not same or view.numel() < size:
+        room = layer.batch * (max(wanted, self._room(layer) // layer.batch) + tail_units) * form.payload_width
+        if view is None or not same or not size <= view.numel() <= 2 * room:
             if view is not None:
                 self.shared.account.release("selection", view.nbytes)
             self._view = view = None  # the old memory goes before the new one comes
-            room = layer.batch * (max(wanted, self._room(layer) // layer.batch) + tail_units) * form.payload_width
             self.shared.account.hold("selection", room * form.dtype.itemsize)
             view = self._view = lasting_empty(room, dtype=form.dtype, device=device)
         return view[:size].view(shape), tail_units

@@ -262,7 +262,8 @@ def test_fields_keep_to_the_share(method: str, memory: Fraction) -> None:
     wider = {**fields, "rank": fields["rank"] + 1}
     assert equal_memory.bytes_held(method, shape, tokens, 1, wider) > share
     assert fields["num_selected"] == 400
-    assert (fields.get("reuse_capacity", 400) > 0) == (method in (equal_memory.OWN, "InfiniGen*+ru"))
+    reuses = method == "InfiniGen*+ru" or (method == equal_memory.OWN and memory == Fraction(1, 13))
+    assert (fields.get("reuse_capacity", 400) > 0) == reuses  # ours keeps the rank first
 
 
 def test_reuse_gives_way_before_there_are_no_compact_keys() -> None:
