@@ -148,7 +148,7 @@ class SelectionBuffer:
         lies_in = slots.table.locate(records)
         absent = np.flatnonzero(lies_in == ABSENT)
         missing, which = np.unique(records[absent], return_inverse=True)
-        fresh, ready = self._fetch(layer, missing)
+        fresh, ready, ticket = self._fetch(layer, missing)
         counters.units_selected += len(records)
         counters.units_resident += len(records) - len(absent)
         counters.units_ready += len(records) - len(absent) + int(ready[which].sum())
@@ -159,7 +159,9 @@ class SelectionBuffer:
         target = (np.arange(batch)[:, None] * (wanted + tail_units) + np.arange(wanted)).reshape(-1)
         held = np.flatnonzero(lies_in != ABSENT)
         if len(held):
-            _copy_rows(unit, target[held], slots.data, lies_in[held])
+            _copy_rows(unit, target[held], slots.data, lies_in[held])  # while the reads run
+        if ticket is not None:
+            fresh.append(self._read(layer, ticket, np.flatnonzero(~ready)))
         if len(absent):
             taken, into = slots.table.insert(missing, lies_in[held])
             for source, places, rows in fresh:  # of `missing`, which lie where in what was read
@@ -175,9 +177,10 @@ class SelectionBuffer:
 
     def _fetch(
         self, layer: OffloadLayer, missing: np.ndarray
-    ) -> tuple[list[tuple[torch.Tensor, np.ndarray, np.ndarray]], np.ndarray]:
-        """Where the records `missing` (ascending) lie now: payloads (·, payload_width), which of the records are in
-        them, and in which rows; and which of the records were read ahead. Valid until the next `prefetch`."""
+    ) -> tuple[list[tuple[torch.Tensor, np.ndarray, np.ndarray]], np.ndarray, Ticket | None]:
+        """Where those of the records `missing` (ascending) that were read ahead lie now: payloads (·, payload_width),
+        which of the records are in them, and in which rows; which of the records these are; and the read of the
+        others, which has begun. Valid until the next `prefetch`."""
         form = layer.history.form
         ready = np.zeros(len(missing), dtype=bool)
         fresh = []
@@ -191,15 +194,21 @@ class SelectionBuffer:
             area = self._areas[turn]
             area.upload(0, len(ahead.records))
             fresh.append((form.payload(area.device), np.flatnonzero(ready), position[ready]))
-        rest = np.flatnonzero(~ready)
-        if len(rest):
-            area = self._area_missed(layer)
-            area.wait_uploaded()
-            ticket = self.shared.prefetcher.read(layer.history.store, missing[rest], area.host[: len(rest)])
-            self.shared.wait_for(ticket, layer.layer_idx)
-            area.upload(0, len(rest))
-            fresh.append((form.payload(area.device), rest, np.arange(len(rest))))
-        return fresh, ready
+        rest = missing[~ready]
+        if not len(rest):
+            return fresh, ready, None
+        area = self._area_missed(layer)
+        area.wait_uploaded()
+        return fresh, ready, self.shared.prefetcher.read(layer.history.store, rest, area.host[: len(rest)])
+
+    def _read(
+        self, layer: OffloadLayer, ticket: Ticket, rest: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """What `ticket` reads, `rest` of what was missing, once it is there; as `_fetch` says."""
+        self.shared.wait_for(ticket, layer.layer_idx)
+        area = self._area_missed(layer)
+        area.upload(0, len(rest))
+        return layer.history.form.payload(area.device), rest, np.arange(len(rest))
 
     def _settle(self, turn: int) -> None:
         """Wait for the reads into an area, which is free then. Interrupted, they are still under way."""
