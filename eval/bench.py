@@ -26,6 +26,9 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "memory": (["-m", "eval.memory"], ["--tokens", "2048"]),
     "decode": (["-m", "eval.bench_decode", "--targets"], ["--quick"]),
     "needles": (["-m", "eval.needles"], ["--samples", "2", "--tokens", "1024"]),
+    "needles_budget": (["-m", "eval.studies.quality_needles_budget"], ["--quick"]),
+    "mass": (["-m", "eval.studies.quality_mass"], ["--quick"]),
+    "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "walk": (["tests/walk.py"], ["llama", "qwen3", "gpt_neox"]),
 }
 """Name -> command, and what --quick adds to it."""
