@@ -14,6 +14,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.layer_budgets import MOST, spread
+from hf_offload_cache.selection_buffer import SelectionBuffer
 from hf_offload_cache.tuning.calibrate_budgets import calibrate_budgets
 
 
@@ -180,3 +181,25 @@ def test_budgets_from_sample_text_are_those_of_a_prompt_like_it(monkeypatch: pyt
 def test_text_too_short_to_choose_from() -> None:
     with pytest.raises(ValueError, match="num_selected=400"):
         calibrate_budgets(long_model(), [prompt(long_model(), 1, 200)])
+
+
+def test_the_queries_are_off_the_account_before_selecting_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a tight budget both would not fit."""
+    held: list[int] = []
+    gather = SelectionBuffer.gather
+
+    def watched(self: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
+        held.append(self.shared.account.by_owner["tables"])
+        return gather(self, layer, groups)
+
+    monkeypatch.setattr(SelectionBuffer, "gather", watched)
+    with sparse(layer_budgets="measured") as cache:
+        with torch.no_grad():
+            long_model()(prompt(long_model(), 1, LONG), past_key_values=cache)
+        before = cache.shared.account.by_owner["tables"]
+        queries = sum(layer.latest_queries.nbytes for layer in cache.offloaded)
+        run_one = prompt(long_model(), 1, 1, seed=3)
+        with torch.no_grad():
+            long_model()(run_one, past_key_values=cache)
+    assert queries > 0
+    assert held[0] == before - queries

@@ -393,6 +393,7 @@ class DiskSwapCache(OffloadCache):
         if known:
             groups = spread(np.stack(list(known.values())), mean)
             self.buffer.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
+        self._account_live()  # the queries are gone: what selecting takes comes in their place
 
     def end_step(self) -> None:
         started = self._step_started
