@@ -179,7 +179,7 @@ class DiskSwapConfig(OffloadConfig):
     processor time, which a fast disk does not give back; the selection is the true query's either way."""
     adapter: str | None = None
     """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
-    layer_budgets: str | tuple[int, ...] = "measured"
+    layer_budgets: str | tuple[int, ...] = "uniform"
     """How `num_selected` and `reuse_capacity`, which are means over the layers, are spread: "uniform"; "measured": by
     how dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
     target_mass: float | None = None

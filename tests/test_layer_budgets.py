@@ -152,7 +152,8 @@ def test_measuring_again_only_where_the_length_has_doubled() -> None:
     """Two short turns after a long prompt leave the budgets as they are."""
     model = long_model()
     ids = prompt(model, 1, LONG + 40)
-    with DiskSwapCache(model, group_size=4, num_selected=40, num_recent=8, engine="memory") as cache:
+    fields: dict[str, Any] = {"group_size": 4, "num_selected": 40, "num_recent": 8, "layer_budgets": "measured"}
+    with DiskSwapCache(model, engine="memory", **fields) as cache:
         generate(model, cache, ids[:, :LONG], max_new_tokens=2)
         before = dict(cache.buffer._share)
         with torch.no_grad():
@@ -166,7 +167,7 @@ def test_budgets_from_sample_text_are_those_of_a_prompt_like_it(monkeypatch: pyt
     model = long_model()
     ids = prompt(model, 1, LONG)
     fields: dict[str, Any] = {"group_size": 4, "num_recent": 8}
-    with DiskSwapCache(model, num_selected=40, engine="memory", **fields) as cache:
+    with DiskSwapCache(model, num_selected=40, layer_budgets="measured", engine="memory", **fields) as cache:
         generate(model, cache, ids, max_new_tokens=2)
         measured = {index: round(share * 40) for index, share in cache.buffer._share.items()}
     budgets = calibrate_budgets(model, [ids], num_selected=40, **fields)
