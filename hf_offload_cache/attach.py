@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +28,12 @@ PREFIX = "hf_offload_cache_"
 _ALWAYS = ("sdpa", "eager")
 _OWN_KERNELS = ("flash", "flex", "paged")
 """Parts of names whose masks are of another kind, or whose names transformers treats in a way of its own."""
-_LOCK = threading.RLock()
+_LOCKS: dict[int, threading.RLock] = {}
+
+
+def _lock() -> threading.RLock:
+    """Over what is attached in this process: a forked child does not wait for a thread that only its parent has."""
+    return _LOCKS.setdefault(os.getpid(), threading.RLock())
 
 
 class AttentionName(str):
@@ -97,7 +103,7 @@ def inner_model(model: Any) -> PreTrainedModel:
 
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
     """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
-    with _LOCK:
+    with _lock():
         token = id(cache)
         attachment = _ATTACHED.get(model)
         if attachment is not None:
@@ -115,7 +121,7 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
 
 def release(model: PreTrainedModel | None, token: int) -> None:
     """Count a cache out; with the last one, `model` is as it was before the first. Idempotent."""
-    with _LOCK:
+    with _lock():
         attachment = None if model is None else _ATTACHED.get(model)
         if attachment is None or model is None or attachment.caches.pop(token, None) is None or attachment.caches:
             return
@@ -139,7 +145,7 @@ def intact(model: torch.nn.Module) -> bool:
 def detach(model: Any) -> None:
     """Close every cache on `model` and restore it. Does nothing on a model without caches."""
     inner = inner_model(model)
-    with _LOCK:
+    with _lock():
         attachment = _ATTACHED.get(inner)
         caches = [] if attachment is None else [ref() for ref in attachment.caches.values()]
     for cache in caches:
@@ -246,6 +252,16 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[int, torch.nn.Module, torc
             block = model.get_submodule(path)
             if "attention" not in type(block).__name__.lower() and "cross" not in leaf:
                 yield layer_idx, block, attention
+
+
+def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """By layer index, where the attention of each decoder block makes its keys."""
+    found: dict[int, torch.device] = {}
+    for layer_idx, _, attention in _blocks(model):
+        moved = getattr(getattr(attention, "_hf_hook", None), "execution_device", None)  # accelerate's
+        held = next((p.device for p in attention.parameters() if p.device.type != "meta"), None)
+        found[layer_idx] = torch.device(moved) if moved is not None else held or model.device
+    return found
 
 
 # --- what the model calls ----------------------------------------------------------------------------------------

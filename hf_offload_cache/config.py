@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -70,6 +71,14 @@ class OffloadConfig:
     """Tokens a sequence that are planned for; `BudgetError` before there would be more. None: no limit."""
     max_batch: int | None = None
     """Sequences that are planned for; `BudgetError` before there would be more. None: no limit."""
+    verify: bool = True
+    """Check what is read from the disk against what was written, record by record. False: trust the disk; what is
+    encrypted is checked all the same."""
+    io_timeout: float | None = 60.0
+    """Seconds that a read or a write may take before the device counts as stalled (`StalledError`). None: no limit."""
+    encryption_key: str | Path | Callable[[], bytes] | None = None
+    """A file that holds 32 bytes or 64 hexadecimal digits, or a function that returns 32 bytes: all that is written to
+    the disk is encrypted with it (AES-256-GCM, extra `[crypto]`). None: nothing is."""
     trace: str | None = None
     """File for a trace of what the cache does and when, which ui.perfetto.dev and chrome://tracing show. It is written
     while the cache is used, and complete when that is closed."""
@@ -95,6 +104,15 @@ class OffloadConfig:
         for name in ("max_context", "max_batch"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        self._one_of("verify", (True, False))
+        timeout, key = self.io_timeout, self.encryption_key
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0 and timeout == timeout):
+            raise ConfigError(f"io_timeout must be seconds above 0, or None, got {timeout!r}: use 60")
+        if key is not None and not isinstance(key, str | Path) and not callable(key):
+            raise ConfigError(
+                f"encryption_key must be the path of a file, a function that returns 32 bytes, or None, got a "
+                f"{type(key).__name__}: keep the key out of the configuration itself"
+            )
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 

@@ -26,6 +26,23 @@ class PromptError(ValueError):
     """The tokens given to the model do not continue what the cache holds; nothing was appended."""
 
 
+class ContextError(ValueError):
+    """A directory holds no saved context, or one whose manifest is damaged, of an unknown version, or absurd."""
+
+
+class ContextMismatchError(ContextError):
+    """A saved context was made with something else (a model, an adapter, a tokenizer); the field and both values are
+    named."""
+
+
+class EncryptionKeyError(ValueError):
+    """A key is missing, cannot be read, has the wrong size, or is not the one that the data was written with."""
+
+
+class ForkedProcessError(RuntimeError):
+    """A cache of the parent process was used in a child that was forked from it. The parent's is as it was."""
+
+
 class SeamLostError(RuntimeError):
     """Keys left `update` and did not come to our attention; raised in the same forward, before any token.
 
@@ -39,6 +56,17 @@ class CacheClosedError(RuntimeError):
 
 class StoreError(OSError):
     """A record could not be read or written; names the layer and the record. Other records stay readable."""
+
+
+class CorruptRecordError(StoreError):
+    """Stored bytes are not what was written: flipped, cut off, swapped or missing. Names the layer and the record.
+
+    Nothing of them was handed out. What else is stored stays readable.
+    """
+
+
+class StalledError(StoreError):
+    """A device did not answer before the deadline. The cache is not to be used any more: close it."""
 
 
 class StoreFullError(StoreError):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
+
+from .errors import StoreError
+
+SPARE_DESCRIPTORS = 8
+"""Left for others beyond what a cache needs for good: a trace, a saved context being written, a file being probed."""
 
 
 def free_memory(device: str = "cpu") -> int | None:
@@ -23,6 +29,29 @@ def free_memory(device: str = "cpu") -> int | None:
 def free_disk(path: str | os.PathLike[str]) -> int:
     """Bytes that this user may still write under `path`, which exists."""
     return shutil.disk_usage(path).free
+
+
+def free_descriptors() -> int | None:
+    """Descriptors that this process may still open; None where nobody tells, or without a limit."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/dev/fd")) - 1  # one to list them
+    except (ImportError, OSError):
+        return None
+    return None if limit == resource.RLIM_INFINITY else limit - used
+
+
+def check_descriptors(needed: int) -> None:
+    """Raises `StoreError` (EMFILE) when this process may not open `needed` descriptors and `SPARE_DESCRIPTORS` more."""
+    free = free_descriptors()
+    if free is not None and free < needed + SPARE_DESCRIPTORS:
+        raise StoreError(
+            errno.EMFILE,
+            f"the cache needs {needed} descriptors, one for each layer that it offloads, and {SPARE_DESCRIPTORS} to "
+            f"spare; {max(0, free)} are left of this process's limit: raise the limit with `ulimit -n`, or close others",
+        )
 
 
 def _available() -> int | None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from .config import OffloadConfig, parse_size
-from .errors import CacheClosedError, SeamLostError
+from .errors import CacheClosedError, SeamLostError, StalledError
 from .prefetch import Prefetcher, Ticket
+from .process import Process
 from .report import Counters, MemoryAccount
 from .staging import Staging
 from .stores.base import Store
+from .stores.encryption import load_key, make_guard
 from .stores.engines import choose_engine, open_store
+from .stores.layered import LayeredStore
 from .stores.ring import Ring
 from .timeline import NO_TIMELINE, Timeline
 from .trace import Trace
@@ -28,40 +32,61 @@ SEAM_LOST = (
 
 
 class Shared:
-    """Made and closed by the cache; used by the thread that runs the model.
+    """Made and closed by the cache; used by the thread that runs the model. A forked child can only close it.
 
-    Raises `StoreError` when `path` cannot hold the store and `ConfigError` when `trace` cannot be written, before
-    anything is left behind.
+    Raises `StoreError` when `path` cannot hold the store, `ConfigError` when `trace` cannot be written and
+    `EncryptionKeyError`, before anything is left behind.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
         self.config = config
+        self.process = Process()
+        self.key = None if config.encryption_key is None else load_key(config.encryption_key)
         self.directory = Path(tempfile.gettempdir() if path is None else path)
         self.engine, self.store_description = choose_engine(config.engine, self.directory)
         self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
         self.counters = Counters()
         self.timeline: Timeline = NO_TIMELINE if config.trace is None else Trace(config.trace, self.account)
-        self.ring = Ring() if self.engine == "uring" else None
+        self.ring = Ring(timeout=config.io_timeout) if self.engine == "uring" else None
         timeline = self.timeline if self.timeline.on else None
-        self.prefetcher = Prefetcher(self.account, parse_size(config.write_queue), timeline=timeline)
+        self.prefetcher = Prefetcher(
+            self.account, parse_size(config.write_queue), timeline=timeline, timeout=config.io_timeout
+        )
         self.stores: list[Store] = []
         self.unseen: int | None = None  # the layer whose keys attention has to see next
         self.closed = False
-        self.broken = False
+        self._broken = False
         self.keys_are_shared = False  # some layers attend with the keys of others: several times for one update
         self.front: tuple[int, int] | None = None  # the layer updated last, and what it held before
         self._stream_buffers: list[Staging] = []
 
     def open_store(self, record_bytes: int, layer_idx: int) -> Store:
         """A new, empty store for one layer."""
-        store = open_store(self.engine, self.directory, record_bytes, f"layer {layer_idx}", self.ring)
+        store = self._new_store(record_bytes, f"layer {layer_idx}")
+        self.stores.append(store)
+        return store
+
+    def _new_store(self, record_bytes: int, name: str) -> Store:
+        guard = make_guard(self.key, self.config.verify)
+        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard)
+
+    def layer_store(self, parts: Sequence[Store], record_bytes: int, layer_idx: int) -> Store:
+        """A store for one layer over the frozen `parts`, which it owns; what is added goes to a store of its own."""
+        if not parts:
+            return self.open_store(record_bytes, layer_idx)
+        store = LayeredStore(parts, functools.partial(self._new_store, record_bytes, f"layer {layer_idx}"))
         self.stores.append(store)
         return store
 
     def close_store(self, store: Store) -> None:
         """Drop what is under way for `store`, and give its file back."""
-        self.prefetcher.cancel(store)
-        store.close()
+        try:
+            self.prefetcher.cancel(store)
+        except StalledError:
+            if not self.closed:  # else `close` has said so; whatever is stuck holds the store, and its file with it
+                raise
+        else:
+            store.close()
         if store in self.stores:
             self.stores.remove(store)
 
@@ -71,9 +96,35 @@ class Shared:
         for store in self.stores:
             store.bytes_read = store.bytes_written = store.reads = 0
 
+    def check_process(self) -> None:
+        """Raises `ForkedProcessError` in a child that was forked."""
+        self.process.check("this cache")
+
+    def mend(self) -> None:
+        """All layers are about to be emptied: forget what was broken. Raises `StalledError` while something that did
+        not end in time is still under way."""
+        self.check_process()
+        self.prefetcher.mend()
+        self._broken = False
+
+    @property
+    def broken(self) -> bool:
+        """The cache is not to be used until `reset`: layers may differ, or something may be under way unknown."""
+        return self._broken or self.prefetcher.trouble is not None
+
+    @broken.setter
+    def broken(self, value: bool) -> None:
+        self._broken = value
+
     def check_open(self) -> None:
+        self.check_process()
         if self.closed:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
+        trouble = self.prefetcher.trouble
+        if isinstance(trouble, StalledError):
+            raise RuntimeError(
+                f"the device stalled in an earlier step ({trouble.strerror}), or reset() it once the device answers"
+            ) from trouble
         if self.broken:
             raise RuntimeError(
                 "an earlier forward or change was interrupted: some layers may have it and others not; "
@@ -159,17 +210,23 @@ class Shared:
         self._stream_buffers = []
 
     def close(self) -> None:
-        """Stop the workers and give back files and buffers. Idempotent."""
+        """Stop the workers and give back files and buffers. Idempotent.
+
+        Raises `StalledError`, once all is done that can be, for what does not end in time and was not reported before.
+        In a forked child nothing is done: what is the parent's goes on, and the child's copies of its descriptors go
+        with the objects.
+        """
         if self.closed:
             return
         self.closed = True
         self.unseen = None
-        try:
-            self.prefetcher.close()
-            for store in list(self.stores):
-                self.close_store(store)
+        if not self.process.is_here:
+            return
+        with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
+            last_first.callback(self.timeline.close)
+            last_first.callback(self.release_stream_buffers)
             if self.ring is not None:
-                self.ring.close()
-            self.release_stream_buffers()
-        finally:
-            self.timeline.close()
+                last_first.callback(self.ring.close)
+            for store in list(self.stores):
+                last_first.callback(self.close_store, store)
+            last_first.callback(self.prefetcher.close)

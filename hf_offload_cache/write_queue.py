@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from hf_offload_cache.errors import CacheClosedError, StoreError
 from hf_offload_cache.report import MemoryAccount
 from hf_offload_cache.stores.base import Store, runs
 from hf_offload_cache.stores.checks import describe
+from hf_offload_cache.stores.patience import Patience, left, passed
 from hf_offload_cache.timeline import Timeline
-from hf_offload_cache.workers import Jobs, start_worker
+from hf_offload_cache.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
 
 WRITE_QUEUE = "write queue"
 """The owner under which queued writes are in the memory account."""
@@ -28,22 +30,28 @@ class WriteQueue:
 
     All methods are for one thread; `stop` takes no lock, so that a garbage collection may call it. After it the
     methods raise `CacheClosedError`, except `cancel` and `take_failure`. For what becomes of a write that failed see
-    `Prefetcher`.
+    `Prefetcher`; the writes that were queued when the thread died have failed too.
+
+    A wait during which no write ends for as long as `patience` says raises `StalledError`. The write that is stuck is
+    held by its thread, records and store, and its bytes stay in the account until it ends.
+
+    Attributes:
+        threads: the thread, once it was started.
     """
 
     def __init__(
-        self, account: MemoryAccount, most_bytes: int, threads: list[threading.Thread], timeline: Timeline | None
+        self, account: MemoryAccount, most_bytes: int, timeline: Timeline | None, patience: Patience
     ) -> None:
         self.closed = False
+        self.threads: list[Worker] = []
+        self.patience = patience
         self._account = account
         self._most_bytes = most_bytes
-        self._bytes = 0
-        self._threads = threads
         self._timeline = timeline
-        self._changed = threading.Condition()  # guards the lines and the count of bytes
+        self._changed = threading.Condition()  # guards the lines
         self._lines: weakref.WeakKeyDictionary[Store, _Line] = weakref.WeakKeyDictionary()
         self._jobs: Jobs = queue.SimpleQueue()
-        self._running = False
+        self._ended = 0  # batches that came to an end
 
     def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """See `Prefetcher.write`."""
@@ -54,18 +62,37 @@ class WriteQueue:
             self._raise_failure(line)
             if batch.nbytes == 0:
                 return
-            while self._bytes and self._bytes + batch.nbytes > self._most_bytes:
-                self._changed.wait()
+            while (queued := self._bytes) and queued + batch.nbytes > self._most_bytes:
+                self._wait(lambda: self._bytes < queued)
                 self._check_open()
                 self._raise_failure(line)
+            self._need_writer(store)
             self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
-            self._bytes += batch.nbytes
-            line.batches.append(batch)
+            try:
+                self._jobs.put(functools.partial(self._run, batch))  # finds nothing to do where the next line fails
+                line.batches.append(batch)
+            except BaseException:
+                if batch not in line.batches:
+                    self._account.release(WRITE_QUEUE, batch.nbytes)
+                raise
             line.lost = [(rest, error) for lost, error in line.lost if len(rest := np.setdiff1d(lost, ids))]
-        if not self._running:
-            self._threads.append(start_worker("writer", self._jobs))
-            self._running = True
-        self._jobs.put(functools.partial(self._run, batch))
+
+    @property
+    def _bytes(self) -> int:
+        """Queued and being written. Counted anew each time: an exception of a signal cannot leave it wrong."""
+        return sum(batch.nbytes for line in list(self._lines.values()) for batch in line.batches)
+
+    def _need_writer(self, store: Store) -> None:
+        if self.threads and self.threads[0].is_alive():
+            return
+        try:
+            self.threads[:] = [start_worker("writer", self._jobs)]
+        except RuntimeError as error:
+            raise StoreError(
+                errno.EAGAIN,
+                f"{store.name}: no thread can be started to write with ({error}): end other threads or processes, or "
+                "raise the limit with `ulimit -u`",
+            ) from error
 
     def copy_queued(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> list[tuple[int, int]]:
         """Fill the rows of `out` whose records wait to be written to `store`; the ranges of rows that remain.
@@ -86,9 +113,8 @@ class WriteQueue:
         with self._changed:
             self._check_open()
             lines = list(self._lines.values()) if store is None else [self._line(store)]
-            while any(line.batches for line in lines):
-                self._changed.wait()
-                self._check_open()
+            self._wait(lambda: self.closed or not any(line.batches for line in lines))
+            self._check_open()
             for line in lines:
                 self._raise_failure(line)
 
@@ -99,13 +125,17 @@ class WriteQueue:
             for batch in [batch for batch in line.batches if not batch.started]:
                 self._finish(batch, line)
 
+    def drop_all(self) -> None:
+        """`drop` for every store."""
+        for store in list(self._lines):
+            self.drop(store)
+
     def cancel(self, store: Store) -> None:
         """`drop`, wait for the write that has begun, and forget failures."""
         self.drop(store)
         with self._changed:
             line = self._line(store)
-            while line.batches:
-                self._changed.wait()
+            self._wait(lambda: not line.batches)
             line.lost.clear()
             line.failure = None
 
@@ -118,16 +148,60 @@ class WriteQueue:
             failure, line.failure = line.failure, None
             return failure
 
+    @property
+    def stuck(self) -> bool:
+        """A write that did not end in time is still under way."""
+        with self._changed:
+            return self.patience.stalled and any(b.started for line in self._lines.values() for b in line.batches)
+
     def stop(self) -> None:
         """Let the thread drop what has not begun, and end."""
         self.closed = True
         self._jobs.put(None)
+
+    def join(self) -> None:
+        """After `stop`: wait for the thread. Raises `StalledError` when its last write does not end in time."""
+        alive = join_all(self.threads, self.patience.deadline())
+        self.threads[:] = [thread for thread in self.threads if thread in alive]
+        if alive:
+            with self._changed:
+                raise self.patience.give_up(self._doing())
 
     def _line(self, store: Store) -> _Line:
         line = self._lines.get(store)
         if line is None:
             line = self._lines[store] = _Line()
         return line
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Block until `over()`, which a write that ends may bring about. With `_changed` held, which is let go."""
+        deadline, ended = None, -1
+        while not over():
+            if ended != self._ended:
+                ended, deadline = self._ended, self.patience.deadline()
+            elif passed(deadline):
+                raise self.patience.give_up(self._doing())
+            self._changed.wait(left(deadline, LOOK_SECONDS))
+            if not any(thread.is_alive() for thread in self.threads):
+                self._fail_all()
+
+    def _doing(self) -> str:
+        batches = sorted((batch for line in self._lines.values() for batch in line.batches), key=lambda b: b.started)
+        if not batches or batches[-1].store is None:
+            return "writing"
+        return doing("writing", batches[-1].store, batches[-1].ids)
+
+    def _fail_all(self) -> None:
+        """The thread has died: what was queued is lost, and whoever asks for it is told."""
+        why = self.threads[0].ended_by if self.threads else "it was not started"
+        for line in list(self._lines.values()):
+            for batch in list(line.batches):
+                assert batch.store is not None
+                where = doing("writing", batch.store, batch.ids)
+                error = StoreError(errno.EIO, f"{where}: no thread is left that could do it: {why}")
+                line.failure = line.failure or error
+                line.lost.append((batch.ids, error))
+                self._finish(batch, line)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -147,11 +221,11 @@ class WriteQueue:
 
     def _run(self, batch: _Batch) -> None:
         with self._changed:
-            if batch.store is None:
+            store = batch.store
+            line = None if store is None else self._line(store)
+            if store is None or line is None or batch not in line.batches:
                 return
             batch.started = True
-            store = batch.store
-            line = self._line(store)
         error: BaseException | None = None
         if not self.closed:
             started = time.perf_counter()
@@ -162,16 +236,17 @@ class WriteQueue:
             if self._timeline is not None:
                 details = {"records": len(batch.ids), "bytes": batch.nbytes}
                 self._timeline.add("writes", store.name, started, time.perf_counter(), **details)
+        self.patience.answered()
         with self._changed:
-            self._finish(batch, line)
             if error is not None:
                 line.failure = line.failure or error
                 line.lost.append((batch.ids, error))
+            self._finish(batch, line)
 
     def _finish(self, batch: _Batch, line: _Line) -> None:
         """`batch` is done with, however it went. With `_changed` held."""
         line.batches.remove(batch)
-        self._bytes -= batch.nbytes
+        self._ended += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
         batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8)
         self._changed.notify_all()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hf_offload_cache.stores.transfer import LateRead, Transfer
+
+if TYPE_CHECKING:
+    from hf_offload_cache.stores.guard import RecordGuard
+    from hf_offload_cache.stores.ring import Ring
 
 DEVICE_BLOCK = 4096
 """Bytes that records are rounded up to, and that buffers and offsets are aligned to: what every device accepts."""
@@ -19,11 +24,15 @@ class Store(ABC):
 
     `allocate`, `free` and `close` are called by one thread only (the one that runs the model). `read` and `write` may
     run in several threads at once, on different records; the prefetcher keeps a read of a record behind its write.
-    A record is immutable from its write until `free`; reading one that was never written gives undefined bytes.
+    A record is immutable from its write until `free`; reading one that was never written raises `CorruptRecordError`
+    where the store checks what it reads, and gives undefined bytes elsewhere.
+
+    A store that is frozen is immutable for good. It can be shared with others, and given a name.
 
     Attributes:
         record_bytes: size of a record, a multiple of `DEVICE_BLOCK`.
         name: how errors name this store, e.g. "layer 3".
+        first_id: how errors number its first record: what it is called by whoever holds this store as a part.
         advises: True when `advise` makes the kernel read ahead, so that `read` has little to wait for and runs on the
             calling thread; False when `read` is where the time goes. Says what `start` does, where a store has none
             of its own.
@@ -38,20 +47,27 @@ class Store(ABC):
             raise ValueError(f"record_bytes must be a positive multiple of {DEVICE_BLOCK}, got {record_bytes}")
         self.record_bytes = record_bytes
         self.name = name
+        self.first_id = 0
         self.bytes_read = 0
         self.bytes_written = 0
         self.reads = 0
+
+    @property
+    def directory(self) -> str | None:
+        """The folder that the records lie in, for messages; None: host memory."""
+        return None
 
     @abstractmethod
     def allocate(self, count: int) -> np.ndarray:
         """Ids (int64, ascending where possible adjacent) of `count` free records; grows the store where needed.
 
-        Raises `StoreFullError` with the numbers, having allocated nothing, when the disk has no room.
+        Raises `StoreFullError` with the numbers, having allocated nothing, when the disk has no room, and `StoreError`
+        when the store is frozen.
         """
 
     @abstractmethod
     def free(self, ids: np.ndarray) -> None:
-        """Give records back for a later `allocate`. Their content may be overwritten from now on."""
+        """Give records back for a later `allocate`. Their content may be overwritten from now on. Frozen: ignored."""
 
     @abstractmethod
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -80,17 +96,57 @@ class Store(ABC):
         """Fill `out` (uint8, (n, record_bytes), host memory, aligned to `DEVICE_BLOCK`) with `ids`, in order.
 
         Blocks until the bytes are there; adjacent ids are one request. Raises `StoreError`; `out` is then undefined.
+        `CorruptRecordError` for bytes that are not what was written: what is wrong of them is not in `out`.
+        """
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Records that exist, taken or not: ids are below it."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Make all records immutable for good, and give the unused end back. Idempotent.
+
+        No write may be under way or follow. Raises `StoreError`, and is not frozen then.
+        """
+
+    @abstractmethod
+    def share(self, ring: Ring | None) -> Store:
+        """Another frozen store over the same records, with counters of its own; each is closed by its owner.
+
+        Takes no disk space. Reads go through `ring` where this store reads through one (None: one of its own). May be
+        used by another thread than this store. Raises `StoreError` unless this store is frozen.
+        """
+
+    @abstractmethod
+    def export(self, folder_fd: int, name: str) -> RecordGuard:
+        """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
+
+        A hard link where the file system lets us, else a copy. What the file holds is on the device when this returns;
+        its name is when the directory is synced. Returns the guard whose tags describe it. Raises `StoreError`
+        (`StoreFullError` with the numbers, before anything is copied): nothing of that name is there then.
         """
 
     @property
     @abstractmethod
     def disk_bytes(self) -> int:
-        """Bytes taken on the disk now."""
+        """Bytes taken on the disk now, those that are shared with other stores included."""
+
+    @property
+    def own_disk_bytes(self) -> int:
+        """Bytes taken on the disk by what no other store shares."""
+        return self.disk_bytes
 
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes of host memory that hold records now (zero for a store on disk that bypasses the page cache)."""
+
+    @property
+    @abstractmethod
+    def tables_bytes(self) -> int:
+        """Bytes of host memory for what the store knows about its records: which are taken, and their tags."""
 
     @abstractmethod
     def close(self) -> None:

@@ -31,11 +31,15 @@ def check_batch(ids: np.ndarray, records: torch.Tensor, record_bytes: int, *, al
         raise ValueError(f"out must be aligned to {DEVICE_BLOCK} bytes; make it with aligned_empty")
 
 
-def check_range(name: str, ids: np.ndarray, capacity: int) -> None:
-    """Raise `StoreError` when one of `ids` is not a record of the store called `name`, which has `capacity`."""
+def check_range(name: str, ids: np.ndarray, capacity: int, first_id: int = 0) -> None:
+    """Raise `StoreError` when one of `ids` is not a record of the store called `name`, which has `capacity`.
+
+    The message counts records from `first_id`.
+    """
     if len(ids) and np.maximum.reduce(ids.view(np.uint64)) >= capacity:  # a negative one is above all others
-        outside = ids[(ids < 0) | (ids >= capacity)]
-        raise StoreError(errno.EINVAL, f"{name}: {describe(outside)} outside the {capacity} records that exist")
+        outside = ids[(ids < 0) | (ids >= capacity)] + first_id
+        exist = f"{capacity} records that exist" + (f" from {first_id} on" if first_id else "")
+        raise StoreError(errno.EINVAL, f"{name}: {describe(outside)} outside the {exist}")
 
 
 def describe(ids: np.ndarray) -> str:

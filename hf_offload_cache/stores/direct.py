@@ -10,29 +10,36 @@ import torch
 
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.base import runs
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.file import FileStore
+from hf_offload_cache.stores.checks import check_batch, check_range
+from hf_offload_cache.stores.file import FileStore, FrozenFile
+from hf_offload_cache.stores.guard import RecordGuard
 
 
 class DirectStore(FileStore):
     """A file store read with `O_DIRECT`: one `preadv` a run of adjacent records, nothing left in the page cache.
 
-    A read keeps one request in flight, so several threads should share a batch. Raises `StoreError` with the
-    reason when the file system of `directory` does not do `O_DIRECT`.
+    A read keeps one request in flight, so several threads should share a batch; each checks what it has read. Raises
+    `StoreError` with the reason when the file system of `place` does not do `O_DIRECT`.
     """
 
     advises = False
 
-    def __init__(self, directory: str | os.PathLike[str], record_bytes: int, name: str) -> None:
-        super().__init__(directory, record_bytes, name)
-        reason = self._file.try_direct()
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | FrozenFile,
+        record_bytes: int,
+        name: str,
+        guard: RecordGuard | None = None,
+    ) -> None:
+        super().__init__(place, record_bytes, name, guard)
+        reason = None if self._frozen else self._file.try_direct()
         if reason is not None:
             self.close()
             raise StoreError(errno.EINVAL, f'{name}: {reason}; use engine="mapped" or another `path`')
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self._capacity, self.first_id)
         if len(ids) == 0:
             return
         buffer = out.numpy().data.cast("B")
@@ -43,5 +50,6 @@ class DirectStore(FileStore):
                     buffer[start * self.record_bytes : stop * self.record_bytes], int(ids[start]) * self.record_bytes
                 )
             except OSError as error:
-                raise self._failure(f"reading {describe(ids[start:stop])}", error) from error
+                raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
         self._count_read(len(ranges), len(buffer))
+        self._checked(ids, out)

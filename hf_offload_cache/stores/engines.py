@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 
+import numpy as np
 import torch
 
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
+from hf_offload_cache.stores.file import FrozenFile
+from hf_offload_cache.stores.guard import Checksums, RecordGuard
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.named import NamedFile
 from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
 from hf_offload_cache.stores.uring import UringStore
@@ -93,21 +97,72 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
 
 
 def open_store(
-    engine: str, directory: str | os.PathLike[str], record_bytes: int, name: str, ring: Ring | None = None
+    engine: str,
+    directory: str | os.PathLike[str],
+    record_bytes: int,
+    name: str,
+    ring: Ring | None = None,
+    guard: RecordGuard | None = None,
 ) -> Store:
     """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there.
 
-    Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it.
+    Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it. `guard`
+    (None: checksums, checked on every read) has no records yet, and is this store's from now on.
     """
     if engine == "memory":
-        return MemoryStore(record_bytes, name)
+        return MemoryStore(record_bytes, name, guard)
     if engine == "uring":
-        return UringStore(directory, record_bytes, name, ring)
+        return UringStore(directory, record_bytes, name, ring, guard)
     if engine == "direct":
-        return DirectStore(directory, record_bytes, name)
+        return DirectStore(directory, record_bytes, name, guard)
     if engine == "mapped":
-        return MappedStore(directory, record_bytes, name)
-    raise ValueError(f"engine must be uring, direct, mapped or memory; got {engine!r} (choose_engine resolves auto)")
+        return MappedStore(directory, record_bytes, name, guard)
+    raise _unresolved(engine)
+
+
+def open_named(
+    engine: str,
+    folder_fd: int,
+    file_name: str,
+    count: int,
+    record_bytes: int,
+    name: str,
+    ring: Ring | None = None,
+    guard: RecordGuard | None = None,
+) -> Store:
+    """A frozen store over the `count` records of the file `file_name` in the open directory `folder_fd`, read only.
+
+    `guard` has their tags, and is this store's from now on; None trusts the file. Where `engine` (as `choose_engine`
+    returned it for the cache's own folder) cannot read there, "direct" without O_DIRECT or "memory", the next that can
+    does: "uring" with a `ring`, else "mapped".
+
+    Raises `CorruptRecordError` when the file is missing, a link, no regular file or not of `count` records,
+    `StoreError` when it cannot be opened, and `ValueError` for a name that leads out of the folder or another number
+    of tags.
+    """
+    if engine not in ENGINES or engine == "auto":
+        raise _unresolved(engine)
+    if count < 0 or record_bytes <= 0 or record_bytes % DEVICE_BLOCK:
+        raise ValueError(
+            f"count must be at least 0 and record_bytes a positive multiple of {DEVICE_BLOCK}, "
+            f"got {count} and {record_bytes}"
+        )
+    guard = Checksums(False, np.zeros((count, Checksums.tag_bytes), dtype=np.uint8)) if guard is None else guard
+    if len(guard.tags) != count:
+        raise ValueError(f"guard must have a tag for each of {count} records, it has {len(guard.tags)}")
+    file = NamedFile(folder_fd, file_name, count * record_bytes, name)
+    if engine != "mapped":
+        file.try_direct()
+    frozen = FrozenFile(file, count, guard, np.empty(0, dtype=np.int64))
+    if engine == "direct" and file.direct:
+        return DirectStore(frozen, record_bytes, name)
+    if engine == "uring" or (engine != "mapped" and ring is not None):
+        return UringStore(frozen, record_bytes, name, ring)
+    return MappedStore(frozen, record_bytes, name)
+
+
+def _unresolved(engine: str) -> ValueError:
+    return ValueError(f"engine must be uring, direct, mapped or memory; got {engine!r} (choose_engine resolves auto)")
 
 
 def _file_system(path: str) -> str | None:

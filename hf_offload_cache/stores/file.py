@@ -1,48 +1,83 @@
-"""What the stores on a file share: space, growth, writes. An engine adds how records are read."""
+"""What the stores on a file share: space, growth, writes, tags. An engine adds how records are read."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
+from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
+from hf_offload_cache.stores import named
 from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, runs
 from hf_offload_cache.stores.checks import check_batch, check_range, describe
 from hf_offload_cache.stores.freelist import FreeList
+from hf_offload_cache.stores.guard import Checksums, RecordGuard
+from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile, ShortReadError
+from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20
-"""The file grows by half of itself, within these bounds, or by what was asked for when that is more."""
+"""The file grows by an eighth of itself, within these bounds, or by what was asked for when that is more."""
+
+WRONG = 0xFF
+"""What the bytes of a wrong record are replaced by: no number, in every floating-point type."""
+
+
+@dataclass(frozen=True)
+class FrozenFile:
+    """Immutable records for a new store, which takes `file` over. `holes` are those below `count` that hold nothing."""
+
+    file: RecordFile
+    count: int
+    guard: RecordGuard
+    holes: np.ndarray
 
 
 class FileStore(Store):
-    """Records one after another in a scratch file, record `i` at byte `i * record_bytes`.
+    """Records one after another in a file, record `i` at byte `i * record_bytes`.
 
-    A subclass implements `read`, and may override `_resized` to follow the file's size.
+    The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
+    by `guard` (None: checksums, which every read checks), whose tags are this store's own. A subclass implements
+    `read`, which ends with `_checked`, and may override `_resized` to follow the file's size.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], record_bytes: int, name: str) -> None:
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | FrozenFile,
+        record_bytes: int,
+        name: str,
+        guard: RecordGuard | None = None,
+    ) -> None:
         super().__init__(record_bytes, name)
-        self._file = ScratchFile(directory, name)
         self._free = FreeList(name)
-        self._capacity = 0
         self._counters = threading.Lock()
+        self._frozen = isinstance(place, FrozenFile)
+        self._file: RecordFile
+        if isinstance(place, FrozenFile):
+            self._file, self._guard = place.file, place.guard
+            self._capacity, self._holes = place.count, place.holes
+        else:
+            self._file = ScratchFile(place, name)
+            self._guard = Checksums() if guard is None else guard
+            self._capacity, self._holes = 0, np.empty(0, dtype=np.int64)
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
+        self._check_not_frozen()
         missing = count - self._free.available
         if missing > 0:
             self._grow(missing)
         return self._free.take(count)
 
     def _grow(self, missing: int) -> None:
-        step = min(max(SMALLEST_STEP_RECORDS, self._capacity // 2), LARGEST_STEP_BYTES // self.record_bytes)
+        step = min(max(SMALLEST_STEP_RECORDS, self._capacity // 8), LARGEST_STEP_BYTES // self.record_bytes)
         step = max(step, missing)
         needed = missing * self.record_bytes
         try:
@@ -51,7 +86,7 @@ class FileStore(Store):
                 raise StoreFullError(
                     errno.ENOSPC,
                     f"{self.name}: {missing} records need {needed:,} bytes and the disk of "
-                    f"{self._file.directory!r} has {max(0, available):,} free; make room or give another `path`",
+                    f"{self._file.place!r} has {max(0, available):,} free; make room or give another `path`",
                 )
             if available is not None and available < step * self.record_bytes:
                 step = missing
@@ -62,6 +97,7 @@ class FileStore(Store):
             raise
         except OSError as error:
             raise self._failure(f"growing by {missing} records", error) from error
+        self._guard.resize(self._capacity + step)
         self._free.grow(step)
         self._capacity += step
 
@@ -69,23 +105,109 @@ class FileStore(Store):
         """The file is `size` bytes long now; records in the new part are handed out after this returns."""
 
     def free(self, ids: np.ndarray) -> None:
-        self._free.give(ids)
+        if not self._frozen:
+            self._free.give(ids)
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self._capacity, self.first_id)
+        self._check_not_frozen()
         if len(ids) == 0:
             return
-        data = records.numpy().data.cast("B")
-        bounce = self._file.direct and records.data_ptr() % DEVICE_BLOCK
+        step = max(1, BOUNCE_BYTES // self.record_bytes) if self._guard.copies else len(ids)
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            self._write(part, self._guard.seal(part, records[start : start + step]))
+        with self._counters:
+            self.bytes_written += records.numel()
+
+    def _write(self, ids: np.ndarray, sealed: torch.Tensor) -> None:
+        data = sealed.numpy().data.cast("B")
+        bounce = self._file.direct and sealed.data_ptr() % DEVICE_BLOCK
         write = self._file.write_unaligned if bounce else self._file.write
         for start, stop in runs(ids):
             try:
                 write(data[start * self.record_bytes : stop * self.record_bytes], int(ids[start]) * self.record_bytes)
             except OSError as error:
-                raise self._failure(f"writing {describe(ids[start:stop])}", error) from error
-        with self._counters:
-            self.bytes_written += len(data)
+                raise self._failure(f"writing {self._describe(ids[start:stop])}", error) from error
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def freeze(self) -> None:
+        if self._frozen:
+            return
+        taken = self._free.taken
+        count = len(taken)
+        try:
+            if self._file.unsynced:
+                self._file.sync()  # others will read it, and none of them would count what the page cache holds of it
+            self._file.resize(count * self.record_bytes)
+        except OSError as error:
+            raise self._failure("freezing", error) from error
+        self._frozen = True
+        self._capacity = count
+        self._holes = np.flatnonzero(~taken)
+        self._guard.resize(count)
+        self._guard.forget(self._holes)
+        self._free = FreeList(self.name)
+
+    def share(self, ring: Ring | None) -> Store:
+        self._check_frozen("shared")
+        return self._over(FrozenFile(self._file.share(), self._capacity, self._guard, self._holes), ring)
+
+    def _over(self, frozen: FrozenFile, ring: Ring | None) -> Store:
+        """A store of this engine that takes `frozen` over."""
+        return type(self)(frozen, self.record_bytes, self.name)
+
+    def export(self, folder_fd: int, name: str) -> RecordGuard:
+        self._check_frozen("exported")
+        try:
+            self._wipe_holes()
+            self._file.sync()
+            if not named.link(self._file, folder_fd, name):
+                named.copy(self._file, self._capacity * self.record_bytes, folder_fd, name)
+        except OSError as error:
+            raise self._failure(f"saving as {name!r}", error) from error
+        return self._guard
+
+    def _wipe_holes(self) -> None:
+        """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
+        zeros = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+        for start, stop in runs(self._holes):
+            first, end = int(self._holes[start]) * self.record_bytes, int(self._holes[stop - 1] + 1) * self.record_bytes
+            for offset in range(first, end, BOUNCE_BYTES):
+                self._file.write(zeros[: min(BOUNCE_BYTES, end - offset)], offset)
+        self._holes = self._holes[:0]
+
+    def _check_frozen(self, done: str) -> None:
+        if not self._frozen:
+            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
+
+    def _check_not_frozen(self) -> None:
+        if self._frozen:
+            raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
+
+    def _checked(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        """Raise `CorruptRecordError` unless the rows of `out`, as they were read, are what was written to `ids`.
+
+        Encrypted ones are plain when this returns.
+        """
+        wrong = self._guard.check(ids, out)
+        if len(wrong) == 0:
+            return
+        out[torch.from_numpy(wrong)] = WRONG
+        verb = "is" if len(wrong) == 1 else "are"
+        raise CorruptRecordError(
+            errno.EIO,
+            f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason}) in "
+            f"{self._file.place!r}: the disk failed, or the file was changed by something else; other records are "
+            f"readable, and what was lost has to be computed again",
+        )
+
+    def _describe(self, ids: np.ndarray) -> str:
+        return describe(ids + self.first_id)
 
     def _count_read(self, requests: int, nbytes: int) -> None:
         with self._counters:
@@ -95,10 +217,14 @@ class FileStore(Store):
     def _failure(self, doing: str, error: OSError) -> StoreError:
         """The error to raise from `error`: it names the store, the records and the place."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        kind = StoreFullError if full else StoreError
-        advice = "; make room or give another `path`" if full else ""
+        kind: type[StoreError] = StoreFullError if full else StoreError
+        if isinstance(error, ShortReadError):
+            kind = CorruptRecordError
+        elif isinstance(error, StoreError):  # it says more than its number
+            kind = type(error)
+        advice = "; make room or give another `path`" if full and not isinstance(error, StoreFullError) else ""
         reason = error.strerror or str(error)
-        return kind(error.errno or errno.EIO, f"{self.name}: {doing} in {self._file.directory!r}: {reason}{advice}")
+        return kind(error.errno or errno.EIO, f"{self.name}: {doing} in {self._file.place!r}: {reason}{advice}")
 
     @property
     def disk_bytes(self) -> int:
@@ -107,6 +233,10 @@ class FileStore(Store):
     @property
     def memory_bytes(self) -> int:
         return self._file.unsynced
+
+    @property
+    def tables_bytes(self) -> int:
+        return self._guard.nbytes + self._free.capacity
 
     def close(self) -> None:
         self._capacity = 0

@@ -27,6 +27,11 @@ class FreeList:
         """Records that exist, taken or not."""
         return len(self._taken)
 
+    @property
+    def taken(self) -> np.ndarray:
+        """Whether each record is taken (bool), up to the last one that is: a copy."""
+        return self._taken[: int(self._taken.nonzero()[0].max(initial=-1)) + 1].copy()
+
     def grow(self, count: int) -> None:
         """Add `count` free records at the end."""
         self._taken = np.concatenate([self._taken, np.zeros(count, dtype=bool)])

@@ -8,14 +8,17 @@ import functools
 import mmap
 import os
 import platform
+import select
 import sys
+import time
 from typing import Any
 
 import numpy as np
 
 _SETUP, _ENTER = 425, 426  # system calls, the same on every architecture but the ones refused below
 OP_NOP, OP_READ = 0, 22
-GETEVENTS = 1
+GETEVENTS, _EXT_ARG = 1, 8  # flags of `enter`
+_FEATURE_EXT_ARG = 1 << 8
 _OFFSET_SQ, _OFFSET_CQ, _OFFSET_ENTRIES = 0, 0x8000000, 0x10000000
 ENTRY = np.dtype(
     [("opcode", "u1"), ("flags", "u1"), ("priority", "u2"), ("fd", "i4"), ("offset", "u8"), ("address", "u8"),
@@ -43,6 +46,50 @@ class Parameters(ctypes.Structure):
         ("sq", _SubmissionOffsets),
         ("cq", _CompletionOffsets),
     ]
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
+
+
+class _EnterArgument(ctypes.Structure):
+    _fields_ = [
+        ("sigmask", ctypes.c_uint64), ("sigmask_size", ctypes.c_uint32), ("pad", ctypes.c_uint32),
+        ("time", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Waiter:
+    """Waits for completions of the ring `fd`, until a deadline. One thread at a time.
+
+    Attributes:
+        timed: the kernel does both in one call (5.11); else the ring's descriptor is polled.
+    """
+
+    def __init__(self, fd: int, parameters: Parameters) -> None:
+        self.timed = bool(parameters.features & _FEATURE_EXT_ARG)
+        self._fd = fd
+        self._time = _TimeSpec()
+        self._argument = _EnterArgument(time=ctypes.addressof(self._time))
+
+    def wait(self, submit: int, wanted: int, deadline: float | None) -> int:
+        """`enter`, which waits for `wanted` completions, or less long: until `deadline` (`time.monotonic()`; None: no
+        limit), or a signal. Without `timed` and with a deadline, until there is one completion that was not taken in.
+        """
+        if deadline is None:
+            return enter(self._fd, submit, wanted, GETEVENTS)
+        seconds = max(0.0, deadline - time.monotonic())
+        if self.timed:
+            self._time.seconds, self._time.nanoseconds = int(seconds), int(seconds % 1 * 1e9)
+            argument = ctypes.addressof(self._argument), ctypes.sizeof(self._argument)
+            done = enter(self._fd, submit, wanted, GETEVENTS | _EXT_ARG, *argument)
+            return 0 if done < 0 and ctypes.get_errno() == errno.ETIME else done
+        done = enter(self._fd, submit, 0, 0) if submit else 0
+        if done >= 0:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            poll.poll(seconds * 1e3)
+        return done
 
 
 class Queues:
@@ -79,6 +126,7 @@ def open_ring(depth: int) -> tuple[int, Parameters]:
             errno.EPERM: "forbidden here, by a container's seccomp profile or by sysctl kernel.io_uring_disabled",
             errno.ENOSYS: "this kernel has none",
             errno.ENOMEM: "no memory for a ring; see `ulimit -l`",
+            errno.EMFILE: "this process has no descriptor left: raise the limit with `ulimit -n`",
         }
         raise OSError(number, f"io_uring refused: {reasons.get(number, os.strerror(number))}")
     os.set_inheritable(fd, False)
@@ -90,9 +138,9 @@ def setup(entries: int, parameters: Parameters) -> int:
     return _system_call()(_SETUP, entries, ctypes.addressof(parameters), 0, 0, 0, 0)
 
 
-def enter(fd: int, submit: int, wanted: int, flags: int) -> int:
+def enter(fd: int, submit: int, wanted: int, flags: int, argument: int = 0, argument_bytes: int = 0) -> int:
     """io_uring_enter: how many were submitted, or -1 with `ctypes.get_errno`. Other Python threads run meanwhile."""
-    return _system_call()(_ENTER, fd, submit, wanted, flags, 0, 0)
+    return _system_call()(_ENTER, fd, submit, wanted, flags, argument, argument_bytes)
 
 
 @functools.cache

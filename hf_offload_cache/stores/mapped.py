@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -10,8 +11,10 @@ import numpy as np
 import torch
 
 from hf_offload_cache.stores.base import runs
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.file import FileStore
+from hf_offload_cache.stores.checks import check_batch, check_range
+from hf_offload_cache.stores.file import FileStore, FrozenFile
+from hf_offload_cache.stores.guard import RecordGuard
+from hf_offload_cache.stores.record_file import ShortReadError
 
 
 class MappedStore(FileStore):
@@ -25,26 +28,43 @@ class MappedStore(FileStore):
 
     advises = True
 
-    def __init__(self, directory: str | os.PathLike[str], record_bytes: int, name: str) -> None:
-        super().__init__(directory, record_bytes, name)
-        self._file.try_direct()  # for the writes; without it they go through the page cache and are dropped there
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | FrozenFile,
+        record_bytes: int,
+        name: str,
+        guard: RecordGuard | None = None,
+    ) -> None:
+        super().__init__(place, record_bytes, name, guard)
         # Replaced as a pair when the file grows: a read in another thread keeps the pair that it began with, and the
         # old map goes when the last such read has ended. Never `mmap.close`: the tensor does not hold it open.
         self._map: tuple[mmap.mmap, torch.Tensor] | None = None
         self._advised = np.zeros(0, dtype=bool)
+        if not self._frozen:
+            self._file.try_direct()  # for the writes; without it they go through the page cache and are dropped there
+        elif self._capacity:
+            try:
+                self._resized(self._capacity * record_bytes)
+            except OSError as error:
+                failure = self._failure("mapping", error)
+                self.close()
+                raise failure from error
 
     def _resized(self, size: int) -> None:
-        mapped = mmap.mmap(self._file.fd, size)
+        mapped = mmap.mmap(self._file.fd, size, prot=mmap.PROT_READ)
         if hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
-        records = torch.frombuffer(mapped, dtype=torch.uint8).view(-1, self.record_bytes)
+        # By its address: torch takes no buffer that it may not write to. `view` keeps the map, and the tensor the view.
+        view = (ctypes.c_ubyte * size).from_address(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
+        setattr(view, "map", mapped)  # noqa: B010  (ctypes says nothing of attributes)
+        records = torch.frombuffer(view, dtype=torch.uint8).view(-1, self.record_bytes)
         with self._counters:
             self._advised = np.concatenate([self._advised, np.zeros(len(records) - len(self._advised), dtype=bool)])
         self._map = (mapped, records)
 
     def advise(self, ids: np.ndarray) -> None:
         """Raises `StoreError` for records that do not exist or when the kernel refuses."""
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self._capacity, self.first_id)
         if self._map is None or len(ids) == 0 or not hasattr(mmap, "MADV_WILLNEED"):
             return
         mapped = self._map[0]
@@ -54,11 +74,11 @@ class MappedStore(FileStore):
             for start, length in self._page_ranges(ids):
                 mapped.madvise(mmap.MADV_WILLNEED, start, length)
         except OSError as error:
-            raise self._failure(f"advising {describe(ids)}", error) from error
+            raise self._failure(f"advising {self._describe(ids)}", error) from error
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self._capacity, self.first_id)
         if self._map is None or len(ids) == 0:
             return
         mapped, records = self._map
@@ -66,16 +86,19 @@ class MappedStore(FileStore):
             self._file.check()
             end = (int(ids.max()) + 1) * self.record_bytes
             if self._file.size < end:  # touching a page behind the end would kill the process
-                raise OSError(errno.EIO, f"short read: the file ends at byte {self._file.size}, before byte {end}")
+                raise ShortReadError(
+                    errno.EIO, f"short read: the file ends at byte {self._file.size}, before byte {end}"
+                )
             torch.index_select(records, 0, torch.from_numpy(np.require(ids, requirements=["C", "W"])), out=out)
             requests = self._drop(mapped, ids)
         except OSError as error:
-            raise self._failure(f"reading {describe(ids)}", error) from error
+            raise self._failure(f"reading {self._describe(ids)}", error) from error
         self._count_read(requests, out.numel())
+        self._checked(ids, out)
 
     def free(self, ids: np.ndarray) -> None:
         super().free(ids)
-        if self._map is not None and len(stale := ids[self._advised[ids]]):
+        if self._map is not None and not self._frozen and len(stale := ids[self._advised[ids]]):
             self._drop(self._map[0], stale)
 
     def _drop(self, mapped: mmap.mmap, ids: np.ndarray) -> int:
@@ -102,6 +125,10 @@ class MappedStore(FileStore):
     @property
     def memory_bytes(self) -> int:
         return super().memory_bytes + int(np.count_nonzero(self._advised)) * self.record_bytes
+
+    @property
+    def tables_bytes(self) -> int:
+        return super().tables_bytes + self._advised.nbytes
 
     def close(self) -> None:
         self._map = None

@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import numpy as np
 import torch
 
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.stores import named
 from hf_offload_cache.stores.base import Store, aligned_empty, runs
 from hf_offload_cache.stores.checks import check_batch, check_range
 from hf_offload_cache.stores.freelist import FreeList
+from hf_offload_cache.stores.guard import Checksums, RecordGuard
+from hf_offload_cache.stores.ring import Ring
 
 CHUNK_BYTES = 4 * 2**20
 """Memory is taken in pieces of about this size, so that growing copies nothing."""
 
 
 class MemoryStore(Store):
-    """Records in a list of tensors of equal size. `read` copies on the calling thread: there is nothing to await."""
+    """Records in a list of tensors of equal size. `read` copies on the calling thread: there is nothing to await.
+
+    Nothing is checked here. A file that is exported is sealed by a fresh guard of `guard`'s kind (None: checksums).
+    """
 
     advises = True
 
-    def __init__(self, record_bytes: int, name: str) -> None:
+    def __init__(self, record_bytes: int, name: str, guard: RecordGuard | None = None) -> None:
         super().__init__(record_bytes, name)
         self._chunk_records = max(1, CHUNK_BYTES // record_bytes)
         self._chunks: list[torch.Tensor] = []
         self._free = FreeList(name)
         self._counters = threading.Lock()
+        self._guard = Checksums() if guard is None else guard
+        self._taken: np.ndarray | None = None  # frozen: the records that hold something
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
+        self._check_not_frozen()
         while self._free.available < count:
             self._chunks.append(aligned_empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
         return self._free.take(count)
 
     def free(self, ids: np.ndarray) -> None:
-        self._free.give(ids)
+        if self._taken is None:
+            self._free.give(ids)
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self.capacity, self.first_id)
+        self._check_not_frozen()
         source = records.numpy()
         for chunk, rows, positions in self._by_chunk(ids):
             chunk[rows] = source[positions]
@@ -49,7 +62,7 @@ class MemoryStore(Store):
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self.capacity, self.first_id)
         target = out.numpy()
         for chunk, rows, positions in self._by_chunk(ids):
             target[positions] = chunk[rows]
@@ -67,8 +80,52 @@ class MemoryStore(Store):
         return parts
 
     @property
-    def _capacity(self) -> int:
-        return len(self._chunks) * self._chunk_records
+    def capacity(self) -> int:
+        if not self._chunks:
+            return 0
+        return len(self._chunks) * self._chunk_records if self._taken is None else len(self._taken)
+
+    def freeze(self) -> None:
+        if self._taken is not None:
+            return
+        self._taken = self._free.taken
+        del self._chunks[-(-len(self._taken) // self._chunk_records) :]
+        self._free = FreeList(self.name)
+
+    def share(self, ring: Ring | None) -> Store:
+        self._check_frozen("shared")
+        other = type(self)(self.record_bytes, self.name, self._guard)
+        other._chunks, other._taken = list(self._chunks), self._taken
+        return other
+
+    def export(self, folder_fd: int, name: str) -> RecordGuard:
+        taken = self._check_frozen("exported")
+        guard = self._guard.fresh()
+        guard.resize(len(taken))
+        ids = np.flatnonzero(taken)
+        buffer = aligned_empty(max(1, CHUNK_BYTES // self.record_bytes), self.record_bytes)
+        try:
+            with named.new_file(folder_fd, name, len(taken) * self.record_bytes) as file:
+                for first, stop in runs(ids):
+                    for start in range(first, stop, len(buffer)):
+                        some = ids[start : min(stop, start + len(buffer))]
+                        for chunk, rows, positions in self._by_chunk(some):
+                            buffer.numpy()[positions] = chunk[rows]
+                        sealed = guard.seal(some, buffer[: len(some)])
+                        file.write(sealed.numpy().data.cast("B"), int(some[0]) * self.record_bytes)
+        except OSError as error:
+            kind = type(error) if isinstance(error, StoreError) else StoreError
+            raise kind(error.errno, f"{self.name}: saving as {name!r}: {error.strerror}") from error
+        return guard
+
+    def _check_frozen(self, done: str) -> np.ndarray:
+        if self._taken is None:
+            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
+        return self._taken
+
+    def _check_not_frozen(self) -> None:
+        if self._taken is not None:
+            raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
 
     @property
     def disk_bytes(self) -> int:
@@ -76,7 +133,11 @@ class MemoryStore(Store):
 
     @property
     def memory_bytes(self) -> int:
-        return self._capacity * self.record_bytes
+        return len(self._chunks) * self._chunk_records * self.record_bytes
+
+    @property
+    def tables_bytes(self) -> int:
+        return self._free.capacity if self._taken is None else len(self._taken)
 
     def close(self) -> None:
         self._chunks.clear()

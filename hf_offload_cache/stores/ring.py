@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import os
@@ -11,7 +12,10 @@ import weakref
 
 import numpy as np
 
+from hf_offload_cache.errors import StalledError
+from hf_offload_cache.process import Process
 from hf_offload_cache.stores import io_uring
+from hf_offload_cache.stores.patience import Patience, passed
 
 DEPTH = 256
 """Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with
@@ -53,11 +57,16 @@ class Ring:
     """Submits reads of files to the kernel and takes in what has completed.
 
     The memory that is read into has to stay where it is: what is given as `keep` is held until the last read of the
-    batch has ended, and neither `close` nor a garbage collection of the ring returns before every read in flight has.
-    Any thread may call, one at a time does something. A signal's exception (Ctrl-C) may come out of any method; the
-    ring is then as it was and can be used on. A forked child may only `close`: the ring is its parent's.
+    batch has ended. `close` and a garbage collection of the ring wait for the reads in flight as `wait` does; what does
+    not end in time is left, with all that is kept for it and the ring's descriptor, to a daemon thread
+    ("hf_offload_cache-ring") that waits for the rest; where none can be started it is held until the process ends.
 
-    Raises `OSError` that says why when the kernel gives no ring (old, forbidden by a container, out of memory).
+    Any thread may call, one at a time does something. A signal's exception (Ctrl-C) may come out of any method; the
+    ring is then as it was and can be used on. In a forked child the methods raise `ForkedProcessError`, but `close` and
+    `release`, which leave the parent's ring alone.
+
+    `timeout` (seconds; None: no limit) is how long a wait may take: `StalledError` then. Raises `OSError` that says why
+    when the kernel gives no ring (old, forbidden by a container, out of memory).
     """
 
     # The completion queue is at least as long as what may be in flight, so it cannot overflow. All counts come from
@@ -65,7 +74,7 @@ class Ring:
     # middle is either done or done again. Entries are numbered from 0 over the ring's life (`serial`), in the order in
     # which batches were queued, and put into the submission queue in that order.
 
-    def __init__(self, depth: int = DEPTH) -> None:
+    def __init__(self, depth: int = DEPTH, timeout: float | None = None) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         fd, parameters = io_uring.open_ring(depth)
@@ -75,13 +84,19 @@ class Ring:
             os.close(fd)
             raise
         self._fd = fd
-        self._process = os.getpid()
+        self._waiter = io_uring.Waiter(fd, parameters)
+        self._patience = Patience(timeout)
+        self._process = Process()
         self._depth = min(depth, parameters.sq_entries)
         self._put = 0  # entries ever put into the submission queue
         self._open: list[Batch] = []
         self._lock = threading.Lock()
         self._fence_lock = threading.Lock()
-        self._close = weakref.finalize(self, _close, fd, self._memory, self._open, self._process)
+        hurry = self._patience.hurry
+        self._close = weakref.finalize(
+            self, _close, _Remains(fd, self._memory, self._waiter, self._open), self._patience, self._process, hurry
+        )
+        atexit.register(hurry)  # after `finalize` has registered itself: it is called before
 
     def read(
         self, fd: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray, keep: object
@@ -91,6 +106,7 @@ class Ring:
         Offsets, lengths (below 2 GiB) and addresses are in bytes; `keep` holds the memory at the addresses and the
         descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
         """
+        self._process.check("this io_uring")
         entries = np.zeros(len(offsets), io_uring.ENTRY)
         entries["opcode"] = io_uring.OP_READ
         entries["fd"] = fd
@@ -118,31 +134,44 @@ class Ring:
         """Take in what has completed and submit what waits for a place. No system call where nothing waits."""
         # Where the lock is taken another thread is at it. `acquire` without `with` would lose the lock to a signal.
         if self._open and not self._lock.locked():
+            self._process.check("this io_uring")
             with self._lock:
                 memory = self._check()
                 if self._reap(memory):
                     self._submit(memory)
 
     def wait(self, batch: Batch) -> None:
-        """Block until `batch` has finished."""
+        """Block until `batch` has finished.
+
+        Raises `StalledError` when it has not after `timeout`, or at once where nothing has completed since an earlier
+        wait ended so. The batch is still under way then, and can be waited for again.
+        """
+        deadline, begun = None, False
         while batch.finished_at is None:
+            self._process.check("this io_uring")
             with self._lock:
                 memory = self._check()
                 self._reap(memory)
-                if batch.finished_at is None:
-                    self._fill(memory)
-                    # With some still to be put in, few enough that the device stays busy while that is done.
-                    all_in = batch.end <= self._put
-                    self._enter(memory, batch._left if all_in else max(1, self._depth // 2))
+                if batch.finished_at is not None:
+                    return
+                if not begun:
+                    deadline, begun = self._patience.deadline(), True
+                elif passed(deadline):
+                    raise self._patience.give_up()
+                self._fill(memory)
+                # With some still to be put in, few enough that the device stays busy while that is done.
+                all_in = batch.end <= self._put
+                self._enter(memory, batch._left if all_in else max(1, self._depth // 2), deadline)
 
     def drop(self, batch: Batch) -> None:
         """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
+        self._process.check("this io_uring")
         with self._lock:
             self._drop(batch, self._check())
 
     def release(self, fd: int) -> None:
-        """Give up what is queued for `fd` and wait for what was submitted; to be called before `fd` is closed."""
-        if self._memory is None or self._process != os.getpid():
+        """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed."""
+        if self._memory is None or not self._process.is_here:
             return
         with self._lock:
             batches = [batch for batch in self._open if batch._fd == fd]
@@ -152,22 +181,26 @@ class Ring:
             self.wait(batch)
 
     def close(self) -> None:
-        """Give up what was not submitted, wait for what was, and give the ring back. Idempotent."""
-        if self._memory is not None and self._process == os.getpid():
+        """Give up what was not submitted, wait for what was (see above), and give the ring back. Idempotent.
+
+        Raises nothing for what does not end in time: whoever waits for a batch is told.
+        """
+        if self._memory is not None and self._process.is_here:
             with self._lock:
                 batches = list(self._open)
                 for batch in batches:
                     self._drop(batch, self._memory)
-            for batch in batches:
-                self.wait(batch)
+            try:
+                for batch in batches:
+                    self.wait(batch)
+            except StalledError:
+                pass  # `_close` finds what is left in flight, and does not wait any more
         self._memory = None
         self._close()
 
     def _check(self) -> io_uring.Queues:
         if self._memory is None:
             raise OSError(errno.EBADF, "the ring was closed")
-        if self._process != os.getpid():
-            raise OSError(errno.EPERM, "the ring belongs to the process that this one was forked from")
         return self._memory
 
     def _drop(self, batch: Batch, memory: io_uring.Queues) -> None:
@@ -207,16 +240,18 @@ class Ring:
         if memory.sq[memory.sq_tail] != memory.sq[memory.sq_head]:
             self._enter(memory, 0)
 
-    def _enter(self, memory: io_uring.Queues, wanted: int) -> None:
-        """Submit what is in the submission queue and wait for `wanted` completions; returns early for a signal."""
+    def _enter(self, memory: io_uring.Queues, wanted: int, deadline: float | None = None) -> None:
+        """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
+        `deadline`."""
         waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & _WRAP
-        if io_uring.enter(self._fd, waiting, wanted, io_uring.GETEVENTS if wanted else 0) >= 0:
+        done = self._waiter.wait(waiting, wanted, deadline) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
+        if done >= 0:
             return
         number = ctypes.get_errno()
         if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request at the moment: it stays in the queue
             if wanted:
                 in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & _WRAP
-                if in_flight == 0 or io_uring.enter(self._fd, 0, 1, io_uring.GETEVENTS) < 0:
+                if in_flight == 0 or self._waiter.wait(0, 1, deadline) < 0:
                     time.sleep(0.001)
         elif number != errno.EINTR:
             raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
@@ -226,6 +261,7 @@ class Ring:
         head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
         if head == tail:
             return False
+        self._patience.answered()
         self._fence()
         first, count = head & memory.cq_mask, (tail - head) & _WRAP
         if first + count <= memory.cq_mask + 1:
@@ -257,16 +293,52 @@ class Ring:
             pass
 
 
-def _close(fd: int, memory: io_uring.Queues, kept: list[Batch], process: int) -> None:
-    """Give a ring back once nothing is in flight; also when it is forgotten, and at the end of the interpreter."""
-    if process == os.getpid():
+class _Remains:
+    """What a ring leaves: its descriptor and queues, and the batches that hold the memory that is read into."""
+
+    def __init__(self, fd: int, memory: io_uring.Queues, waiter: io_uring.Waiter, kept: list[Batch]) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._waiter = waiter
+        self._kept = kept
+
+    def wait(self, deadline: float | None) -> bool:
+        """Block until nothing is in flight, or until `deadline`; whether nothing is."""
+        memory = self._memory
         sq, cq = memory.sq, memory.cq
-        while (sq[memory.sq_head] - cq[memory.cq_tail]) & _WRAP:  # submitted and not completed
+        while True:
             try:
-                wanted = (sq[memory.sq_head] - cq[memory.cq_head]) & _WRAP
-                if io_uring.enter(fd, 0, wanted, io_uring.GETEVENTS) < 0 and ctypes.get_errno() != errno.EINTR:
+                tail = cq[memory.cq_tail]
+                cq[memory.cq_head] = tail  # nobody asks for results any more
+                in_flight = (sq[memory.sq_head] - tail) & _WRAP  # submitted and not completed
+                if in_flight == 0:
+                    return True
+                if passed(deadline):
+                    return False
+                if self._waiter.wait(0, in_flight, deadline) < 0 and ctypes.get_errno() != errno.EINTR:
                     time.sleep(0.001)
             except KeyboardInterrupt:  # the kernel is still writing to memory that would be given back
                 continue
-    kept.clear()
-    os.close(fd)
+
+    def wait_and_close(self) -> None:
+        self.wait(None)
+        self.close()
+
+    def close(self) -> None:
+        self._kept.clear()
+        os.close(self.fd)
+
+
+def _close(remains: _Remains, patience: Patience, process: Process, hurry: object) -> None:
+    """Give a ring back once nothing is in flight; also when it is forgotten, and at the end of the interpreter."""
+    atexit.unregister(hurry)  # type: ignore[arg-type]
+    if not process.is_here or remains.wait(patience.deadline()):
+        remains.close()
+        return
+    try:
+        if patience.at_exit:
+            raise RuntimeError("no thread outlives the interpreter")
+        threading.Thread(target=remains.wait_and_close, name="hf_offload_cache-ring", daemon=True).start()
+    except RuntimeError:
+        # The kernel may write to the memory as long as the process lives: one reference more keeps it that long.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))

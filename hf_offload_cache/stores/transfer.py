@@ -41,16 +41,21 @@ class Transfer(ABC):
     def wait(self) -> None:
         """Block until nothing is under way: neither the store nor `out` is touched from then on.
 
-        Raises nothing of the read's. A signal's exception leaves it under way, and it can be waited for again.
+        Raises nothing of the read's. A signal's exception leaves it under way, and it can be waited for again; so does
+        `StalledError`, for a device that does not answer in the time that whoever made the transfer gives it. What is
+        still under way then holds the store and `out` by itself until it ends, whatever its caller lets go of.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Block until the bytes are in `out`. Raises what the read failed with, and the same when called again."""
+        """Block until the bytes are in `out`. Raises what the read failed with, and the same when called again.
+
+        Raises `StalledError` as `wait` does.
+        """
 
 
 class LateRead(Transfer):
-    """A read that was advised: `finish` runs the store's `read`, on the calling thread."""
+    """A read that was advised: `finish` runs the store's `read`, on the calling thread, however long that takes."""
 
     runs = False
 

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from hf_offload_cache.errors import CacheClosedError
-from hf_offload_cache.stores.base import run_edges
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.file import FileStore
+from hf_offload_cache.process import Process
+from hf_offload_cache.stores.base import Store, run_edges
+from hf_offload_cache.stores.checks import check_batch, check_range
+from hf_offload_cache.stores.file import FileStore, FrozenFile
+from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.ring import Batch, Ring
 from hf_offload_cache.stores.transfer import Transfer
 
@@ -25,25 +27,34 @@ class UringStore(FileStore):
     """A file store read through a ring, by `O_DIRECT` where the file system has it.
 
     Elsewhere reads go through the page cache, which is dropped when they are finished. `ring` is the caller's, who
-    closes it after the stores; None makes one for this store alone. Raises `OSError` when there can be no ring.
+    closes it after the stores; None makes one for this store alone. Raises `OSError` when there can be no ring. What
+    was read is checked by whoever finishes the transfer.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], record_bytes: int, name: str, ring: Ring | None = None
+        self,
+        place: str | os.PathLike[str] | FrozenFile,
+        record_bytes: int,
+        name: str,
+        ring: Ring | None = None,
+        guard: RecordGuard | None = None,
     ) -> None:
-        super().__init__(directory, record_bytes, name)
+        super().__init__(place, record_bytes, name, guard)
         self._own_ring: Ring | None = None
+        self._running: set[Batch] = set()
+        self._process = Process()
         try:
             if ring is None:
                 ring = self._own_ring = Ring()
             self._ring = ring
-            self._file.try_direct()
+            if not self._frozen:
+                self._file.try_direct()
         except BaseException:
             self.close()
             raise
 
     def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer:
-        check_range(self.name, ids, self._capacity)
+        check_range(self.name, ids, self._capacity, self.first_id)
         edges = run_edges(ids)
         requests = len(edges) - 1
         most = max(1, LARGEST_REQUEST_BYTES // self.record_bytes)
@@ -57,7 +68,9 @@ class UringStore(FileStore):
             self._file.check()
             batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
         except OSError as error:
-            raise self._failure(f"reading {describe(ids)}", error) from error
+            raise self._failure(f"reading {self._describe(ids)}", error) from error
+        self._running -= {one for one in list(self._running) if one.finished_at is not None}  # forgotten ones
+        self._running.add(batch)
         return _RingRead(self, self._ring, batch, ids, out, edges, requests)
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
@@ -73,7 +86,8 @@ class UringStore(FileStore):
             raise
 
     def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
-        """All of `batch` has ended: bring what a request left out, or raise what one failed with."""
+        """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
+        self._running.discard(batch)
         for index in (batch.results != batch.lengths).nonzero()[0].tolist():
             start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
             try:
@@ -83,16 +97,26 @@ class UringStore(FileStore):
                 done = max(0, result)
                 self._file.read(buffer[done:], int(ids[start]) * self.record_bytes + done)
             except OSError as error:
-                raise self._failure(f"reading {describe(ids[start:stop])}", error) from error
+                raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
         if not self._file.direct:
             self._file.drop(0, 0)
         self._count_read(requests, out.numel())
+        self._checked(ids, out)
+
+    def _over(self, frozen: FrozenFile, ring: Ring | None) -> Store:
+        return type(self)(frozen, self.record_bytes, self.name, ring)
 
     def close(self) -> None:
         """Reads in flight are waited for. See `Store.close`."""
         ring = getattr(self, "_ring", None)  # a constructor that failed closes too
         if ring is not None and self._file.fd >= 0:
-            ring.release(self._file.fd)
+            if not self._file.shared:
+                ring.release(self._file.fd)
+            elif self._process.is_here:  # the descriptor stays, and reads of others with it
+                for batch in [batch for batch in list(self._running) if batch.finished_at is None]:
+                    ring.drop(batch)
+                    ring.wait(batch)
+        self._running.clear()
         if self._own_ring is not None:
             self._own_ring.close()
         super().close()
@@ -138,7 +162,7 @@ class _RingRead(Transfer):
             self.wait()
         except OSError as error:
             assert self._store is not None
-            raise self._store._failure(f"reading {describe(self._request[0])}", error) from error
+            raise self._store._failure(f"reading {self._store._describe(self._request[0])}", error) from error
         if self._batch.dropped:
             raise CacheClosedError("the read was cancelled: its store was reset or closed")
         if self._error is not None:

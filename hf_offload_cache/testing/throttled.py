@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_offload_cache.stores.base import Store, runs
+from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.transfer import Transfer
 
 from .wrappers import WrapperStore
@@ -98,6 +99,9 @@ class ThrottledStore(WrapperStore):
         done = self._book(ids)
         self.inner.read(ids, out)
         self.clock.wait_until(done)
+
+    def share(self, ring: Ring | None) -> Store:
+        return ThrottledStore(self.inner.share(ring), self.clock)
 
     def _book(self, ids: np.ndarray) -> float:
         return self.clock.book([(stop - start) * self.record_bytes for start, stop in runs(ids)])

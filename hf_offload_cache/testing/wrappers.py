@@ -14,10 +14,12 @@ import torch
 
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores.guard import RecordGuard
+from hf_offload_cache.stores.ring import Ring
 
 
-def _counter(name: str) -> Any:
-    """A counter of the inner store, as an attribute of the wrapper that may be set."""
+def _inner(name: str) -> Any:
+    """An attribute of the inner store, as one of the wrapper that may be set."""
 
     def get(store: WrapperStore) -> int:
         return getattr(store.inner, name)
@@ -29,7 +31,10 @@ def _counter(name: str) -> Any:
 
 
 class WrapperStore(Store):
-    """Delegates everything to `inner`, counters too. A wrapper overrides what it changes."""
+    """Delegates everything to `inner`, counters too. A wrapper overrides what it changes.
+
+    `share` gives a share of `inner` without the wrapper, unless the wrapper says otherwise.
+    """
 
     def __init__(self, inner: Store) -> None:  # the base would set counters of its own
         self.inner = inner
@@ -37,9 +42,14 @@ class WrapperStore(Store):
         self.record_bytes = inner.record_bytes
         self.name = inner.name
 
-    bytes_read = _counter("bytes_read")
-    bytes_written = _counter("bytes_written")
-    reads = _counter("reads")
+    bytes_read = _inner("bytes_read")
+    bytes_written = _inner("bytes_written")
+    reads = _inner("reads")
+    first_id = _inner("first_id")
+
+    @property
+    def directory(self) -> str | None:
+        return self.inner.directory
 
     def allocate(self, count: int) -> np.ndarray:
         return self.inner.allocate(count)
@@ -57,8 +67,29 @@ class WrapperStore(Store):
         self.inner.read(ids, out)
 
     @property
+    def capacity(self) -> int:
+        return self.inner.capacity
+
+    def freeze(self) -> None:
+        self.inner.freeze()
+
+    def share(self, ring: Ring | None) -> Store:
+        return self.inner.share(ring)
+
+    def export(self, folder_fd: int, name: str) -> RecordGuard:
+        return self.inner.export(folder_fd, name)
+
+    @property
     def disk_bytes(self) -> int:
         return self.inner.disk_bytes
+
+    @property
+    def own_disk_bytes(self) -> int:
+        return self.inner.own_disk_bytes
+
+    @property
+    def tables_bytes(self) -> int:
+        return self.inner.tables_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -86,6 +117,9 @@ class LatencyStore(WrapperStore):
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         self._sleep(self._seconds)
         self.inner.read(ids, out)
+
+    def share(self, ring: Ring | None) -> Store:
+        return LatencyStore(self.inner.share(ring), self._seconds, sleep=self._sleep, advises=self.advises)
 
 
 class FaultyStore(WrapperStore):

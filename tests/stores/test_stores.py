@@ -222,7 +222,7 @@ def test_open_store(tmp_path: Path, engine: str, kind: type[Store]) -> None:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none"), (errno.ENOMEM, "ulimit"), (errno.EMFILE, "open")],
+    [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none"), (errno.ENOMEM, "ulimit"), (errno.EMFILE, "descriptor")],
 )
 def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
     refuse_rings(monkeypatch, number)
@@ -380,7 +380,7 @@ def test_the_file_grows_in_bounded_steps(tmp_path: Path, record_bytes: int) -> N
     store = MappedStore(tmp_path, record_bytes, "layer 3")
     store.allocate(1)
     sizes = [store._file.size]
-    for _ in range(20):
+    for _ in range(60):
         store.allocate(store._free.available + 1)
         sizes.append(store._file.size)
     steps = np.diff([0, *sizes])

@@ -1,0 +1,140 @@
+"""What tells whether a record is what was written: a tag a record, kept in memory."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+NONE_WRONG = np.empty(0, dtype=np.int64)
+NONE_WRONG.flags.writeable = False
+
+
+class RecordGuard(ABC):
+    """The tags of one store's records.
+
+    A tag of zeros says that nothing was written to the record. `resize` and `forget` are for the thread that owns the
+    store, `seal` for the one that writes, `check` for any.
+
+    Attributes:
+        tag_bytes: size of a tag.
+        copies: `seal` returns memory of its own, so that a caller should give it a bounded number of records at once.
+        reason: how an error says what a wrong record does, e.g. "its checksum differs".
+    """
+
+    tag_bytes: int
+    copies: bool
+    reason: str
+
+    def __init__(self) -> None:
+        self._tags = np.zeros((0, self.tag_bytes), dtype=np.uint8)
+        self._lock = threading.Lock()  # a resize must not lose what another thread notes meanwhile
+
+    def resize(self, count: int) -> None:
+        """Have tags for `count` records: those that remain stay as they are."""
+        with self._lock:
+            tags = np.zeros((count, self.tag_bytes), dtype=np.uint8)
+            kept = min(count, len(self._tags))
+            tags[:kept] = self._tags[:kept]
+            self._set(tags)
+
+    def forget(self, ids: np.ndarray) -> None:
+        """Nothing is in the records `ids`."""
+        with self._lock:
+            self._tags[ids] = 0
+
+    @abstractmethod
+    def seal(self, ids: np.ndarray, records: torch.Tensor) -> torch.Tensor:
+        """The records (n, record_bytes) as they are to be written; notes their tags.
+
+        Does not change `records`: what is returned is `records` itself or, where `copies`, aligned memory of the
+        caller's. Raises `ValueError` when this guard may only check.
+        """
+
+    @abstractmethod
+    def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
+        """Compare `records` (n, record_bytes), as they were read, with the tags of `ids`; decrypts them in place.
+
+        Returns the positions (int64) of those that are wrong; none: all is as it was written. What is in the rows of
+        wrong ones is undefined then.
+        """
+
+    @property
+    def tags(self) -> np.ndarray:
+        """A view (count, tag_bytes), uint8, valid until the next `resize`: what to save beside the records."""
+        return self._tags
+
+    @property
+    def written(self) -> np.ndarray:
+        """Which records hold something: (count,), bool."""
+        return np.any(self._tags, axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the tags take."""
+        return self._tags.nbytes
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What `open_guard` needs to know beside tags and key; fit for JSON."""
+
+    @abstractmethod
+    def fresh(self) -> RecordGuard:
+        """A guard of the same kind and key without records, for another file."""
+
+    def _set(self, tags: np.ndarray) -> None:
+        self._tags = tags
+
+
+class Checksums(RecordGuard):
+    """A tag is the xxh3 of the record, 64 bits, little-endian. Without `verify`, `check` trusts what was read.
+
+    `tags` may be given to go on from: (count, 8), uint8; they are taken over. A digest of 0 is noted as 1, since 0 says
+    that nothing was written.
+    """
+
+    tag_bytes = 8
+    copies = False
+    reason = "its checksum differs"
+
+    def __init__(self, verify: bool = True, tags: np.ndarray | None = None) -> None:
+        super().__init__()
+        self._verify = verify
+        self._set(self._tags if tags is None else tags)
+
+    def seal(self, ids: np.ndarray, records: torch.Tensor) -> torch.Tensor:
+        digests = [digest or 1 for digest in _digests(records)]
+        with self._lock:
+            self._digests[ids] = np.array(digests, dtype=np.uint64)
+        return records
+
+    def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
+        if not self._verify:
+            return NONE_WRONG
+        expected = self._digests[ids].tolist()
+        found = _digests(records)
+        if found == expected:
+            return NONE_WRONG
+        wrong = [(one or 1) != other for one, other in zip(found, expected, strict=True)]
+        return np.flatnonzero(wrong).astype(np.int64)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "xxh3_64"}
+
+    def fresh(self) -> Checksums:
+        return Checksums(self._verify)
+
+    def _set(self, tags: np.ndarray) -> None:
+        self._tags = tags
+        self._digests = tags.view("<u8").reshape(-1)
+
+
+def _digests(records: torch.Tensor) -> list[int]:
+    """xxh3 of each row. On the decode path: 25 records of 12 KiB take 5 to 15 us, by whether they are in the cache."""
+    count, size = records.shape
+    data, digest = records.numpy().data.cast("B"), xxhash.xxh3_64_intdigest
+    return [digest(data[start : start + size]) for start in range(0, count * size, size)]

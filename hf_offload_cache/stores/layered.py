@@ -1,0 +1,315 @@
+"""A store of several: immutable parts below, and one of its own above that grows."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import StalledError, StoreError
+from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores.checks import check_batch, check_range, describe
+from hf_offload_cache.stores.guard import RecordGuard
+from hf_offload_cache.stores.ring import Ring
+from hf_offload_cache.stores.transfer import LateRead, Transfer
+
+
+def _total(name: str) -> Any:
+    """A counter: the sum over the stores and what was carried over. Only 0 may be assigned: it starts anew."""
+
+    def get(store: LayeredStore) -> int:
+        return sum(getattr(one, name) for one in store._stores())
+
+    def put(store: LayeredStore, value: int) -> None:
+        if value != 0:
+            raise ValueError(f"{name} is a sum over parts: it can be set to 0 only, got {value}")
+        for one in store._stores():
+            setattr(one, name, 0)
+
+    return property(get, put)
+
+
+class LayeredStore(Store):
+    """Records of frozen `parts`, one after the other, and then those of a store of its own.
+
+    Ids go on from part to part: the first record of a part comes after the last of the part before, as many as its
+    `capacity` says. What is allocated lies in the own store, which `make_own` makes when it is first needed, and which
+    is not frozen; or that is `own`, whose records are then taken in with ids behind those of the parts. All of them
+    belong to this store, which closes them. Freed records of parts are kept: others may share them.
+
+    `record_bytes` and `name` are those of the first store. Raises `ValueError` when the stores' `record_bytes` differ.
+    """
+
+    bytes_read = _total("bytes_read")
+    bytes_written = _total("bytes_written")
+    reads = _total("reads")
+
+    def __init__(self, parts: Sequence[Store], make_own: Callable[[], Store], own: Store | None = None) -> None:
+        if own is None and not parts:
+            own = make_own()
+        stores = [*parts, *([] if own is None else [own])]
+        if len({store.record_bytes for store in stores}) > 1:
+            raise ValueError(f"parts must agree in record_bytes, got {[store.record_bytes for store in stores]}")
+        self.record_bytes, self.name = stores[0].record_bytes, stores[0].name  # the base would set counters
+        self._first_id = 0
+        self._make_own = make_own
+        self._layout: _Layout
+        self._arrange(tuple(parts), own)
+
+    @property
+    def parts(self) -> tuple[Store, ...]:
+        """The frozen stores, lowest ids first."""
+        return self._layout.parts
+
+    @property
+    def advises(self) -> bool:  # type: ignore[override]
+        """As the parts do; they are read with one engine as a rule."""
+        return any(store.advises for store in self._stores())
+
+    @property
+    def first_id(self) -> int:
+        return self._first_id
+
+    @first_id.setter
+    def first_id(self, value: int) -> None:
+        self._first_id = value
+        self._arrange(self._layout.parts, self._layout.own)
+
+    def _arrange(self, parts: tuple[Store, ...], own: Store | None) -> None:
+        layout = _Layout(parts, own)
+        for store, first in zip(layout.stores, layout.firsts.tolist(), strict=True):
+            store.first_id = self._first_id + first
+        self._layout = layout  # in one step: other threads read
+
+    def _stores(self) -> tuple[Store, ...]:
+        return self._layout.stores
+
+    def allocate(self, count: int) -> np.ndarray:
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        if count == 0:
+            return np.empty(0, dtype=np.int64)
+        layout = self._layout
+        if layout.own is None:
+            own = self._make_own()
+            if own.record_bytes != self.record_bytes:
+                own.close()
+                raise ValueError(f"make_own must give records of {self.record_bytes} bytes, got {own.record_bytes}")
+            self._arrange(layout.parts, own)
+            layout = self._layout
+        assert layout.own is not None
+        return layout.own.allocate(count) + layout.base
+
+    def free(self, ids: np.ndarray) -> None:
+        layout = self._layout
+        mine = (ids < 0) | (ids >= layout.base)
+        if not mine.any():
+            return
+        some = ids if mine.all() else ids[mine]
+        if layout.own is None:
+            raise StoreError(errno.EINVAL, f"{self.name}: {describe(some + self._first_id)} not allocated")
+        layout.own.free(some - layout.base)
+
+    def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        check_batch(ids, records, self.record_bytes)
+        layout = self._layout
+        check_range(self.name, ids, layout.base + (0 if layout.own is None else layout.own.capacity), self._first_id)
+        if len(ids) == 0:
+            return
+        frozen = ids[ids < layout.base]
+        if len(frozen):
+            raise StoreError(errno.EROFS, f"{self.name}: {describe(frozen + self._first_id)} frozen: read only")
+        assert layout.own is not None
+        layout.own.write(ids - layout.base, records)
+
+    def advise(self, ids: np.ndarray) -> None:
+        for store, some, _ in self._pieces(ids):
+            store.advise(some)
+
+    def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer | None:
+        pieces = self._pieces(ids)
+        if len(pieces) == 1:
+            store, some, _ = pieces[0]
+            return store.start(some, out)
+        begun: list[Transfer] = []
+        try:
+            for store, some, (first, stop) in pieces:
+                transfer = store.start(some, out[first:stop])
+                if transfer is None and not begun:
+                    return None  # it can only block: other threads read all of it
+                begun.append(transfer or LateRead(store, some, out[first:stop]))
+        except BaseException:
+            _give_up(begun)
+            raise
+        return _Together(begun)
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        check_batch(ids, out, self.record_bytes, aligned=True)
+        for store, some, (first, stop) in self._pieces(ids):
+            store.read(some, out[first:stop])
+
+    def _pieces(self, ids: np.ndarray) -> list[tuple[Store, np.ndarray, tuple[int, int]]]:
+        """Stretches of `ids` that lie in one store: the store, its own ids for them, and the positions in `ids`.
+
+        Raises `StoreError` for ids below 0; those beyond the last record are the last store's to refuse.
+        """
+        layout = self._layout
+        count = len(ids)
+        if count == 0:
+            return []
+        if np.maximum.reduce(ids.view(np.uint64)) < layout.second:  # as a rule; a negative one is above all others
+            return [(layout.stores[0], ids, (0, count))]
+        if int(ids.min()) < 0:
+            check_range(self.name, ids, self.capacity, self._first_id)
+        index = np.searchsorted(layout.firsts, ids, side="right") - 1
+        cuts = np.flatnonzero(index[1:] != index[:-1]) + 1
+        edges = [0, *cuts.tolist(), count]
+        pieces = []
+        for first, stop in pairwise(edges):
+            at = int(index[first])
+            pieces.append((layout.stores[at], ids[first:stop] - layout.firsts[at], (first, stop)))
+        return pieces
+
+    @property
+    def capacity(self) -> int:
+        return sum(store.capacity for store in self._stores())
+
+    def freeze(self) -> None:
+        """The own store's records become the last part, if there are any; what is allocated then has a new own store.
+
+        Ids stay what they are. Raises `StoreError`, with nothing changed.
+        """
+        layout = self._layout
+        if layout.own is None:
+            return
+        layout.own.freeze()
+        if layout.own.capacity or not layout.parts:
+            self._arrange((*layout.parts, layout.own), None)
+        else:
+            self._arrange(layout.parts, None)
+            layout.own.close()
+
+    def share(self, ring: Ring | None) -> Store:
+        """A layered store over the same parts, as its only ones. Its own store is made as this one's."""
+        parts: list[Store] = []
+        try:
+            self._check_frozen("shared")
+            for part in self.parts:
+                parts.append(part.share(ring))
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        return LayeredStore(parts, self._make_own)
+
+    def export(self, folder_fd: int, name: str) -> RecordGuard:
+        """See `Store.export`; several parts with records are several files, to be exported one by one."""
+        self._check_frozen("exported")
+        full = [part for part in self.parts if part.capacity] or list(self.parts[:1])
+        if len(full) != 1:
+            raise StoreError(errno.EINVAL, f"{self.name}: {len(full)} parts are files of their own: export each")
+        return full[0].export(folder_fd, name)
+
+    def _check_frozen(self, done: str) -> None:
+        if self._layout.own is not None:
+            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
+
+    @property
+    def directory(self) -> str | None:
+        return ", ".join(dict.fromkeys(store.directory for store in self._stores() if store.directory)) or None
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(store.disk_bytes for store in self._stores())
+
+    @property
+    def own_disk_bytes(self) -> int:
+        own = self._layout.own
+        return 0 if own is None else own.own_disk_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(store.memory_bytes for store in self._stores())
+
+    @property
+    def tables_bytes(self) -> int:
+        return sum(store.tables_bytes for store in self._stores())
+
+    def close(self) -> None:
+        """Closes all of them, also when one of them raises."""
+        failure: BaseException | None = None
+        for store in self._stores():
+            try:
+                store.close()
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class _Layout:
+    """Which store has which ids; never changed.
+
+    Attributes:
+        stores: the parts, and the own store where there is one.
+        firsts: the first id of each of them (int64).
+        base: the first id behind the parts.
+        second: the first id that is not the first store's; 2**64 where that has all.
+    """
+
+    def __init__(self, parts: tuple[Store, ...], own: Store | None) -> None:
+        self.parts, self.own = parts, own
+        self.stores = parts if own is None else (*parts, own)
+        ends = np.cumsum([part.capacity for part in parts], dtype=np.int64)
+        self.base = int(ends[-1]) if len(ends) else 0
+        self.firsts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[: len(self.stores)]
+        self.second = int(self.firsts[1]) if len(self.firsts) > 1 else 2**64
+
+
+class _Together(Transfer):
+    """Several transfers as one. The first that fails is what `finish` raises, when the others have ended."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self._transfers = transfers
+        self._error: Exception | None = None
+        self.runs = any(transfer.runs for transfer in transfers)
+
+    @property
+    def finished_at(self) -> float | None:  # type: ignore[override]
+        ends = [transfer.finished_at for transfer in self._transfers]
+        return None if None in ends else max(end for end in ends if end is not None)
+
+    def done(self) -> bool:
+        return all([transfer.done() for transfer in self._transfers])  # a list: each is looked at
+
+    def drop(self) -> None:
+        for transfer in self._transfers:
+            transfer.drop()
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            for transfer in self._transfers:
+                transfer.finish()
+        except StalledError:  # under way: to be waited for again
+            raise
+        except Exception as error:
+            _give_up(self._transfers)
+            self._error = error
+            raise
+
+
+def _give_up(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.drop()
+    for transfer in transfers:
+        transfer.wait()

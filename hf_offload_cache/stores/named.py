@@ -1,0 +1,118 @@
+"""Record files with a name in a folder: opened to be read, linked, copied."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+
+from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
+from hf_offload_cache.stores.base import DEVICE_BLOCK
+from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
+
+_NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What linking fails with on another file system, one without links, a file that lost its last name, too many links."""
+
+
+class NamedFile(RecordFile):
+    """The file `file_name` in the open directory `folder_fd`, to be read only. Its size has to be `size`.
+
+    Raises `CorruptRecordError` (naming `name`) when it is missing, a link, no regular file, or of another size, and
+    `StoreError` when it cannot be opened; `ValueError` for a name that leads out of the folder.
+    """
+
+    def __init__(self, folder_fd: int, file_name: str, size: int, name: str) -> None:
+        place = place_of(folder_fd, file_name)
+        # Without O_NONBLOCK the open of a pipe would wait for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(file_name, flags, dir_fd=folder_fd)
+        except OSError as error:
+            gone = error.errno in (errno.ENOENT, errno.ELOOP)
+            reason = "it is a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+            kind = CorruptRecordError if gone else StoreError
+            raise kind(error.errno, f"{name}: {place!r} cannot be opened: {reason}") from error
+        super().__init__(fd, place)
+        status = os.fstat(fd)
+        wrong = None
+        if not stat.S_ISREG(status.st_mode):
+            wrong = "it is no regular file"
+        elif status.st_size != size:
+            wrong = f"it has {status.st_size:,} bytes and was written with {size:,}"
+        if wrong:
+            self.close()
+            raise CorruptRecordError(errno.EIO, f"{name}: {place!r} is not what was written: {wrong}")
+
+    def _probe(self, view: memoryview) -> None:
+        if self.size:
+            self.read(view[:DEVICE_BLOCK], 0)
+
+
+def link(file: RecordFile, folder_fd: int, name: str) -> bool:
+    """Give `file` the new name `name` in `folder_fd`; False where that cannot be. Raises `OSError`, e.g. `EEXIST`."""
+    place_of(folder_fd, name)
+    try:
+        os.link(f"/proc/self/fd/{file.fd}", name, dst_dir_fd=folder_fd, follow_symlinks=True)
+    except OSError as error:
+        if error.errno in _NEEDS_A_COPY:
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def new_file(folder_fd: int, name: str, size: int) -> Iterator[RecordFile]:
+    """A new file `name` of `size` bytes in `folder_fd`, mode 0600, to be written inside; on the device after it.
+
+    Raises `StoreFullError` with the numbers, before anything is made, when it would not fit; other `OSError` as they
+    come. Whatever is raised, in here or inside, the name is gone then.
+    """
+    place = place_of(folder_fd, name)
+    disk = os.fstatvfs(folder_fd)
+    available = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and available < size:
+        raise StoreFullError(
+            errno.ENOSPC, f"{place!r} needs {size:,} bytes and its disk has {max(0, available):,} free; make room there"
+        )
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+    file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)
+    try:
+        os.fchmod(file.fd, 0o600)  # the umask may have taken more
+        if os.fstat(file.fd).st_mode & 0o077:
+            raise OSError(errno.EPERM, "this file system cannot keep a file from other users")
+        file.try_direct()  # so that a copy does not fill the page cache; without it, pages are dropped as they go
+        yield file
+        file.resize(size)
+        file.sync()
+    except BaseException:
+        os.unlink(name, dir_fd=folder_fd)
+        raise
+    finally:
+        file.close()
+
+
+def copy(file: RecordFile, size: int, folder_fd: int, name: str) -> None:
+    """A copy of the `size` bytes of `file` as `name`. Raises as `new_file`; `ShortReadError` when `file` is shorter."""
+    with new_file(folder_fd, name, size) as target:
+        buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # anonymous memory starts on a page
+        for start in range(0, size, BOUNCE_BYTES):
+            piece = buffer[: min(BOUNCE_BYTES, size - start)]
+            file.read(piece, start)
+            target.write(piece, start)
+            if not file.direct:
+                file.drop(start, len(piece))
+
+
+def place_of(folder_fd: int, name: str) -> str:
+    """The path of `name` in the open directory, for messages. `ValueError` unless it is a plain name."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"a file name must be a plain name in its folder, got {name!r}")
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), name)
+    except OSError:  # a platform that does not tell
+        return name
+
+

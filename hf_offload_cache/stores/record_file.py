@@ -1,0 +1,186 @@
+"""An open file of records: whole reads and writes, past the page cache where that works."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from hf_offload_cache.stores.base import DEVICE_BLOCK
+
+BOUNCE_BYTES = 2**20
+"""Host memory that a write of unaligned or encrypted data borrows while it runs, and a copy."""
+
+SYNC_BYTES = 2**20
+"""Bytes written through the page cache before they are forced to the disk and dropped from it."""
+
+
+class ShortReadError(OSError):
+    """The file ends before the bytes that were asked for."""
+
+
+class Descriptor:
+    """An open descriptor, closed when the last file object that refers to it was closed or is gone."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+
+
+class RecordFile:
+    """An open file. `read` and `write` may run in several threads, on different bytes.
+
+    Calls that a signal interrupts are taken up again by Python (PEP 475). The descriptor is given back by `close`, or
+    with the object; where it is shared, with the last of them.
+
+    Attributes:
+        fd: the descriptor, -1 once closed.
+        place: how errors say where it is.
+        direct: transfers bypass the page cache; offsets, lengths and read buffers must be aligned.
+        unsynced: bytes written that the page cache may still hold.
+    """
+
+    def __init__(self, fd: int, place: str) -> None:
+        """Takes `fd` over."""
+        self._descriptor: Descriptor | None = Descriptor(fd)
+        self._sharers: weakref.WeakSet[RecordFile] = weakref.WeakSet([self])
+        self.fd = fd
+        self.place = place
+        self.direct = False
+        self.unsynced = 0
+        self._sync_error: OSError | None = None
+        self._lock = threading.Lock()
+
+    def share(self) -> RecordFile:
+        """Another object over the same descriptor, to be closed on its own. For a file that is not written any more."""
+        other = copy.copy(self)
+        other.unsynced = 0
+        other._lock = threading.Lock()
+        self._sharers.add(other)
+        return other
+
+    @property
+    def shared(self) -> bool:
+        """Whether others use the descriptor."""
+        return len(self._sharers) > 1
+
+    def try_direct(self) -> str | None:
+        """Bypass the page cache from now on where that works: None, or the reason why it does not."""
+        if not hasattr(os, "O_DIRECT"):
+            return "this platform has no O_DIRECT"
+        import fcntl
+
+        before = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, before | os.O_DIRECT)
+            self.direct = True
+            self._probe(memoryview(mmap.mmap(-1, 2 * DEVICE_BLOCK)))
+        except OSError as error:
+            self.direct = False
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, before)
+            return f"O_DIRECT refused in {self.place!r}: {error.strerror}"
+        return None
+
+    def _probe(self, view: memoryview) -> None:
+        """Move a block; the file must be empty, and is empty again afterwards."""
+        try:
+            view[:DEVICE_BLOCK] = b"\xa5" * DEVICE_BLOCK
+            self.write(view[:DEVICE_BLOCK], 0)
+            self.read(view[DEVICE_BLOCK:], 0)
+            if view[:DEVICE_BLOCK] != view[DEVICE_BLOCK:]:
+                raise OSError(errno.EIO, "a block read back differs from what was written")
+        finally:
+            os.ftruncate(self.fd, 0)
+
+    def check(self) -> None:
+        """Raise `OSError` when what was written before may be lost."""
+        if self._sync_error is not None:
+            raise OSError(self._sync_error.errno, "earlier writes may be lost") from self._sync_error
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` (bytes) from `offset`. Raises `OSError`: `ShortReadError` when the file ends too early."""
+        self.check()
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self.fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise ShortReadError(errno.EIO, f"short read: the file ends at byte {offset + done}")
+            done += count
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` (bytes) at `offset`; raises `OSError`, and part of it may be written then."""
+        done = 0
+        while done < len(data):
+            count = os.pwrite(self.fd, data[done:], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"short write at byte {offset + done}")
+            done += count
+        if not self.direct:
+            self._sync(len(data))
+
+    def write_unaligned(self, data: memoryview, offset: int) -> None:
+        """`write` for data at any address, by way of `BOUNCE_BYTES` of aligned memory."""
+        bounce = memoryview(mmap.mmap(-1, min(len(data), BOUNCE_BYTES)))  # anonymous memory starts on a page
+        for start in range(0, len(data), BOUNCE_BYTES):
+            piece = data[start : start + BOUNCE_BYTES]
+            bounce[: len(piece)] = piece
+            self.write(bounce[: len(piece)], offset + start)
+
+    def _sync(self, written: int) -> None:
+        with self._lock:
+            self.unsynced += written
+            if self.unsynced < SYNC_BYTES:
+                return
+            self.unsynced = 0
+        self._force(getattr(os, "fdatasync", os.fsync))
+
+    def sync(self) -> None:
+        """All that was written, and the file's size, is on the device when this returns. Raises `OSError`."""
+        self.check()
+        with self._lock:
+            self.unsynced = 0
+        self._force(os.fsync)
+
+    def _force(self, sync: Callable[[int], None]) -> None:
+        try:
+            sync(self.fd)
+        except OSError as error:
+            self._sync_error = error  # the kernel forgets which pages failed: what was written before is doubtful too
+            raise
+        self.drop(0, 0)
+
+    def drop(self, offset: int, length: int) -> None:
+        """Let go of the page cache of a range (`length` 0: to the end), where the platform can."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def resize(self, size: int) -> None:
+        """Make the file `size` bytes long; space is taken as it is written."""
+        os.ftruncate(self.fd, size)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the file takes on the disk now; 0 once closed."""
+        return 0 if self.fd < 0 else os.fstat(self.fd).st_blocks * 512
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the file may still grow by: what its disk has, less what it was promised; None when unknown."""
+        disk = os.fstatvfs(self.fd)
+        if disk.f_blocks == 0:
+            return None
+        here = os.fstat(self.fd)
+        return disk.f_bavail * disk.f_frsize - max(0, here.st_size - here.st_blocks * 512)
+
+    def close(self) -> None:
+        """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""
+        self.fd = -1
+        self._sharers.discard(self)
+        self._descriptor = None

@@ -1,0 +1,485 @@
+"""A layered store against the conformance suite, and against one array of all its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.errors import CacheClosedError, CorruptRecordError, StalledError, StoreError, StoreFullError
+from hf_offload_cache.stores.base import Store, aligned_empty, runs
+from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.layered import LayeredStore
+from hf_offload_cache.stores.mapped import MappedStore
+from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores.transfer import LateRead, Transfer
+from hf_offload_cache.testing import (
+    RECORD_BYTES,
+    FaultyStore,
+    StoreTests,
+    WrapperStore,
+    fill,
+    open_descriptors,
+    pattern,
+    read,
+)
+
+
+def in_memory() -> Store:
+    return MemoryStore(RECORD_BYTES, "layer 3")
+
+
+def frozen(count: int, seed: int, make: Callable[[], Store] = in_memory) -> tuple[Store, torch.Tensor]:
+    store = make()
+    records = fill(store, count, seed=seed)[1] if count else pattern(0)
+    store.freeze()
+    return store, records
+
+
+class TestLayeredStoreWithoutParts(StoreTests):
+    grows_when_frozen = True
+
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        return LayeredStore((), lambda: MappedStore(directory, record_bytes, "layer 3"))
+
+
+class TestLayeredStoreOverAnEmptyPart(StoreTests):
+    """So that ids begin at 0, and everything goes through two stores."""
+
+    grows_when_frozen = True
+
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        engine = choose_engine("auto", directory)[0]
+        part = open_store(engine, directory, record_bytes, "layer 3")
+        part.freeze()
+        return LayeredStore([part], lambda: open_store(engine, directory, record_bytes, "layer 3"))
+
+
+class TestLayeredStoreOverFullParts(StoreTests):
+    """The conformance suite for what is above: the parts are in memory, and ids begin behind them."""
+
+    grows_when_frozen = True
+
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        part = MemoryStore(record_bytes, "layer 3")
+        fill(part, 3)
+        part.freeze()
+        part.bytes_written = 0
+        return _Shifted(LayeredStore([part], lambda: MemoryStore(record_bytes, "layer 3")), 3)
+
+
+class _Shifted(WrapperStore):
+    """A layered store whose ids count from the first one above its parts; the rest stays out of sight."""
+
+    def __init__(self, inner: LayeredStore, base: int) -> None:
+        super().__init__(inner)
+        self.base = base
+        self.first_id = -base
+
+    def allocate(self, count: int) -> np.ndarray:
+        return self.inner.allocate(count) - self.base
+
+    def free(self, ids: np.ndarray) -> None:
+        for identity in ids.tolist():
+            if identity < 0:
+                raise StoreError(22, f"{self.name}: {identity}")
+        self.inner.free(ids + self.base)
+
+    def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        self._refuse(ids)
+        self.inner.write(ids + self.base if ids.dtype == np.int64 else ids, records)
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        self._refuse(ids)
+        self.inner.read(ids + self.base if ids.dtype == np.int64 else ids, out)
+
+    def advise(self, ids: np.ndarray) -> None:
+        self.inner.advise(ids + self.base)
+
+    def _refuse(self, ids: np.ndarray) -> None:
+        if len(ids) and ids.min() < 0:
+            raise StoreError(22, f"{self.name}: {ids.min()}")
+
+    @property
+    def capacity(self) -> int:
+        return self.inner.capacity - self.base
+
+    @property
+    def parts(self) -> tuple[Store, ...]:
+        return self.inner.parts  # type: ignore[attr-defined]
+
+    def share(self, ring: object) -> Store:
+        return _Shifted(self.inner.share(None), self.base)  # type: ignore[arg-type]
+
+    def export(self, folder_fd: int, name: str):  # type: ignore[no-untyped-def]
+        if len(self.parts) == 1:
+            return self.inner.export(folder_fd, name)
+        return self.parts[1].export(folder_fd, name)
+
+
+ENGINES = ("memory", "mapped", "auto")
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_it_is_one_array_of_records(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Parts of any size and engine, ids in any order: what is read, and what it counts."""
+    directory = tmp_path_factory.mktemp("layers")
+
+    def make(engine: str) -> Store:
+        resolved = choose_engine("auto", directory)[0] if engine == "auto" else engine
+        return open_store(resolved, directory, RECORD_BYTES, "layer 3")
+
+    parts, all_records = [], []
+    for seed in range(data.draw(st.integers(1, 3))):
+        engine, count = data.draw(st.sampled_from(ENGINES)), data.draw(st.integers(0, 9))
+        part, records = frozen(count, seed, lambda engine=engine: make(engine))  # type: ignore[misc]
+        parts.append(part)
+        all_records.append(records)
+    engine = data.draw(st.sampled_from(ENGINES))
+    with closing(LayeredStore(parts, lambda: make(engine))) as store:
+        for seed in range(data.draw(st.integers(0, 3))):
+            count = data.draw(st.integers(1, 5))
+            ids, records = fill(store, count, seed=50 + seed)
+            before = sum(map(len, all_records))
+            assert np.array_equal(ids, np.arange(before, before + count))
+            all_records.append(records)
+            if data.draw(st.booleans()):
+                store.freeze()
+        expected = torch.cat(all_records)
+        if len(expected) == 0:
+            return
+        ids = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1), min_size=1, max_size=20)))
+        if data.draw(st.booleans()):
+            ids = np.sort(ids)
+        store.reads = store.bytes_read = 0
+        store.advise(ids)
+        assert torch.equal(read(store, ids), expected[torch.from_numpy(ids)])
+        assert store.bytes_read == len(ids) * RECORD_BYTES
+        assert len(runs(ids)) <= store.reads <= len(ids)
+        out = aligned_empty(len(ids), RECORD_BYTES).fill_(0xEE)
+        transfer = store.start(ids, out)
+        if transfer is not None:
+            transfer.finish()
+            assert transfer.done() and transfer.finished_at is not None
+            assert torch.equal(out, expected[torch.from_numpy(ids)])
+
+
+class Scripted(WrapperStore):
+    """Its `start` answers what it was told to, and notes what it was given."""
+
+    def __init__(self, count: int, answer: object) -> None:
+        super().__init__(frozen(count, 0)[0])
+        self.answer = answer
+        self.given: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer | None:
+        self.given.append((ids, out))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+class Step(Transfer):
+    """A transfer that notes what is done with it."""
+
+    def __init__(self, errors: tuple[Exception, ...] = (), end: float = 1.0) -> None:
+        self.errors = list(errors)
+        self.log: list[str] = []
+        self.end = end
+        self.over = False
+        self.finished_at = None
+
+    def done(self) -> bool:
+        return self.over
+
+    def drop(self) -> None:
+        self.log.append("drop")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+    def finish(self) -> None:
+        self.log.append("finish")
+        if self.errors:
+            raise self.errors.pop(0)
+        self.over, self.finished_at = True, self.end
+
+
+def layers(*answers: object) -> tuple[LayeredStore, list[Scripted]]:
+    stores = [Scripted(10, answer) for answer in answers]
+    return LayeredStore(stores, in_memory), stores
+
+
+def test_ids_of_one_store_cost_nothing() -> None:
+    """Those of the first go on as they are, and its transfer comes back."""
+    first, second = Step(), Step()
+    store, (below, above) = layers(first, second)
+    ids, out = np.arange(4, 9), aligned_empty(5, RECORD_BYTES)
+    assert store.start(ids, out) is first
+    assert below.given[0][0] is ids and below.given[0][1] is out
+    assert store.start(ids + 10, out) is second
+    assert above.given[0][0].tolist() == ids.tolist() and above.given[0][1].data_ptr() == out.data_ptr()
+
+
+def test_stretches_go_to_their_stores() -> None:
+    store, (below, above) = layers(first := Step(end=2.0), second := Step(end=1.0))
+    ids, out = np.array([1, 2, 15, 10, 3, 19]), aligned_empty(6, RECORD_BYTES)
+    transfer = store.start(ids, out)
+    assert [given[0].tolist() for given in below.given] == [[1, 2], [3]]
+    assert [given[0].tolist() for given in above.given] == [[5, 0], [9]]
+    assert above.given[0][1].data_ptr() == out[2:].data_ptr()
+    assert transfer is not None and transfer.runs and not transfer.done() and transfer.finished_at is None
+    first.over = True
+    assert not transfer.done()
+    transfer.drop()
+    transfer.wait()
+    assert first.log == second.log == ["drop", "drop", "wait", "wait"]
+    transfer.finish()
+    assert transfer.done() and transfer.finished_at == 2.0
+
+
+def test_a_store_that_can_only_block() -> None:
+    """First: others read all of it. Later: what was begun goes on, and the rest is read by whoever finishes."""
+    ids, out = np.array([9, 10]), aligned_empty(2, RECORD_BYTES)
+    store, (_, above) = layers(None, step := Step())
+    assert store.start(ids, out) is None
+    assert above.given == [] and step.log == []
+    store, (below, above) = layers(step := Step(), None)
+    transfer = store.start(ids, out)
+    assert transfer is not None and transfer.runs
+    transfer.finish()
+    assert torch.equal(out[1:], read(above.inner, np.array([0])))
+    late, _ = layers(None, None)
+    late.parts[0].answer = LateRead(late.parts[0], ids[:1], out[:1])  # type: ignore[attr-defined]
+    transfer = late.start(ids, out)
+    assert transfer is not None and not transfer.runs, "all that is left happens in `finish`"
+
+
+def test_a_start_that_fails_leaves_nothing_under_way() -> None:
+    store, _ = layers(step := Step(), StoreError(5, "broken"))
+    with pytest.raises(StoreError, match="broken"):
+        store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
+    assert step.log == ["drop", "wait"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_raised_when_the_others_have_ended(failing: int) -> None:
+    steps = [Step(), Step()]
+    steps[failing].errors = [CorruptRecordError(5, "flipped")]
+    store, _ = layers(*steps)
+    transfer = store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
+    assert transfer is not None
+    for _ in range(2):
+        with pytest.raises(CorruptRecordError, match="flipped"):
+            transfer.finish()
+    assert all(step.log[-2:] == ["drop", "wait"] for step in steps)
+    assert steps[failing].log.count("finish") == 1, "the same again, from memory"
+
+
+def test_a_stalled_one_may_be_waited_for_again() -> None:
+    store, _ = layers(Step(), Step((StalledError(110, "no answer"),)))
+    transfer = store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
+    assert transfer is not None
+    with pytest.raises(StalledError):
+        transfer.finish()
+    transfer.finish()
+    assert transfer.done()
+
+
+def test_dropped_late_reads_say_so(tmp_path: Path) -> None:
+    store = LayeredStore([frozen(4, 0)[0], frozen(4, 1)[0]], in_memory)
+    transfer = store.start(np.array([3, 4]), aligned_empty(2, RECORD_BYTES))
+    assert transfer is not None and not transfer.runs
+    transfer.drop()
+    with pytest.raises(CacheClosedError):
+        transfer.finish()
+
+
+def test_counters_are_sums() -> None:
+    below, _ = frozen(5, 0)
+    store = LayeredStore([below], in_memory)
+    assert store.bytes_written == 5 * RECORD_BYTES
+    ids, _ = fill(store, 3)
+    read(store, np.array([0, 2, 6]))
+    assert (store.reads, store.bytes_read, store.bytes_written) == (3, 3 * RECORD_BYTES, 8 * RECORD_BYTES)
+    store.freeze()
+    assert (store.reads, store.bytes_read, store.bytes_written) == (3, 3 * RECORD_BYTES, 8 * RECORD_BYTES)
+    store.reads = store.bytes_read = store.bytes_written = 0
+    assert (store.reads, below.reads, store.bytes_written) == (0, 0, 0)
+    read(store, ids)
+    assert store.reads == 1
+    with pytest.raises(ValueError, match="0 only, got 5"):
+        store.reads = 5
+
+
+def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
+    def make() -> Store:
+        return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
+
+    part, _ = frozen(40, 0, make)
+    with closing(LayeredStore([part], make)) as store:
+        assert (store.own_disk_bytes, store.disk_bytes) == (0, part.disk_bytes)
+        tables = store.tables_bytes
+        assert tables >= 40 * 8
+        fill(store, 10)
+        assert store.own_disk_bytes == 10 * RECORD_BYTES
+        assert store.disk_bytes == part.disk_bytes + 10 * RECORD_BYTES
+        assert store.tables_bytes >= tables + 64 * 8
+        with closing(part.share(None)) as other, closing(LayeredStore([other], make)) as fork:
+            assert (fork.own_disk_bytes, fork.disk_bytes) == (0, part.disk_bytes)
+        assert store.memory_bytes == sum(one.memory_bytes for one in store._stores())
+
+
+def test_records_of_parts_are_not_freed() -> None:
+    part, records = frozen(5, 0)
+    store = LayeredStore([part], in_memory)
+    ids, _ = fill(store, 4)
+    store.free(np.array([0, 4, 6, 7]))
+    assert set(store.allocate(2).tolist()) == {6, 7}
+    assert torch.equal(read(store, np.arange(5)), records)
+    store.free(np.arange(5))
+    for wrong in ([-1], [10**6], [6, 6]):
+        with pytest.raises(StoreError, match="layer 3"):
+            store.free(np.array(wrong))
+    assert len(ids) == 4
+
+
+def test_parts_are_not_written_to() -> None:
+    part, records = frozen(5, 0)
+    store = LayeredStore([part], in_memory)
+    ids, own = fill(store, 2)
+    for some in ([4], [4, 5], [5, 0]):
+        with pytest.raises(StoreError, match=r"layer 3: record [04] frozen"):
+            store.write(np.array(some), pattern(len(some), seed=9))
+    assert torch.equal(read(store, np.r_[:5, ids]), torch.cat([records, own]))
+    with pytest.raises(StoreError, match=r"record 7000 outside the"):
+        store.write(np.array([7000]), pattern(1))
+
+
+def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
+    def make() -> Store:
+        return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
+
+    parts = [frozen(5, 0, make)[0], frozen(6, 1, make)[0]]
+    with closing(LayeredStore(parts, make)) as store:
+        ids, _ = fill(store, 3)
+        for part, record in ((parts[1], 2), (store._layout.own, 1)):
+            with open(f"/proc/self/fd/{part._file.fd}", "r+b") as file:  # type: ignore[union-attr]
+                file.seek(record * RECORD_BYTES)
+                file.write(bytes(64))
+        with pytest.raises(CorruptRecordError, match=r"layer 3: record 7 is not"):
+            read(store, np.arange(11))
+        with pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
+            read(store, ids)
+        for wrong in (-1, 10**9):
+            with pytest.raises(StoreError, match=rf"record {wrong} outside"):
+                read(store, np.array([3, wrong]))
+        store.freeze()
+        with pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
+            read(store, ids)
+        with closing(store.share(None)) as other, pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
+            read(other, ids)
+
+
+def test_what_is_stored_already_may_be_taken_in() -> None:
+    """A layer's only store becomes the own one of a layered store: ids stay what they are."""
+    own = in_memory()
+    ids, records = fill(own, 6)
+    store = LayeredStore((), in_memory, own)
+    more, new = fill(store, 2, seed=5)
+    assert more.tolist() == [6, 7]
+    store.freeze()
+    assert store.parts == (own,)
+    last, newest = fill(store, 1, seed=6)
+    assert last.tolist() == [8]
+    assert torch.equal(read(store, np.r_[ids, more, last]), torch.cat([records, new, newest]))
+
+
+def test_freezing_nothing_adds_no_part(tmp_path: Path) -> None:
+    before = open_descriptors()
+    part, _ = frozen(3, 0)
+    with closing(LayeredStore([part], lambda: MappedStore(tmp_path, RECORD_BYTES, "layer 3"))) as store:
+        store.freeze()
+        assert store.parts == (part,)
+        store.free(store.allocate(5))
+        store.freeze()
+        assert store.parts == (part,) and open_descriptors() == before
+        assert store.allocate(1).tolist() == [3]
+
+
+def test_no_room_for_the_own_store(tmp_path: Path) -> None:
+    """Nothing has changed then, and it may be tried again."""
+    answers = [StoreFullError(28, "layer 3: no room")]
+
+    def make() -> Store:
+        if answers:
+            raise answers.pop()
+        return in_memory()
+
+    part, records = frozen(3, 0)
+    store = LayeredStore([part], make)
+    with pytest.raises(StoreFullError):
+        store.allocate(1)
+    assert torch.equal(read(store, np.arange(3)), records)
+    assert store.allocate(1).tolist() == [3]
+
+
+def test_a_share_that_fails_closes_what_it_made(tmp_path: Path) -> None:
+    class NoShare(WrapperStore):
+        def share(self, ring: object) -> Store:
+            raise StoreError(24, "no descriptor left")
+
+    good = frozen(3, 0, lambda: MappedStore(tmp_path, RECORD_BYTES, "layer 3"))[0]
+    before = open_descriptors()
+    with closing(LayeredStore([good, NoShare(frozen(2, 1)[0])], in_memory)) as store:
+        with pytest.raises(StoreError, match="no descriptor"):
+            store.share(None)
+        assert open_descriptors() == before
+
+
+def test_all_are_closed_when_one_raises(tmp_path: Path) -> None:
+    class NoClose(WrapperStore):
+        def close(self) -> None:
+            raise StalledError(110, "stalled")
+
+    before = open_descriptors()
+    good = frozen(3, 0, lambda: MappedStore(tmp_path, RECORD_BYTES, "layer 3"))[0]
+    store = LayeredStore([NoClose(frozen(2, 1)[0]), good], in_memory)
+    with pytest.raises(StalledError):
+        store.close()
+    assert open_descriptors() == before
+
+
+def test_parts_that_do_not_fit_together() -> None:
+    with pytest.raises(ValueError, match=r"\[8192, 4096\]"):
+        LayeredStore([frozen(2, 0)[0], MemoryStore(4096, "layer 3")], in_memory)
+    store = LayeredStore([frozen(2, 0)[0]], lambda: MemoryStore(4096, "layer 3"))
+    with pytest.raises(ValueError, match="8192 bytes, got 4096"):
+        store.allocate(1)
+
+
+def test_a_failing_own_store_is_reported_as_it_is(tmp_path: Path) -> None:
+    store = LayeredStore([frozen(2, 0)[0]], lambda: FaultyStore(in_memory(), "write", 1))
+    with pytest.raises(StoreError, match="made to fail"):
+        fill(store, 1)
+
+
+def test_direct_parts_are_left_to_other_threads(tmp_path: Path) -> None:
+    if not probe_direct(tmp_path)[0]:
+        pytest.skip("no O_DIRECT here")
+
+    def make() -> Store:
+        return open_store("direct", tmp_path, RECORD_BYTES, "layer 3")
+
+    part, records = frozen(3, 0, make)
+    with closing(LayeredStore([part], make)) as store:
+        ids, own = fill(store, 2)
+        assert store.start(np.array([2, 3]), aligned_empty(2, RECORD_BYTES)) is None and not store.advises
+        assert torch.equal(read(store, np.r_[0:3, ids]), torch.cat([records, own]))
