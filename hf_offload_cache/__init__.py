@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .cache import OffloadCache
     from .caches.disk_swap import DiskSwapCache
     from .config import DiskSwapConfig, OffloadConfig
+    from .contexts.library import ContextLibrary
+    from .contexts.verify import verify
     from .report import CacheReport
     from .tuning.calibrate import calibrate
     from .tuning.calibrate_budgets import calibrate_budgets
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "CacheReport",
+    "ContextLibrary",
     "DiskSwapCache",
     "DiskSwapConfig",
     "OffloadCache",
@@ -28,11 +31,13 @@ __all__ = [
     "calibrate_budgets",
     "detach",
     "tune",
+    "verify",
 ]
 
 _HOME = {
     "Adapter": "adapter",
     "CacheReport": "report",
+    "ContextLibrary": "contexts.library",
     "DiskSwapCache": "caches.disk_swap",
     "DiskSwapConfig": "config",
     "OffloadCache": "cache",
@@ -41,6 +46,7 @@ _HOME = {
     "calibrate_budgets": "tuning.calibrate_budgets",
     "detach": "attach",
     "tune": "tuning.tuner",
+    "verify": "contexts.verify",
 }
 
 

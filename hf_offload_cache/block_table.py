@@ -20,6 +20,19 @@ class BlockTable:
         self._owned = np.empty(0, dtype=np.int32)
         self.num_groups = 0
 
+    @classmethod
+    def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
+        """A table whose rows name the records `ids` (B, num_groups) of `store`; copies them."""
+        table = cls(store, len(ids))
+        table._ids = np.array(ids, dtype=np.int32, order="C")
+        table._owned = np.unique(table._ids)
+        table.num_groups = ids.shape[1]
+        return table
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+
     @property
     def ids(self) -> np.ndarray:
         """A view (B, num_groups); valid until the next change."""

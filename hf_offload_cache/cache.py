@@ -25,11 +25,13 @@ from transformers.cache_utils import (
 from . import attach
 from .budget import parse_memory, plan_memory
 from .config import OffloadConfig, parse_size
+from .continuation import check_planned, check_positions, check_prompt, padding_of
 from .errors import BudgetError, ConfigError, PromptError, SeamLostError, UnsupportedModelError
 from .geometry import Geometry
 from .hybrid import hybrid
 from .layer import OffloadLayer
 from .lookahead import LookAhead
+from .machine import check_descriptors
 from .report import CacheReport
 from .shared import SEAM_LOST, Shared
 from .stores.engines import choose_engine
@@ -74,15 +76,19 @@ class OffloadCache(Cache, attach.Attachable):
         self._tokens = TokenLog(self.shared.account, self.config.max_context)
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
+        self._step_padding: torch.Tensor | None = None
         self._step_length = 0
         self._open: list[int] | None = None  # lengths at the beginning of a step that has not ended
         self._entered = False
         self._units_seen = (0, 0, 0)  # selected, resident, ready: at the end of the last step
         self._final: CacheReport | None = None
+        self._resumed = False  # nothing was compared yet with what was brought back
         self.look_ahead: LookAhead | None = None
         token = -1
         try:
             super().__init__(layers=self._make_layers(inner))
+            if self.shared.engine != "memory":
+                check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
             self.prepare(inner)
             token = attach.attach(inner, self)
         finally:
@@ -164,7 +170,7 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.check_open()
         layer = self._by_index.get(layer_idx)
         if layer is not None:
-            self._check_planned(key_states.shape[0], layer.length + key_states.shape[2])
+            check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
@@ -177,10 +183,8 @@ class OffloadCache(Cache, attach.Attachable):
             raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-        if self._open is not None and (lengths != self._open or (self._entered and self._has_linear_state())):
-            self.shared.broken = True
-            self.shared.check_open()
+        lengths = [layer.get_seq_length() for layer in self._with_length()]
+        self._check_whole(lengths)
         if given is None:
             return
         history = max(lengths, default=self._tokens.length)
@@ -191,8 +195,12 @@ class OffloadCache(Cache, attach.Attachable):
                     f"the cache holds {batch} sequences and the model was given {given.shape[0]}: "
                     "use a new cache, or reset(), for a batch of another size"
                 )
-            self._check_positions(kwargs, history)
-        self._check_planned(given.shape[0], history + given.shape[1])
+            check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"), history)
+        length, mask = history + given.shape[1], kwargs.get("attention_mask")
+        check_planned(self.config, given.shape[0], length)
+        unsure = self._resumed or given.shape[1] > 1  # not in every step: the history can be long
+        self._step_padding = padding_of(self._tokens, mask, history, length, compare=unsure)
+        self._resumed = False
         self._open, self._entered = lengths, False
         self._step_ids = ids if ids is not None else torch.full(given.shape[:2], TokenLog.UNKNOWN)
         self._step_length = history
@@ -200,22 +208,10 @@ class OffloadCache(Cache, attach.Attachable):
         self.timeline.describe_step(kind, sequences=given.shape[0], tokens=given.shape[1], history=history)
         self._step_started = time.perf_counter() if kind == "decode" else None
 
-    def _check_planned(self, batch: int, length: int) -> None:
-        """Raises `BudgetError` where `batch` sequences or `length` tokens a sequence are beyond what was planned."""
-        for name, asked, most in (
-            ("max_batch", batch, self.config.max_batch), ("max_context", length, self.config.max_context)
-        ):  # fmt: skip
-            if most is not None and asked > most:
-                unit = "sequences" if name == "max_batch" else "tokens a sequence"
-                raise BudgetError(
-                    f"{name} is {most:,} and this step would make it {asked:,} {unit}; nothing was taken in: make the "
-                    f"cache with {name}={asked} or more, or reset() it for a new context"
-                )
-
     def _check_rows(self, count: int) -> None:
         """Before the rows become `count`. Raises `BudgetError`."""
         if count != self._tokens.batch:
-            self._check_planned(count, 0)
+            check_planned(self.config, count, 0)
 
     @property
     def decoding(self) -> bool:
@@ -227,8 +223,8 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.check_seam()
         self._open = None
         if self._step_ids is not None:
-            self._tokens.append(self._step_ids, self._step_length)
-            self._step_ids = None
+            self._tokens.append(self._step_ids, self._step_length, self._step_padding)
+            self._step_ids = self._step_padding = None
         seconds = None if self._step_started is None else time.perf_counter() - self._step_started
         self.shared.counters.end_step(seconds, self.shared.prefetcher.seconds_in_flight)
         self._step_started = None
@@ -262,40 +258,25 @@ class OffloadCache(Cache, attach.Attachable):
 
     def check_prompt(self, input_ids: torch.Tensor) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
-        history = self._held()
-        if not history:
-            return
-        if input_ids.shape[1] <= history:
-            raise PromptError(
-                f"the prompt has {input_ids.shape[1]} tokens and the cache already holds {history}: pass the whole "
-                "conversation with at least one new token, or reset() the cache for a new one"
-            )
-        position = self._tokens.first_difference(input_ids[:, :history])
-        if position is not None:
-            raise PromptError(
-                f"the prompt differs from what the cache holds at token {position} of {history}: "
-                "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
-            )
+        check_prompt(self._tokens, self._held(), input_ids)
+
+    def _check_whole(self, lengths: list[int]) -> None:
+        """Raises `RuntimeError` where a forward that did not end has left layers of unlike `lengths`."""
+        if self._open is not None and (lengths != self._open or (self._entered and self._has_linear_state())):
+            self.shared.broken = True
+            self.shared.check_open()
 
     def _has_linear_state(self) -> bool:
         """Some layer keeps a state whose length cannot be asked for."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
+    def _with_length(self) -> list[CacheLayerMixin]:
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
     def _held(self) -> int:
         """Tokens a sequence held, whatever the kinds of layers."""
-        lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        lengths = [layer.get_seq_length() for layer in self._with_length()]
         return max(lengths, default=self._tokens.length)
-
-    def _check_positions(self, kwargs: dict[str, Any], history: int) -> None:
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is None or positions.ndim != 2 or bool((positions[:, 0] != 0).any()):
-            return
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, :history].any()):
-            return  # only padding so far
-        raise PromptError(
-            f"the step starts at position 0 and the cache already holds {history} tokens: transformers would append "
-            "the prompt to them; reset() the cache for a new prompt, or pass only the tokens that are new"
-        )
 
     def _check_sparse(self) -> None:
         if any("cannot be sparse" in warning for warning in self.warnings):
@@ -345,7 +326,7 @@ class OffloadCache(Cache, attach.Attachable):
 
     def reset(self) -> None:
         """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
-        self.shared.broken = False
+        self.shared.mend()
         self.shared.check_open()
         self.shared.unseen = self.shared.front = self._open = None
         self._units_seen = (0, 0, 0)
@@ -363,6 +344,121 @@ class OffloadCache(Cache, attach.Attachable):
         self._tokens.truncate(0)
         self.shared.reset_counters()
 
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the cache is of. Raises `RuntimeError` when it is gone."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone: open or fork with a live one")
+        return model
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The ids held, padding included: int64 (B, tokens) in host memory, a copy; -1 where the model was given
+        embeddings. A prompt continues the cache when it begins with them."""
+        return self._tokens.ids
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """1 where a token is held and 0 where padding is: int64 (B, tokens) in host memory, a copy."""
+        return self._tokens.visible.long()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        tokenizer: Any = None,
+        full_digest: bool = False,
+    ) -> None:
+        """Publish what is held as the directory `directory`, which `open` opens in another process without prefill.
+
+        On the file system of `path`, stored records are linked in and not copied; they are immutable from then on, and
+        this cache goes on with records of its own beside them. Published in one atomic step: whoever is killed at
+        whatever moment, there is the old context, or the new one, or none. The directory is for its owner only (0700),
+        and encrypted where the cache has an `encryption_key`.
+
+        Args:
+            overwrite: replace a context that is there.
+            tokenizer: makes its identity part of the context's.
+            full_digest: digest every byte of the weights, not a sample, here and in `open`.
+
+        Raises `FileExistsError`; `StoreFullError` and other `StoreError`s with nothing published and the cache as it
+        was; `ValueError` for a cache that holds nothing; as any use of the cache does.
+        """
+        from .contexts.save import save
+
+        save(self, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        model: Any,
+        memory: int | str | None = None,
+        path: str | Path | None = None,
+        *,
+        tokenizer: Any = None,
+        **fields: Any,
+    ) -> Self:
+        """A cache that holds what `save` saved: no prefill, and no keys and values are read before a step needs them.
+
+        Any number of caches and processes may open one context; what they add goes to unnamed files in `path`, the
+        context stays as it is. It may be replaced or removed meanwhile: those that have it open keep it.
+
+        Args:
+            memory: as in `for_budget`, for `max_context` (by default 4,096 tokens more than are held) and `max_batch`.
+            path: folder for what is added; None: the temporary folder.
+            tokenizer: is compared with that of `save`, when both are given.
+            **fields: fields of the configuration. Those that the stored format fixes (`group_size`, `rank`,
+                `summary_dtype`, `adapter`) are refused unless equal; those of a machine or a run (`engine`, `verify`,
+                `io_timeout`, `trace`, `encryption_key`, the limits) are not saved; others are as they were.
+
+        Raises `ContextMismatchError` where the model is not the one it was saved with, naming the field and both
+        values; `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for other
+        bytes than were written, here or in the step that reads them; `EncryptionKeyError`; and as the constructor does.
+        Nothing is left behind.
+        """
+        from .contexts.open import open_context
+
+        return open_context(cls, directory, model, memory, path, tokenizer, fields)
+
+    def fork(self) -> Self:
+        """A cache of its own that holds the same: N questions over one document share what is stored.
+
+        Nothing on disk is copied, now or later: what is stored is immutable from now on, and what either adds is its
+        own. Compact keys in memory are shared until one of the two adds a group; each one's account counts them. Tables
+        and latest tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
+        """
+        from .contexts.fork import fork
+
+        return fork(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = self.fork()
+        return twin
+
+    def freeze(self) -> None:
+        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""
+        self.shared.check_open()
+        self.shared.check_seam()
+        self._check_whole([layer.get_seq_length() for layer in self._with_length()])
+        if not self._held():
+            raise ValueError("the cache holds nothing yet: run a prompt through it first")
+        for layer in self.offloaded:
+            layer.freeze()
+
+    def capture(self) -> dict[str, Any]:
+        """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
+        return {"ids": self._tokens.capture()}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured; for a new cache."""
+        self._tokens.restore(tree["ids"])
+        self._resumed = True
+
     # --- what users read ---------------------------------------------------------------------------------------
 
     @property
@@ -372,54 +468,30 @@ class OffloadCache(Cache, attach.Attachable):
         return self.shared.account.current
 
     @property
+    def tokens(self) -> int:
+        """Tokens a sequence held, padding included."""
+        return max((layer.length for layer in self.offloaded), default=self._tokens.length)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences held, beams included."""
+        return max((layer.batch for layer in self.offloaded), default=self._tokens.batch)
+
+    @property
     def disk_bytes(self) -> int:
+        """What lies on the disk for this cache, what it shares with others included."""
         return sum(store.disk_bytes for store in self.shared.stores)
+
+    @property
+    def own_disk_bytes(self) -> int:
+        """What of `disk_bytes` is shared with no fork and no saved context."""
+        return sum(store.own_disk_bytes for store in self.shared.stores)
 
     def report(self) -> CacheReport:
         """What the cache did since construction or `reset`, and what it holds now; after `close`, the last one."""
-        if self._final is not None:
-            return self._final
-        counters, account = self.shared.counters, self.shared.account
-        states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(self.layers) - len(self.offloaded)}
-        for layer in self.offloaded:
-            states[layer.state] += 1
-        used = [layer for layer in self.offloaded if layer.is_initialized]
-        full = sum(layer.batch * layer.length * layer.history.form.entry_bytes for layer in used)
-        stores = self.shared.stores
-        memory = self.memory_bytes
-        notes = list(self.warnings)
-        if self.shared.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
-        if (failure := self.timeline.failure) is not None:
-            notes.append(f"trace {str(self.config.trace)!r} ends early, it could not be written: {failure.strerror}")
-        return CacheReport(
-            cache=type(self).__name__,
-            tokens=max((layer.length for layer in self.offloaded), default=self._tokens.length),
-            full_kv_bytes=full + self._kept_bytes(),
-            memory_bytes=memory,
-            peak_memory_bytes=account.peak,
-            memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
-            disk_bytes=self.disk_bytes,
-            bytes_read=sum(store.bytes_read for store in stores),
-            bytes_written=sum(store.bytes_written for store in stores),
-            reads=sum(store.reads for store in stores),
-            hit_rate=_ratio(counters.units_resident, counters.units_selected),
-            prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
-            selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
-            captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
-            stall_seconds=counters.stall_seconds,
-            decode_steps=counters.decode_steps,
-            decode_seconds=counters.decode_seconds,
-            decode_stall_seconds=counters.decode_stall_seconds,
-            decode_flight_seconds=counters.decode_flight_seconds,
-            overlap=counters.overlap,
-            store=self.shared.store_description,
-            layers=states,
-            warnings=notes,
-            memory_budget=account.limit,
-        )
+        return CacheReport.of(self) if self._final is None else self._final
 
-    def _kept_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
         total = 0
         for layer in self.layers:
@@ -435,7 +507,7 @@ class OffloadCache(Cache, attach.Attachable):
         account = self.shared.account
         stores = sum(store.memory_bytes for store in self.shared.stores)
         tables = sum(layer.tables_nbytes for layer in self.offloaded if layer.is_initialized)
-        account.observe("layers not offloaded", self._kept_bytes())
+        account.observe("layers not offloaded", self.kept_bytes())
         account.observe("records in memory", stores)
         account.observe("tables", tables)
 
@@ -443,15 +515,19 @@ class OffloadCache(Cache, attach.Attachable):
 
     def close(self) -> None:
         """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
-        if not self.closed:
+        here = self.shared.process.is_here
+        if here and not self.closed:
             self.timeline.flush()
             self._final = self.report()
-        self._finalizer()
-        for layer in self.offloaded:
-            layer.close()
-        self._tokens.truncate(0)
-        self.layers = []
-        self._account_live()
+        try:
+            self._finalizer()
+        finally:
+            if here:
+                for layer in self.offloaded:
+                    layer.close()
+                self._tokens.truncate(0)
+                self.layers = []
+                self._account_live()
 
     @property
     def closed(self) -> bool:
@@ -465,10 +541,6 @@ class OffloadCache(Cache, attach.Attachable):
 
     def __reduce__(self) -> Any:
         raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: its data lies in files of this process")
-
-
-def _ratio(part: float, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _shut_down(shared: Shared, model: weakref.ref[PreTrainedModel], token: int) -> None:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import errors
-from .commands import generate, plan, tune
+from .commands import contexts, documents, generate, inspect, plan, tune, verify
 from .commands.common import OutputFileError
+from .commands.terminal import printable
 
 _PROG = "hf-offload-cache"
 
-_VERBS = (generate, plan, tune)
+_VERBS = (generate, plan, tune, inspect, contexts, verify)
 """Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
 
 
@@ -49,12 +50,12 @@ def _expected() -> tuple[type[Exception], ...]:
     from .generation import ModelLoadError, PromptTooLongError
 
     named = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    own = (generate.PromptFileError, tune.SampleFileError, OutputFileError, DefaultModelMissingError)
+    own = (documents.PromptFileError, tune.SampleFileError, OutputFileError, DefaultModelMissingError)
     return (*named, *own, ModelLoadError, PromptTooLongError)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))  # names and values in it may come from a disk
 
 
 def _set_wait_policy(restart: bool) -> None:

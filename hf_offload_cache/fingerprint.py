@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ _SAMPLE = 64
 
 
 def fingerprint(model: Any) -> dict[str, str]:
-    """Field names and values of a PreTrainedModel that must be equal for its keys to be interchangeable."""
+    """Field names and values of a PreTrainedModel that must be equal for its keys to be interchangeable.
+
+    For what is calibrated or tuned to a model. What keeps a model's own keys and values asks for more:
+    `contexts.identity`.
+    """
     config = model.config.get_text_config(decoder=True)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     fields = ("model_type", *shape)
     found = {name: str(config_value(config, name)) for name in fields}
     found["rope"] = str(config_value(config, "rope_parameters"))
-    found["weights"] = _digest(model)
+    found["weights"] = digest(_samples(model))
     return found
 
 
@@ -30,13 +35,26 @@ def config_value(config: Any, name: str) -> Any:
         return None
 
 
-def _digest(model: torch.nn.Module) -> str:
-    """A digest of a sample of every parameter; of name and shape alone where the weights are not in memory."""
-    digest = xxhash.xxh3_128()
+def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
+    """32 hex digits of xxh3_128 over labels and, after each, the raw bytes of its tensors (any device), in order."""
+    hasher = xxhash.xxh3_128()
+    for label, tensors in entries:
+        hasher.update(label.encode())
+        for tensor in tensors:
+            hasher.update(raw_bytes(tensor))
+    return hasher.hexdigest()
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's elements in order, on the host: its own memory where they lie so already."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _samples(model: torch.nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """A sample of every parameter; name and shape alone where the weights are not in memory."""
     for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        tensors = []
         if parameter.device.type != "meta" and parameter.numel():
             flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
-            digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+            tensors.append(flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE])
+        yield f"{name} {tuple(parameter.shape)} {parameter.dtype}", tensors

@@ -100,6 +100,21 @@ def load(
         raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
 
 
+def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that `load` would load, which is not read. Raises as `load`."""
+    from transformers import AutoTokenizer
+
+    from .default_model import find_gguf
+
+    try:
+        if name is not None:
+            return AutoTokenizer.from_pretrained(name)
+        file = find_gguf()
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the tokenizer of {name or 'the default model'!r}: {error}") from error
+
+
 def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
     """What of the model `load` would load decides memory. Reads the configuration, and of weights at most their files'
     sizes; only the embedded default is loaded. Raises `DefaultModelMissingError`, `ModelLoadError`,
@@ -200,6 +215,26 @@ def make_cache(
         yield DynamicCache(config=model.config)
 
 
+@contextlib.contextmanager
+def open_cache(
+    directory: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path | None = None,
+    fields: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+    max_context: int | None = None,
+) -> Iterator[Cache]:
+    """As `make_cache("disk-swap", ...)`, but what was saved in `directory` is held. Raises as `DiskSwapCache.open`."""
+    from .caches.disk_swap import DiskSwapCache
+
+    own = {} if memory is None else {"max_context": max_context}
+    with DiskSwapCache.open(
+        directory, model, memory=memory, path=path, tokenizer=tokenizer, **{**own, **(fields or {})}
+    ) as cache:
+        yield cache
+
+
 def prefill(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -238,11 +273,16 @@ def generate_answer(
     prefill_chunk: int = 1024,
     on_progress: Callable[[int], object] | None = None,
     on_text: Callable[[str], object] | None = None,
+    pause: tuple[int, Callable[[], object]] | None = None,
+    started: float | None = None,
 ) -> Answer:
-    """The greedy answer to the prompt (1, T), from an empty cache, which afterwards holds the prompt and the answer.
+    """The greedy answer to the prompt (1, T), of which the cache may hold the first tokens; afterwards it holds the
+    prompt and the answer.
 
     All of the prompt but its last tokens is prefilled in chunks; `generate` goes on from there. `on_text` gets the
-    answer in pieces, in this thread, as whole words are there. Raises `PromptTooLongError` before anything runs.
+    answer in pieces, in this thread, as whole words are there. `pause`: a number of tokens and what to call when the
+    cache holds just these; the time that takes does not count. `started`: of `time.perf_counter`, when the work for
+    this prompt began (None: now). Raises `PromptTooLongError` before anything runs.
     """
     import torch
 
@@ -252,10 +292,25 @@ def generate_answer(
     input_ids = input_ids.to(model.device)
     streamer = _streamer(tokenizer, on_text or (lambda text: None))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    start = time.perf_counter()
-    prefill(model, input_ids[:, : prefilled_tokens(input_ids.shape[1])], cache, prefill_chunk, on_progress)
-    if input_ids.is_cuda:
-        torch.cuda.synchronize(input_ids.device)
+    start = time.perf_counter() if started is None else started
+    first = held = getattr(cache, "tokens", 0)
+
+    def prefill_to(stop: int) -> None:
+        nonlocal held
+        done, report = held, on_progress or (lambda tokens: None)
+        if stop > done:
+            part = input_ids[:, done:stop]
+            prefill(model, part, cache, prefill_chunk, lambda tokens: report(done - first + tokens))
+            held = stop
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+
+    if pause is not None:
+        prefill_to(pause[0])
+        paused = time.perf_counter()
+        pause[1]()
+        start += time.perf_counter() - paused
+    prefill_to(prefilled_tokens(input_ids.shape[1]))
     prefilled = time.perf_counter()
     generator: Any = model
     output = generator.generate(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from .block_table import BlockTable
 from .config import parse_size
+from .errors import ContextError
 from .records import RecordFormat
 from .shared import Shared
-from .stores.base import aligned_empty
+from .stores.base import Store, aligned_empty
+from .stores.layered import LayeredStore
 from .tail import RollingTail
 
 PIECE_BYTES = 1 << 20
@@ -29,13 +33,41 @@ def packing_bytes(form: RecordFormat, batch: int, num_recent: int, groups: int) 
     return batch * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
 
 
+def check_captured(
+    form: RecordFormat, ids: np.ndarray, tail: torch.Tensor, length: int, records: int, layer_idx: int
+) -> None:
+    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`."""
+    sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
+    wrong = None
+    if not all(isinstance(size, int) and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
+        wrong = f"its entries have the form {form}"
+    elif tail.ndim != 3 or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
+        wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
+    elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
+        wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
+    elif ids.size and not (ids.min() >= 0 and ids.max() < records):
+        wrong = f"its table names records {ids.min()} to {ids.max()} and there are {records}"
+    elif length != ids.shape[1] * form.group_size + tail.shape[1]:
+        wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
+    if wrong:
+        raise ContextError(f"layer {layer_idx} of the context does not hold together: {wrong}")
+
+
 class History:
     """Tokens in, blocks of tokens out, for `batch` sequences of one layer. Owns the layer's store, table and tail.
 
     What comes in is copied. Used by the thread that runs the model; the store is written and read in the background.
     """
 
-    def __init__(self, shared: Shared, form: RecordFormat, batch: int, device: torch.device, layer_idx: int) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        form: RecordFormat,
+        batch: int,
+        device: torch.device,
+        layer_idx: int,
+        store: Store | None = None,
+    ) -> None:
         self.form = form
         self.batch = batch
         self.device = device
@@ -44,7 +76,8 @@ class History:
         self._num_recent = shared.config.num_recent
         self._step = max(1, shared.config.block_tokens // form.group_size)
         self._write_queue = parse_size(shared.config.write_queue)
-        self.store = shared.open_store(form.record_bytes, layer_idx)
+        self._layer_idx = layer_idx
+        self.store = shared.open_store(form.record_bytes, layer_idx) if store is None else store
         self.table = BlockTable(self.store, batch)
         self.tail = RollingTail(form, batch, self._num_recent, device, shared.account)
 
@@ -53,26 +86,77 @@ class History:
         """Groups sealed: the first `num_groups * group_size` tokens."""
         return self.table.num_groups
 
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def freeze(self) -> Sequence[Store]:
+        """All that is stored is immutable from now on; what comes goes to a store of its own. Returns the frozen ones.
+
+        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed.
+        """
+        self._shared.prefetcher.flush(self.store)
+        self.store.freeze()
+        if not isinstance(self.store, LayeredStore):
+            self._shared.stores.remove(self.store)
+            self.store = self._shared.layer_store([self.store], self.form.record_bytes, self._layer_idx)
+            self.table.move(self.store)
+        assert isinstance(self.store, LayeredStore)
+        return self.store.parts
+
+    def capture(self) -> dict[str, Any]:
+        """What is held beside the records, as a tree for `restore`: views, valid until the next change."""
+        return {
+            "form": dataclasses.asdict(self.form),
+            "length": self.length,
+            "table": torch.from_numpy(self.table.ids),
+            "tail": self.tail.entries,
+        }
+
+    @classmethod
+    def restore(
+        cls, shared: Shared, tree: dict[str, Any], parts: Sequence[Store], device: torch.device, layer_idx: int
+    ) -> History:
+        """The history that `tree` was captured of, over the frozen stores `parts`, which it owns then. Reads nothing.
+
+        Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
+        """
+        form, ids, tail = RecordFormat(**tree["form"]), tree["table"].cpu().numpy(), tree["tail"]
+        check_captured(form, ids, tail, tree["length"], sum(part.capacity for part in parts), layer_idx)
+        store = shared.layer_store(parts, form.record_bytes, layer_idx)
+        history = cls(shared, form, tail.shape[0], device, layer_idx, store)
+        history.table = BlockTable.of(store, ids)
+        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
+            history.tail.close()
+            recent = shared.config.num_recent
+            history.tail = RollingTail(form, tail.shape[0], recent, device, shared.account, tail.shape[1])
+        history.tail.replace(tail)
+        history.length = tree["length"]
+        return history
+
     # --- in ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Put keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind the tail; seal old groups beyond `num_recent`.
 
         Returns the keys of the groups sealed by that, in order, as parts (B, Hk, ·, Dk): valid as long as the
-        arguments. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed.
+        arguments. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed. After a signal's
+        exception (Ctrl-C), which can come anywhere, the cache is broken.
         """
         groups, held = self.num_groups, self.tail.length
+        self._moved = False
         count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
         count = min(count, piece_groups(self.form, self.batch, self._write_queue))
         packing = packing_bytes(self.form, self.batch, self._num_recent, count) if count else 0
         try:
             with self._shared.account.holding("packing", packing):
                 sealed = self._append(keys, values)
-        except BaseException:
+            self.length += keys.shape[2]
+        except BaseException as error:
+            if self._moved or not isinstance(error, Exception):
+                self._shared.broken = True  # what was half done cannot be told from what was not begun
+                raise
             self.table.drop_last(self.num_groups - groups)
             self.tail.length = held
             raise
-        self.length += keys.shape[2]
         return [part for part in sealed if part.shape[2]]
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
@@ -88,13 +172,16 @@ class History:
             self.tail.append(keys, values)
             if count:
                 self._write(ids, self.tail.entries[:, : count * group])
+                self._moved = True
                 self.tail.drop_first(count * group)
         else:
             piece = piece_groups(self.form, self.batch, self._write_queue)
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
                 self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
-            self.tail.replace(self._join(old, keys, values, count * group, total))
+            rest = self._join(old, keys, values, count * group, total)
+            self._moved = True
+            self.tail.replace(rest)
         return sealed
 
     def _join(

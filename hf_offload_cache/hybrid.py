@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from .kept import capture_kept, restore_kept
 from .layer import OffloadLayer
+from .stores.base import Store
 
 
 class _HybridMethods:
@@ -22,7 +25,7 @@ class _HybridMethods:
             super().lazy_initialization(*args)  # type: ignore[misc]
 
     def reset(self) -> None:
-        states = {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
+        states = self._states()
         recording = getattr(self, "record_past", False)
         LinearAttentionLayer.__init__(self, **states)  # type: ignore[arg-type]  # `reset` would keep the batch size
         self.record_past = recording
@@ -35,6 +38,17 @@ class _HybridMethods:
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]
         super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def capture(self) -> dict[str, Any]:
+        names = vars(LinearAttentionLayer(**self._states()))
+        return {**super().capture(), "linear": capture_kept(self, names)}  # type: ignore[misc]
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        super().restore(tree, parts, device)  # type: ignore[misc]
+        restore_kept(self, tree["linear"])
+
+    def _states(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
 
 
 def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from .errors import PromptError
 from .history import History
 from .records import RecordFormat
 from .shared import Shared
+from .stores.base import Store
 
 TAG = "_hf_offload_cache_tag"
 
@@ -86,8 +87,8 @@ class OffloadLayer(CacheLayerMixin):
 
     @property
     def tables_nbytes(self) -> int:
-        """Bytes of the books that are kept on where the history lies."""
-        return self.history.table.nbytes
+        """Bytes of the books that are kept on where the history lies, and on what was written there."""
+        return self.history.table.nbytes + self.history.store.tables_bytes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         form = RecordFormat.of(key_states, value_states, self.shared.config.group_size)
@@ -267,6 +268,29 @@ class OffloadLayer(CacheLayerMixin):
                 query, blocks, own, mask, scaling=scaling, softcap=softcap, s_aux=s_aux
             )
         return no_backward(output, query)
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def freeze(self) -> Sequence[Store]:
+        """See `History.freeze`; nothing for a layer that holds nothing."""
+        return self.history.freeze() if self.is_initialized else ()
+
+    def capture(self) -> dict[str, Any]:
+        """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
+        change, and not to be changed."""
+        state = "unknown" if self.shared.config.exact == "bitwise" else self.state
+        return {"state": state, "history": self.history.capture() if self.is_initialized else None}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
+
+        Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
+        """
+        if tree["history"] is not None:
+            self.history = History.restore(self.shared, tree["history"], parts, device, self.layer_idx)
+            self.is_initialized = True
+        if self.shared.config.exact != "bitwise":
+            self.state = tree["state"]
 
     # --- what a method adds ------------------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ from .history import packing_bytes, piece_groups
 from .layer_budgets import LATEST_QUERIES, MOST
 from .predictors.low_rank import fitting_bytes
 from .records import RecordFormat
+from .stores.encryption import Encryption
+from .stores.file import LARGEST_STEP_BYTES, SMALLEST_STEP_RECORDS
+from .stores.guard import Checksums
 from .stores.memory import CHUNK_BYTES
 from .trace import Trace
 
@@ -34,7 +37,7 @@ class MemoryPlan:
     prefill: dict[str, int]
     decode: dict[str, int]
     disk_bytes: int
-    """What the store needs; it takes up to half as much again, at most 64 MiB a layer, while the disk has room."""
+    """What the store needs; it takes up to an eighth as much again, at most 64 MiB a layer, while the disk has room."""
     full_kv_bytes: int
     weight_bytes: int
 
@@ -157,12 +160,23 @@ def _held_always(
     for form, count in forms.items():
         groups = _groups(form, config, context)
         ids = batch * (groups * 5 // 4 + 16)  # rows grow by a quarter
-        owned = batch * (2 * groups + 1)  # beams leave records behind, swept when they are as many again
+        owned = batch * (2 * groups + 1) if batch > 1 else groups  # beams leave records behind, until as many again
         rows["tables"] += count * (ids + owned) * _TABLE_ITEM
+        rows["tables"] += count * _capacity(form, batch * groups) * _record_books(config)
         if config.engine == "memory":
             chunk = max(1, CHUNK_BYTES // form.record_bytes)
             rows["records in memory"] += count * -(-batch * groups // chunk) * chunk * form.record_bytes
     return rows
+
+
+def _capacity(form: RecordFormat, records: int) -> int:
+    """The records that a file has which holds `records`: it grows by up to an eighth."""
+    return records + max(SMALLEST_STEP_RECORDS, min(records // 8, LARGEST_STEP_BYTES // form.record_bytes))
+
+
+def _record_books(config: OffloadConfig) -> int:
+    """Bytes that a store keeps on each of its records: its tag, whether it is taken, whether it was advised."""
+    return (Checksums if config.encryption_key is None else Encryption).tag_bytes + 1 + (config.engine == "mapped")
 
 
 def _selecting(
@@ -186,7 +200,8 @@ def _selecting(
         slots = batch * _slots(form, config, groups)
         rows["reuse slots"] += count * slots * payload
         # which record lies in which slot: by record, a quarter beyond what there is, and by slot, twice
-        rows["tables"] += count * (max(64, batch * groups * 5 // 4) + 2 * slots) * _TABLE_ITEM
+        by_record = max(64, batch * groups * 5 // 4) if slots else 64
+        rows["tables"] += count * (by_record + 2 * slots) * _TABLE_ITEM
         selected = most_selected(form, config, context)
         tail_units = -(-(config.num_recent + group) // group)
         rows["selection"] = max(rows["selection"], batch * (selected + tail_units) * payload)

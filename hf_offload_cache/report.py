@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import BudgetError
+
+if TYPE_CHECKING:
+    from .cache import OffloadCache
 
 
 class MemoryAccount:
@@ -152,6 +156,49 @@ class CacheReport:
     memory_budget: int | None = None
     """The most that `memory_bytes` may ever be; None: no limit was given."""
 
+    @classmethod
+    def of(cls, cache: OffloadCache) -> CacheReport:
+        """What `cache` did since construction or `reset`, and what it holds now."""
+        shared = cache.shared
+        counters, account, stores = shared.counters, shared.account, shared.stores
+        states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(cache.offloaded)}
+        for layer in cache.offloaded:
+            states[layer.state] += 1
+        used = [layer for layer in cache.offloaded if layer.is_initialized]
+        memory = cache.memory_bytes  # before the peak
+        notes = list(cache.warnings)
+        if shared.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+            notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+        if (failure := cache.timeline.failure) is not None:
+            notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
+        return cls(
+            cache=type(cache).__name__,
+            tokens=cache.tokens,
+            full_kv_bytes=sum(layer.batch * layer.length * layer.history.form.entry_bytes for layer in used)
+            + cache.kept_bytes(),
+            memory_bytes=memory,
+            peak_memory_bytes=account.peak,
+            memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
+            disk_bytes=cache.disk_bytes,
+            bytes_read=sum(store.bytes_read for store in stores),
+            bytes_written=sum(store.bytes_written for store in stores),
+            reads=sum(store.reads for store in stores),
+            hit_rate=_ratio(counters.units_resident, counters.units_selected),
+            prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
+            selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
+            stall_seconds=counters.stall_seconds,
+            decode_steps=counters.decode_steps,
+            decode_seconds=counters.decode_seconds,
+            decode_stall_seconds=counters.decode_stall_seconds,
+            decode_flight_seconds=counters.decode_flight_seconds,
+            overlap=counters.overlap,
+            store=shared.store_description,
+            layers=states,
+            warnings=notes,
+            memory_budget=account.limit,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
         return dataclasses.asdict(self)
@@ -202,6 +249,10 @@ def _size(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _share(value: float | None) -> str:

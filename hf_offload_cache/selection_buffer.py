@@ -6,6 +6,7 @@ The mapping table of KVSwap's section 3.4.4: attention gets one tensor, whatever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,8 +103,22 @@ class SelectionBuffer:
     def begin_step(self) -> None:
         """A new step: nothing is known of its padding, and nobody comes for what an interrupted one was reading."""
         self.visible = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for the reads ahead; what they decided is void."""
         self._settle(0)
         self._settle(1)
+
+    def capture(self) -> dict[str, Any]:
+        """What is known of the rows and was given to the layers, as a tree for `restore`."""
+        return {"padded": self._padded, "share": dict(self._share), "given": dict(self._given)}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on with what was captured. Budgets that were given to this buffer stay."""
+        self._padded = tree["padded"]
+        if not self._given:
+            self._share, self._given = dict(tree["share"]), dict(tree["given"])
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -239,8 +254,7 @@ class SelectionBuffer:
 
     def _areas_ahead(self, layer: OffloadLayer) -> list[Staging]:
         if not self._areas or not self._fits(self._areas[0], layer):
-            self._settle(0)
-            self._settle(1)
+            self.settle()
             for area in self._areas:
                 area.release()
             self._areas = []
@@ -331,8 +345,7 @@ class SelectionBuffer:
 
         What an interrupted step was reading is waited for.
         """
-        self._settle(0)
-        self._settle(1)
+        self.settle()
         self._release_areas()
 
     def _release_areas(self) -> None:

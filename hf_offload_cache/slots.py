@@ -26,6 +26,8 @@ class SlotTable:
 
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record, `ABSENT` for those that lie in none."""
+        if not self.capacity:
+            return np.full(len(records), ABSENT, dtype=np.int32)
         if len(records) and (last := int(records.max())) >= len(self._slot_of):
             grown = np.full(max(last + 1, len(self._slot_of) * 5 // 4), ABSENT, dtype=np.int32)
             grown[: len(self._slot_of)] = self._slot_of

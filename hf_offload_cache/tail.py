@@ -12,17 +12,23 @@ from .report import MemoryAccount
 class RollingTail:
     """Entries (B, length, entry_width) of the latest tokens of one layer, on the layer's device.
 
-    Has room for `num_recent + group_size` tokens; `OffloadLayer` seals the oldest groups before it would overflow.
-    The buffer is the tail's own: views from `entries` are valid until the next change.
+    Has room for `num_recent + group_size` tokens, or for `least`; `OffloadLayer` seals the oldest groups before it
+    would overflow. The buffer is the tail's own: views from `entries` are valid until the next change.
     """
 
     def __init__(
-        self, form: RecordFormat, batch: int, num_recent: int, device: torch.device, account: MemoryAccount
+        self,
+        form: RecordFormat,
+        batch: int,
+        num_recent: int,
+        device: torch.device,
+        account: MemoryAccount,
+        least: int = 0,
     ) -> None:
         self.form = form
         self.length = 0
         self._account = account
-        shape = (batch, num_recent + form.group_size, form.entry_width)
+        shape = (batch, max(least, num_recent + form.group_size), form.entry_width)
         account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
         self._buffer = lasting_empty(*shape, dtype=form.dtype, device=device)
 

@@ -12,10 +12,12 @@ _PART = 2048
 
 
 class TokenLog:
-    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings.
+    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings; and which are padding.
 
     Takes room for `max_context` ids a row at once where that is known.
     """
+
+    # An id that is padding is kept as -3 minus itself: UNKNOWN has one too, and no second array has to follow changes.
 
     UNKNOWN = -1
 
@@ -24,6 +26,8 @@ class TokenLog:
         self._most = max_context
         self._ids = torch.empty(0, 0, dtype=torch.int64)
         self.length = 0
+        self.padded = False
+        """Some of what is held, or was, is padding."""
 
     @property
     def batch(self) -> int:
@@ -38,9 +42,31 @@ class TokenLog:
         """Hold nothing; a view of nothing would keep the memory."""
         self._account.release("token ids", self._ids.nbytes)
         self._ids = torch.empty(0, 0, dtype=torch.int64)
+        self.padded = False
 
-    def append(self, ids: torch.Tensor, at: int) -> None:
-        """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown."""
+    @property
+    def ids(self) -> torch.Tensor:
+        """A copy (B, length)."""
+        held = self._ids[:, : self.length]
+        return torch.where(held < self.UNKNOWN, -3 - held, held)
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """What is no padding: bool (B, length)."""
+        return self._ids[:, : self.length] >= self.UNKNOWN
+
+    def capture(self) -> torch.Tensor:
+        """What is held, for `restore`: a view, valid until the next change."""
+        return self._ids[:, : self.length]
+
+    def restore(self, held: torch.Tensor) -> None:
+        """Go on with what was captured, in a log that holds nothing."""
+        self.append(held, 0)
+        self.padded = not bool(self.visible.all())
+
+    def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
+        """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown. `padding`: bool
+        (B, t), where they are no tokens."""
         stop = at + ids.shape[1]
         self.length = min(self.length, at)
         if stop > self._ids.shape[1] or ids.shape[0] != self.batch:
@@ -55,7 +81,9 @@ class TokenLog:
             self._account.release("token ids", self._ids.nbytes)
             self._ids = grown
         self._ids[:, self.length : at] = self.UNKNOWN
-        self._ids[:, at:stop] = ids.detach()
+        ids = ids.detach()
+        self.padded = self.padded or (padding is not None and bool(padding.any()))
+        self._ids[:, at:stop] = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
         self.length = stop
 
     def truncate(self, length: int) -> None:
@@ -83,7 +111,7 @@ class TokenLog:
         """The first position where ids (B, t) differ from what is known of the first t, or None."""
         if self.batch != ids.shape[0]:
             return None
-        known = self._ids[:, : min(self.length, ids.shape[1])]
+        known = self.ids[:, : ids.shape[1]]
         ids = ids[:, : known.shape[1]].to("cpu")
         wrong = ((known != ids) & (known != self.UNKNOWN)).any(0).nonzero()
         return int(wrong[0]) if len(wrong) else None

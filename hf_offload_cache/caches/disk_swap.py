@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from ..adapter import Adapter
 from ..attention import AttentionFunction, attend_once, no_backward, visible_columns
 from ..cache import OffloadCache
 from ..config import DiskSwapConfig, OffloadConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ContextError
 from ..fingerprint import config_value
 from ..layer import OffloadLayer
 from ..layer_budgets import LATEST_QUERIES, MOST, SPACING, spread
@@ -34,6 +34,7 @@ from ..predictors.low_rank import (
 )
 from ..selection_buffer import SelectionBuffer
 from ..shared import Shared
+from ..stores.base import Store
 
 _REFIT = 8
 """An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
@@ -122,6 +123,40 @@ class DiskSwapLayer(OffloadLayer):
             adapter = scaled_directions(moment, roots, min(self._rank(), rows))
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         return adapter, reconstruction(moment, adapter), deviation
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        return {
+            **super().capture(),
+            "summary": None if self.summary is None else self.summary.capture(),
+            "adapter": self.adapter,
+            "fitted_at": self._fitted_at,
+            "measured_at": self._measured_at,
+            "latest_queries": self.latest_queries,
+            "scaling": self.scaling,
+        }
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        summary = tree["summary"]
+        if self.buffer is not None and summary is not None:
+            self._check_captured(summary, **tree["history"])
+            self.summary = LowRankKeys.restore(summary, self.shared.account, self.buffer.workspace)
+            self.summary.reserve(self.settings.max_context or 0)
+        self.adapter = tree["adapter"]
+        self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
+        self.latest_queries, self.scaling = tree["latest_queries"], tree["scaling"]
+        super().restore(tree, parts, device)
+
+    def _check_captured(self, summary: dict[str, Any], form: dict[str, Any], table: torch.Tensor, **rest: Any) -> None:
+        """Raises `ContextError` unless a captured summary belongs to the captured groups."""
+        keys, adapter = summary["keys"], summary["adapter"]
+        sealed, rank = table.shape[1] * form["group_size"], keys.shape[-1]
+        if keys.shape != (len(table), sealed, rank) or adapter.shape != (form["num_key_heads"], form["key_dim"], rank):
+            raise ContextError(
+                f"layer {self.layer_idx} of the context does not hold together: its compact keys are "
+                f"{tuple(keys.shape)}, by an adapter of {tuple(adapter.shape)}, for {len(table)} x {sealed} tokens"
+            )
 
     # --- decoding ----------------------------------------------------------------------------------------------
 
@@ -366,6 +401,19 @@ class DiskSwapCache(OffloadCache):
             layer.learn = self.look_ahead.learn
             if adapter is not None:
                 layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank, width).float()
+
+    def freeze(self) -> None:
+        if self.buffer is not None:
+            self.buffer.settle()  # no read is under way in a store that is about to change
+        super().freeze()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "budgets": None if self.buffer is None else self.buffer.capture()}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        if self.buffer is not None and tree["budgets"] is not None:
+            self.buffer.restore(tree["budgets"])
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         super().begin_step(model, kwargs)

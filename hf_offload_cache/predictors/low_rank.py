@@ -134,17 +134,45 @@ class LowRankKeys:
         self._host_scale = self.scale.cpu().numpy()
         self._adapter_bytes = self.adapter.nbytes + (0 if queries is None else self._queries.nbytes)
         account.hold("adapters", self._adapter_bytes)
+        self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
+
+    def capture(self) -> dict[str, Any]:
+        """What is held, as a tree for `restore`: no copies, not to be changed. Who holds it sees no later change."""
+        self._lent = max(self._lent, self.tokens)
+        return {
+            "adapter": self.adapter,
+            "queries": None if self._queries is self.adapter else self._queries,
+            "scale": self.scale,
+            "keys": self._keys[:, : self.tokens],
+        }
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
+        """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
+        one's account counts them."""
+        keys = tree["keys"]
+        flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
+        compact = cls(
+            flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],
+            account, workspace, flat.get("queries"),
+        )  # fmt: skip
+        compact.scale = tree["scale"]
+        compact._host_scale = compact.scale.cpu().numpy()
+        account.hold("compact keys", keys.nbytes)
+        compact._keys = keys
+        compact._lent = compact.tokens = keys.shape[1]
+        return compact
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
-        if tokens > self._keys.shape[1]:
+        if tokens > self._keys.shape[1] or (tokens > self.tokens and self.tokens < self._lent):
             room = tokens if not self.tokens else tokens + max(128, tokens // 32)
             shape = (self._keys.shape[0], room, self._keys.shape[2])
             self._account.hold("compact keys", shape[0] * shape[1] * shape[2] * self._keys.element_size())
             grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
             grown[:, : self.tokens] = self._keys[:, : self.tokens]
             self._account.release("compact keys", self._keys.nbytes)
-            self._keys = grown
+            self._keys, self._lent = grown, 0
 
     def append(self, keys: torch.Tensor) -> None:
         """Project keys (B, Hk, t, D) and add them."""
@@ -164,7 +192,7 @@ class LowRankKeys:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
         rows = rows.to(self._keys.device)
-        if len(rows) == self._keys.shape[0]:
+        if len(rows) == self._keys.shape[0] and not self._lent:
             for part in self._keys[:, : self.tokens].split(_PART, 1):
                 part.copy_(part.index_select(0, rows))
             return
@@ -172,6 +200,7 @@ class LowRankKeys:
         self._account.hold("compact keys", len(rows) * old[0].nbytes)
         self._keys = lasting_empty(*shape, dtype=old.dtype, device=old.device)
         torch.index_select(old, 0, rows, out=self._keys)
+        self._lent = 0
         self._account.release("compact keys", old.nbytes)
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Contexts that outlive the process: saved, opened, forked; what they belong to and how they are kept."""

@@ -1,0 +1,70 @@
+"""Adapters that PEFT put into a model, as they act now: which, how strongly, merged or switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from .fields import flat, text
+from .weights import sampled_digest
+
+# Fields of an adapter's configuration that say where it comes from, or how it was made.
+_SOURCE = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode")
+_MAKING = ("task_type", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
+_IGNORED = frozenset((*_SOURCE, *_MAKING, "runtime_config"))
+
+
+def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
+    """PEFT's adapters as they act now. Weights of layers are among the model's own, those of soft prompts are not."""
+    outer = getattr(model, "_orig_mod", model)
+    layers = list(_adapted(inner))
+    configs = getattr(inner, "peft_config", None) or {}
+    if not layers and getattr(outer, "prompt_encoder", None):
+        return {
+            "adapters": text(outer.active_adapters),
+            "adapters.disabled": text(outer._adapters_disabled),
+            "adapters.prompt": sampled_digest(outer.prompt_encoder),
+            **flat("adapters.prompt", outer.active_peft_config.to_dict(), _IGNORED),
+        }
+    if not layers:
+        return {"adapters": "none"}
+    active = sorted({name for _, state in layers for name in state["active"]})
+    found = {
+        "adapters": text(active),
+        "adapters.disabled": _common(state["disabled"] for _, state in layers),
+        "adapters.merged": text(sorted({name for _, state in layers for name in state["merged"]})),
+    }
+    for name in active:
+        found |= {f"adapters.{name}.scaling": _common(state["scaling"].get(name) for _, state in layers)}
+        if name in configs:
+            found |= flat(f"adapters.{name}", configs[name].to_dict(), _IGNORED)
+    found["adapters.layers"] = xxhash.xxh3_128(text(layers).encode()).hexdigest()
+    return found
+
+
+def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every layer that PEFT put in, with what steers it."""
+    for path, module in model.named_modules():
+        disabled = getattr(module, "disable_adapters", None)
+        if not isinstance(disabled, bool):  # a model of transformers has a method of that name
+            continue
+        active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", None) or []
+        scaling = getattr(module, "scaling", None)
+        yield (
+            path.replace("_orig_mod.", ""),
+            {
+                "active": [active] if isinstance(active, str) else list(active),
+                "disabled": disabled,
+                "merged": list(getattr(module, "merged_adapters", ())),
+                "scaling": scaling if isinstance(scaling, dict) else {},
+            },
+        )
+
+
+def _common(values: Iterator[Any]) -> str:
+    """The value that all share, or each different one once."""
+    texts = sorted({text(value) for value in values if value is not None})
+    return ", ".join(texts)

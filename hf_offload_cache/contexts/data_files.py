@@ -1,0 +1,146 @@
+"""The files of a context: how they are named, and how they are read and written without ever leaving its directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import ContextError, StoreFullError
+from .file_system import FILE_SYSTEM, FileSystem, failure, reported
+
+MANIFEST_NAME = "manifest.json"
+_DATA = re.compile(r"[0-9a-f]{32}\.(records|state)")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of a context may have this name."""
+    return name == MANIFEST_NAME or _DATA.fullmatch(name) is not None
+
+
+def survey(file_system: FileSystem, folder_fd: int) -> tuple[dict[str, os.stat_result], list[str]]:
+    """What lies in an open directory: the files that a context may have, and the names of all else, sorted."""
+    ours, foreign = {}, []
+    for name in sorted(file_system.names(folder_fd)):
+        try:
+            there = file_system.stat(name, folder_fd)
+        except FileNotFoundError:  # removed since
+            continue
+        if is_ours(name) and stat.S_ISREG(there.st_mode):
+            ours[name] = there
+        else:
+            foreign.append(name)
+    return ours, foreign
+
+
+def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTEM) -> int:
+    """A descriptor for reading a file of the context that `folder_fd` is open on; the caller closes it. Never blocks.
+
+    Raises `ContextError` when a context has no files of such a name, or when it is no regular file (a link, a pipe...);
+    `FileNotFoundError` when it is missing; `StoreError` when it cannot be opened.
+    """
+    _check_name(name)
+    not_regular = f"{name!r} in a context must be a regular file, and is not: someone else put it there; remove it"
+    try:
+        fd = file_system.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd)  # a pipe would block
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):  # a link, on BSD too; a socket
+            raise ContextError(not_regular) from error
+        raise failure(f"opening {name!r} of a context", error) from error
+    try:
+        if not stat.S_ISREG(file_system.fstat(fd).st_mode):
+            raise ContextError(not_regular)
+        os.set_blocking(fd, True)
+    except OSError as error:
+        os.close(fd)
+        raise failure(f"opening {name!r} of a context", error) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileSystem = FILE_SYSTEM) -> bytes:
+    """The whole of a file of the context that `folder_fd` is open on.
+
+    Raises what `open_file` does; `ContextError` when it has more than `most_bytes`, before anything is allocated;
+    `StoreError` when it cannot be read to the end that it had when it was opened.
+    """
+    fd = open_file(folder_fd, name, file_system=file_system)
+    try:
+        with reported(f"reading {name!r} of a context"):
+            size = file_system.fstat(fd).st_size
+            if size > most_bytes:
+                raise ContextError(f"{name!r} of a context may have {most_bytes:,} bytes at most, and has {size:,}")
+            pieces, missing = [], size
+            while missing:
+                piece = file_system.read(fd, missing)
+                if not piece:
+                    raise OSError(errno.EIO, f"it ends at byte {size - missing:,} of {size:,}")
+                pieces.append(piece)
+                missing -= len(piece)
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    finally:
+        os.close(fd)
+
+
+def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system: FileSystem = FILE_SYSTEM) -> None:
+    """Make the file `name` (0600 whatever the umask) of `pieces`, contiguous buffers, one after another.
+
+    It is on the disk when this returns.
+
+    Raises `ContextError` when a context has no files of such a name; `FileExistsError`; `StoreFullError` with numbers
+    and other `StoreError`s: the file is gone then, as after any exception.
+    """
+    _check_name(name)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with reported(f"making {name!r} of a context"):
+        fd = file_system.open(name, flags, folder_fd)
+    written = 0
+    try:
+        try:
+            with reported(f"writing {name!r} of a context"):
+                file_system.fchmod(fd, 0o600)
+                for piece in pieces:
+                    data = memoryview(piece).cast("B")
+                    written += len(data)
+                    while data:
+                        count = file_system.write(fd, data)
+                        if count == 0:
+                            raise OSError(errno.EIO, "the device takes no more bytes")
+                        data = data[count:]
+                file_system.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        with reported(f"closing {name!r} of a context"):
+            file_system.close(fd)
+    except BaseException as error:
+        try:
+            file_system.unlink(name, folder_fd)
+        except OSError as left:
+            error.add_note(f"what was written of {name!r} could not be removed: {left}")
+        if isinstance(error, StoreFullError):
+            free = free_bytes(folder_fd)
+            known = "" if free is None else f", and its disk has {free:,} bytes free"
+            raise StoreFullError(error.errno, f"{error.strerror}; it has {written:,} bytes or more{known}") from error
+        raise
+
+
+def free_bytes(path: str | os.PathLike[str] | int) -> int | None:
+    """Bytes that this user may still write where `path` (or an open descriptor) lies; None when that is unknown."""
+    disk = os.statvfs(path)
+    return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
+
+
+def _check_name(name: str) -> None:
+    if not is_ours(name):
+        raise ContextError(
+            f"a file of a context is named {MANIFEST_NAME!r}, or with 32 hexadecimal digits and .records or .state, "
+            f"not {name!r}"
+        )

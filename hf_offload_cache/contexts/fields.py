@@ -1,0 +1,55 @@
+"""Configurations as flat names and values: text that is the same, in any process, for what is equal."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+_ONLY_IN_TRAINING = ("dropout", "pdrop", "layerdrop")
+"""Endings of fields that are off outside of training."""
+
+
+def flat(name: str, value: Any, ignored: Collection[str] = ()) -> dict[str, str]:
+    """A value as text under its name; for a mapping, one entry a field, recursively.
+
+    What is None is left out: a later version may add a field that nobody has set yet. So are the fields of `ignored`
+    at any depth, and what has an effect in training only.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {name: text(value)}
+    found: dict[str, str] = {}
+    for key, part in value.items():
+        if str(key) not in ignored and not str(key).endswith(_ONLY_IN_TRAINING):
+            found |= flat(f"{name}.{key}", part, ignored)
+    return found
+
+
+def text(value: Any) -> str:
+    """A string as it is, everything else as JSON."""
+    found = plain(value)
+    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+
+
+def plain(value: Any) -> Any:
+    """The value in terms of JSON; the same text for what is equal, in any process."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):  # a theta of 10000 and one of 10000.0
+        return int(value) if value.is_integer() else value
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(part) for part in value), key=str)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return f"{type(value).__module__}.{type(value).__qualname__}"  # its own text may hold an address

@@ -1,0 +1,279 @@
+"""A folder that keeps contexts: found again by the tokens that they begin with; the least recently used go."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attach import inner_model
+from ..cache import OffloadCache
+from ..caches.disk_swap import DiskSwapCache
+from ..config import parse_size
+from ..errors import (
+    BudgetError,
+    ConfigError,
+    ContextError,
+    ContextMismatchError,
+    CorruptRecordError,
+    EncryptionKeyError,
+)
+from ..stores.encryption import KeySource, key_check, load_key
+from .folder import remove
+from .identity import identity
+from .listing import Entry, evict, listing, look, touch
+from .prefixes import NAME, Known, PrefixIndex, form_of, model_digest, name_of, pass_over
+from .prompts import common_prefix, encode, may_crop, placeholders
+from .sizes import bytes_of
+
+
+@dataclass(frozen=True)
+class Match:
+    """A context that begins as a prompt does: `matched` of the `tokens` that it holds, a sequence, padding included."""
+
+    path: Path
+    tokens: int
+    matched: int
+
+
+class ContextLibrary:
+    """The contexts in `folder`, which is made (0700) if need be. Holds no lock and no descriptor.
+
+    Each lies in a directory whose name is a digest of class, model, format and token ids. Several processes may use one
+    folder at the same time: what vanishes is passed over, and what is open stays readable by who has it open. Contexts
+    under other names, which `save` of a cache made, are neither counted nor found nor removed.
+
+    Args:
+        max_bytes: the most that the contexts may take on the disk after a `save`; what several share counts once.
+        key: of an encrypted library: a file or a callback, as `encryption_key`. Contexts under another are passed over.
+
+    A damaged context is never opened: it is passed over with a warning that names it. Raises `ConfigError`,
+    `EncryptionKeyError`; `ContextError` when `folder` is no directory and cannot be made one.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], max_bytes: int | str = "200GB", key: KeySource | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.max_bytes = parse_size(max_bytes, "max_bytes")
+        self._key = None if key is None else load_key(key)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ContextError(
+                f"folder {str(self.folder)!r} cannot be made ({error.strerror}): give one whose parent exists"
+            ) from error
+        self._index = PrefixIndex(self.folder, self._key)
+
+    # --- find --------------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        input_ids: torch.Tensor,
+        model: Any,
+        cls: type[OffloadCache] = DiskSwapCache,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        least: int = 1,
+    ) -> Match | None:
+        """The context of `model` and `cls` that shares the longest prefix with the prompt; of several, that used last.
+
+        Args:
+            input_ids: (T,) or (B, T). A context matches that has as many sequences, over the tokens that all of them
+                share; T - 1 at most, since `generate` needs a new one.
+            attention_mask: of the same shape, 0 at padding; None: there is none.
+            least: tokens that have to match, those that are padding in every sequence not counted.
+
+        A model with sliding-window or linear layers cannot take tokens back: its contexts match in full or not at all.
+        Tokens that stand for images or sound match nothing, since ids do not tell what they stand for.
+        """
+        return next(iter(self._matches(input_ids, model, cls, attention_mask, least, {})), None)
+
+    def open(
+        self,
+        input_ids: torch.Tensor,
+        model: Any,
+        cls: type[OffloadCache] = DiskSwapCache,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        least: int = 1,
+        **fields: Any,
+    ) -> tuple[OffloadCache, int] | None:
+        """What `find` finds as a cache that holds the tokens that match, and how many these are; None without a match.
+
+        `model.generate(input_ids, past_key_values=cache)` goes on from there. The context counts as used now. `fields`
+        are those of `OffloadCache.open`, `memory` and `path` too; contexts whose stored format has other values are not
+        considered. Raises what `OffloadCache.open` raises for `fields`; a damaged context gives way to the next best.
+        """
+        if self._key is not None:
+            key = self._key
+            fields = {"encryption_key": lambda: key, **fields}
+        for match in self._matches(input_ids, model, cls, attention_mask, least, fields):
+            try:
+                cache = cls.open(match.path, model, **fields)
+                try:
+                    if cache.tokens != match.tokens:
+                        raise ContextError("it was replaced by one that holds something else")
+                    if match.matched < match.tokens:
+                        cache.crop(match.matched - match.tokens)
+                except BaseException:
+                    cache.close()
+                    raise
+            except ContextMismatchError:
+                continue  # in what only opening compares: every byte of the weights
+            except (ContextError, CorruptRecordError) as error:
+                pass_over(match.path, error)
+                continue
+            touch(match.path)
+            return cache, match.matched
+        return None
+
+    def _matches(
+        self,
+        input_ids: torch.Tensor,
+        model: Any,
+        cls: type[OffloadCache],
+        attention_mask: torch.Tensor | None,
+        least: int,
+        fields: dict[str, Any],
+    ) -> list[Match]:
+        wanted, limit = self._wanted(input_ids, attention_mask, least, inner_model(model))
+        of, croppable = model_digest(identity(model)), may_crop(inner_model(model))
+        real = np.cumsum((wanted >= 0).any(0))
+        found: list[tuple[int, int, str, Match]] = []
+        for known in self._index():
+            if known.cache != cls.__name__ or known.model != of or known.batch != len(wanted):
+                continue
+            if not self._readable(known) or not _fits(known.form, fields) or (known.tokens > limit and not croppable):
+                continue
+            ids = self._index.ids(known)
+            if ids is None:
+                continue
+            matched = min(common_prefix(ids, wanted), limit)
+            if matched and real[matched - 1] >= least and (matched == known.tokens or croppable):
+                match = Match(known.path, known.tokens, matched)
+                found.append((matched, known.last_used_ns, known.path.name, match))
+        return [match for *_, match in sorted(found, key=lambda item: item[:3], reverse=True)]
+
+    def _wanted(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, least: int, model: Any
+    ) -> tuple[np.ndarray, int]:
+        """The prompt as contexts keep it, and how much of it may match."""
+        ids = input_ids[None] if input_ids.ndim == 1 else input_ids
+        mask = attention_mask[None] if attention_mask is not None and attention_mask.ndim == 1 else attention_mask
+        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+            raise ConfigError(
+                f"input_ids must be token ids (T,) or (B, T), got {tuple(input_ids.shape)} {input_ids.dtype}"
+            )
+        if mask is not None and mask.shape != ids.shape:
+            raise ConfigError(
+                f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(mask.shape)}"
+            )
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ConfigError(f"least must be a whole number of at least 1, got {least!r}")
+        wanted = encode(ids, mask)
+        stands_for = np.isin(wanted, placeholders(model)).any(0)
+        return wanted, min(wanted.shape[1] - 1, int(stands_for.argmax()) if stands_for.any() else wanted.shape[1])
+
+    def _readable(self, known: Known) -> bool:
+        return known.key_check is None or (self._key is not None and key_check(self._key) == known.key_check)
+
+    # --- keep --------------------------------------------------------------------------------------------------
+
+    def save(self, cache: OffloadCache, tokenizer: Any = None) -> Path:
+        """Keep what `cache` holds; returns the directory. An equal context that is there already only counts as used.
+
+        Least recently used contexts are evicted first, until the new one fits (a damaged one with a warning). When this
+        returns, the contexts take `max_bytes` at most, whoever else saves meanwhile. `tokenizer` goes to
+        `OffloadCache.save`.
+
+        Raises `BudgetError` with the numbers, nothing being evicted, for a context above `max_bytes` by itself;
+        `EncryptionKeyError` unless the cache's key is the library's; `ValueError` for a cache that holds what token ids
+        do not tell (embeddings, images); and as `OffloadCache.save`.
+        """
+        if cache.shared.key != self._key:
+            raise EncryptionKeyError(
+                "the cache's encryption_key and the library's key must be the same one, or neither have one: give both"
+            )
+        cache.freeze()
+        held = encode(cache.input_ids, cache.attention_mask)
+        if (held == -1).any() or np.isin(held, placeholders(cache.model)).any():
+            raise ValueError(
+                "the cache holds embeddings, or tokens that stand for images or sound: token ids cannot find it; "
+                "save it in a folder of its own with cache.save"
+            )
+        form = form_of(dataclasses.asdict(cache.config))
+        name = name_of(type(cache).__name__, model_digest(identity(cache.model)), form, held, self._key)
+        path = self.folder / name
+        there = look(path)
+        if there is None or there.damage is not None or not (touch(path) or look(path)):
+            self._check_size(bytes_of(cache))
+            kept = {inode for entry in self.entries() for inode in entry.files}
+            self._make_room(self.max_bytes - min(self.max_bytes, bytes_of(cache, kept)))
+            try:
+                cache.save(path, overwrite=there is not None, tokenizer=tokenizer)
+            except FileExistsError:
+                if look(path) is None:
+                    raise
+        touch(path)
+        saved = look(path)
+        if saved is not None and saved.bytes > self.max_bytes:
+            remove(path)
+            self._check_size(saved.bytes)
+        self._make_room(self.max_bytes)
+        return path
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise BudgetError(
+                f"max_bytes is {self.max_bytes:,} and this context alone takes {size:,}: give the library as much, or "
+                "save the cache in a folder of its own with cache.save"
+            )
+
+    def _make_room(self, most_bytes: int) -> list[Entry]:
+        done = evict(self.folder, most_bytes, lambda entry: NAME.fullmatch(entry.name) is not None)
+        for entry, _ in done.removed:
+            if entry.damage is not None:
+                what = f"evicted the damaged context {str(entry.path)!r}: {entry.damage}"
+                warnings.warn(what, UserWarning, stacklevel=3)
+        if done.held_bytes > most_bytes:
+            entry, error = done.refused[0]
+            raise BudgetError(
+                f"max_bytes is {self.max_bytes:,} and room cannot be made: {str(entry.path)!r} does not go ({error})"
+            ) from error
+        return [entry for entry, _ in done.removed]
+
+    # --- look after --------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """The contexts there are, those used last first; damaged ones too."""
+        return [entry for entry in listing(self.folder) if NAME.fullmatch(entry.name)]
+
+    def remove(self, name: str, wipe: bool = False) -> int:
+        """Remove one; returns the bytes of disk that this frees. `wipe` overwrites what no other context shares.
+
+        Raises `ContextError` when there is none of that name.
+        """
+        if not NAME.fullmatch(name):
+            raise ContextError(f"name must be one of a context in the library, 32 hexadecimal digits, got {name!r}")
+        return remove(self.folder / name, wipe=wipe)
+
+    def evict(self, max_bytes: int | str | None = None) -> list[Entry]:
+        """Remove least recently used contexts until all take `max_bytes` (None: the library's) at most; returns them.
+
+        A damaged one goes when it is its turn, with a warning that names it. Raises `BudgetError` when one does not go.
+        """
+        return self._make_room(self.max_bytes if max_bytes is None else parse_size(max_bytes, "max_bytes"))
+
+
+def _fits(form: dict[str, Any], fields: dict[str, Any]) -> bool:
+    """Whether a context of that form may be opened with `fields`."""
+    if form.get("exact") and not fields.get("exact", True):
+        return False
+    return all(form[name] == fields[name] for name in form if name != "exact" and name in fields)

@@ -1,0 +1,216 @@
+"""Contexts in a folder: what they take on the disk, when they were used last, and taking the oldest away. No torch."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..errors import ContextError, CorruptRecordError, StoreError
+from .data_files import MANIFEST_NAME, open_file, read_small, survey
+from .file_system import FILE_SYSTEM
+from .folder import entries, open_folder, reading
+from .manifest import MOST_MANIFEST_BYTES, Manifest
+from .removal import remove
+
+Inode = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a context: bytes of disk, and names that it has anywhere."""
+
+    disk_bytes: int
+    links: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A context in a folder, as it was when it was looked at.
+
+    `damage` says what is wrong with it, as far as manifest and sizes tell; None: nothing. `manifest` is None when that
+    cannot be read. `files` has what lies in it; what another context shares is in both.
+    """
+
+    path: Path
+    manifest: Manifest | None = field(repr=False)
+    last_used_ns: int
+    damage: str | None
+    files: Mapping[Inode, File] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of disk that its files take, those that other contexts share included."""
+        return sum(file.disk_bytes for file in self.files.values())
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of disk that removing it frees: those of files that have no other name."""
+        return sum(file.disk_bytes for file in self.files.values() if file.links == 1)
+
+    @property
+    def cache(self) -> str | None:
+        """Name of the class."""
+        return None if self.manifest is None else self.manifest.cache
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens a sequence."""
+        return None if self.manifest is None else self.manifest.tokens
+
+    @property
+    def batch(self) -> int | None:
+        return None if self.manifest is None else self.manifest.batch
+
+    @property
+    def encrypted(self) -> bool | None:
+        return None if self.manifest is None else self.manifest.key_check is not None
+
+    @property
+    def created(self) -> str | None:
+        """ISO 8601, UTC."""
+        return None if self.manifest is None else self.manifest.created
+
+    @property
+    def last_used(self) -> datetime:
+        return datetime.fromtimestamp(self.last_used_ns / 1e9, UTC)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What `evict` did: what is gone, with the bytes of disk that each freed, and what would not go."""
+
+    removed: list[tuple[Entry, int]]
+    refused: list[tuple[Entry, Exception]]
+    held_bytes: int
+    """What the contexts that stay take together."""
+
+
+def look(path: str | os.PathLike[str]) -> Entry | None:
+    """What there is at `path`; None when there is no context, or no longer. Never raises for a damaged one."""
+    path = Path(path)
+    try:
+        return reading(path, functools.partial(_look, path))
+    except (ContextError, OSError) as error:
+        try:
+            return reading(path, functools.partial(_look_at_damaged, path, " ".join(str(error).split())))
+        except ContextError:
+            return None
+        except OSError:
+            return Entry(path, None, 0, str(error), {})
+
+
+def listing(folder: str | os.PathLike[str]) -> list[Entry]:
+    """The contexts that lie directly in `folder`, those used last first. Raises `ContextError`, `StoreError` for it."""
+    found = [entry for path in entries(folder) if (entry := look(path)) is not None]
+    return sorted(found, key=_by_use, reverse=True)
+
+
+def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
+    """Note that the context at `path` is used, now or at `when_ns`; False where this user may not write that down, or
+    there is no context any more."""
+    now = time.time_ns() if when_ns is None else when_ns
+    try:
+        folder_fd = open_folder(path)
+        try:
+            fd = open_file(folder_fd, MANIFEST_NAME)
+            try:
+                os.utime(fd, ns=(now, now))
+            finally:
+                os.close(fd)
+        finally:
+            os.close(folder_fd)
+    except (ContextError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return False
+    return True
+
+
+def total_bytes(held: Iterable[Entry]) -> int:
+    """Bytes of disk that the contexts take together: what several of them share counts once."""
+    return sum({inode: file.disk_bytes for entry in held for inode, file in entry.files.items()}.values())
+
+
+def evict(
+    folder: str | os.PathLike[str],
+    most_bytes: int,
+    among: Callable[[Entry], bool] = lambda entry: True,
+    *,
+    wipe: bool = False,
+) -> Eviction:
+    """Remove least recently used contexts (of those that `among` takes) until these take `most_bytes` at most.
+
+    What is shared with a context that stays is not freed, and does not count as such. Of several processes that do this
+    at once each removes the same ones; the one used last goes last, for all of them. One that cannot be removed stays,
+    and is reported. Raises `ContextError`, `StoreError` when `folder` cannot be read.
+    """
+    held = [entry for entry in listing(folder) if among(entry)]
+    links = Counter(inode for entry in held for inode in entry.files)
+    total = total_bytes(held)
+    removed: list[tuple[Entry, int]] = []
+    refused: list[tuple[Entry, Exception]] = []
+    while held and total > most_bytes:
+        oldest = held.pop()
+        try:
+            freed = remove(oldest.path, wipe=wipe)
+        except (ContextError, StoreError) as error:
+            if look(oldest.path) is not None:
+                refused.append((oldest, error))
+                continue
+        else:
+            removed.append((oldest, freed))
+        for inode, file in oldest.files.items():
+            links[inode] -= 1
+            total -= file.disk_bytes if links[inode] == 0 else 0
+    return Eviction(removed, refused, total)
+
+
+def _by_use(entry: Entry) -> tuple[int, str]:
+    return entry.last_used_ns, entry.name
+
+
+def _look(path: Path, folder_fd: int) -> Entry:
+    manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
+    files, foreign = survey(FILE_SYSTEM, folder_fd)
+    sizes = expected_sizes(manifest)
+    for name in sorted(sizes):
+        if name not in files:
+            raise CorruptRecordError(errno.ENOENT, f"{name} is missing")
+        if files[name].st_size != sizes[name]:
+            raise CorruptRecordError(errno.EIO, f"{name} has {files[name].st_size:,} bytes, not {sizes[name]:,}")
+    return _entry(path, manifest, files, None)
+
+
+def _look_at_damaged(path: Path, damage: str, folder_fd: int) -> Entry:
+    try:
+        manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
+    except ContextError:
+        manifest = None
+    return _entry(path, manifest, survey(FILE_SYSTEM, folder_fd)[0], damage)
+
+
+def _entry(path: Path, manifest: Manifest | None, files: Mapping[str, os.stat_result], damage: str | None) -> Entry:
+    if MANIFEST_NAME not in files:
+        raise FileNotFoundError(errno.ENOENT, f"{MANIFEST_NAME} is gone")
+    inodes = {(found.st_dev, found.st_ino): File(found.st_blocks * 512, found.st_nlink) for found in files.values()}
+    return Entry(path, manifest, files[MANIFEST_NAME].st_mtime_ns, damage, inodes)
+
+
+def expected_sizes(manifest: Manifest) -> dict[str, int]:
+    """Bytes of each data file."""
+    states = [manifest.state, *(layer.state for layer in manifest.layers)]
+    records = {part.file: part.records * layer.record_bytes for layer in manifest.layers for part in layer.parts}
+    return {**{state.file: state.bytes for state in states}, **records}

@@ -1,0 +1,143 @@
+"""The manifest of a saved context: what it is of, what lies where, and how each part is checked.
+
+A context is a directory:
+
+    manifest.json            this: JSON, read and checked before anything else
+    <32 hex>.records         keys and values: equal records one after another, as they lay in the scratch file
+    <32 hex>.state           all else: safetensors of one layer, or of the cache as a whole; encrypted, or as they are
+
+A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a
+record, or what authenticates it) are in the state of the records' layer. So the manifest's own digest, over its values
+in canonical form, vouches for every byte of a context, and a name leads nowhere but into its directory.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import ContextError
+
+FORMAT: Final = "hf_offload_cache context"
+VERSION: Final = 1
+MANIFEST_NAME = "manifest.json"
+MOST_MANIFEST_BYTES = 16 * 2**20
+
+_Count = Annotated[int, Field(ge=0, lt=2**48)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31)]
+_RecordsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.records$")]
+_StateName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.state$")]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RecordsFile(_Checked):
+    """Records of one layer that were frozen together. The ids of a layer's records run on from file to file."""
+
+    file: _RecordsName
+    records: _Count
+    guard: dict[str, str]
+    """How they are checked: `RecordGuard.describe`."""
+
+
+class StateFile(_Checked):
+    """Tensors and values of one layer, or of the cache; the name is the digest of the bytes."""
+
+    file: _StateName
+    bytes: _Count
+
+
+class LayerEntry(_Checked):
+    """One layer of the model."""
+
+    kind: Literal["offloaded", "kept"]
+    """"kept": a layer of transformers' own, all of it in its state."""
+    state: StateFile
+    record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
+    parts: tuple[RecordsFile, ...] = ()
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> LayerEntry:
+        if self.parts and (self.kind != "offloaded" or not self.record_bytes):
+            raise ValueError("records belong to an offloaded layer and have a size")
+        return self
+
+
+class Manifest(_Checked):
+    """What `manifest.json` says. Instances are valid: `parse` raises `ContextError` for everything else."""
+
+    format: Literal["hf_offload_cache context"] = FORMAT
+    version: Literal[1] = VERSION
+    library: str
+    """The version of this library that wrote it."""
+    created: str
+    """ISO 8601, UTC."""
+    cache: str
+    """Name of the class."""
+    tokens: _Count
+    """Tokens a sequence, padding included."""
+    batch: _Positive
+    config: dict[str, Any]
+    """The configuration's fields that go with the context."""
+    identity: dict[str, str]
+    """`contexts.identity.identity` of the model."""
+    key_check: str | None
+    """Tells the right encryption key from another; None: not encrypted."""
+    state: StateFile
+    """Of the cache: token ids, padding, budgets of the layers."""
+    layers: tuple[LayerEntry, ...]
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        values = self.model_dump(mode="json")
+        return (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def parse(cls, data: bytes, place: str) -> Manifest:
+        """From the bytes of the file at `place`. Raises `ContextError`: damaged, of another version, or absurd."""
+        try:
+            found = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ContextError(f"{place}: the manifest is no JSON, so it is damaged; save it anew ({error})") from None
+        values = found.get("manifest") if isinstance(found, dict) else None
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ContextError(f"{place}: this is no manifest of a saved context")
+        if values.get("version") != VERSION:
+            raise ContextError(
+                f"{place}: the format's version is {values.get('version')!r} and this library reads {VERSION}: "
+                "open it with the library that wrote it, or save the context anew"
+            )
+        if found.get("digest") != _digest(values):
+            raise ContextError(f"{place}: the manifest is damaged, its digest differs; save the context anew")
+        try:
+            return cls.model_validate_json(json.dumps(values))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ContextError(f"{place}: the manifest is not valid: {where}: {first['msg']}") from None
+
+    @property
+    def file_names(self) -> set[str]:
+        """Names of all data files."""
+        states = [self.state, *(layer.state for layer in self.layers)]
+        return {state.file for state in states} | {p.file for layer in self.layers for p in layer.parts}
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of all records."""
+        return sum(layer.record_bytes * part.records for layer in self.layers for part in layer.parts)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        return self.state.bytes + sum(layer.state.bytes for layer in self.layers)
+
+
+def _digest(values: dict[str, Any]) -> str:
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return xxhash.xxh3_128_hexdigest(canonical.encode())

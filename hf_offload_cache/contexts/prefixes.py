@@ -1,0 +1,153 @@
+"""Which tokens the contexts of a folder begin with: read once, and kept as long as the context stays."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ContextError, EncryptionKeyError
+from ..stores.encryption import key_check
+from .data_files import MANIFEST_NAME
+from .folder import entries, reading
+from .identity import FULL
+from .listing import look
+from .manifest import Manifest, StateFile
+from .open import _manifest, _Reader
+
+NAME = re.compile(r"[0-9a-f]{32}")
+"""What contexts in a library are called."""
+FORM = ("exact", "group_size", "rank", "summary_dtype")
+"""Fields of the configuration without which a context cannot be opened."""
+_KEPT_BYTES = 64 * 2**20
+"""Ids that an index keeps; those of further contexts are read again each time."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a look-up needs of a context. `model` is the digest of an identity, `form` has the fields of `FORM`."""
+
+    path: Path
+    cache: str
+    model: str
+    form: dict[str, Any]
+    batch: int
+    tokens: int
+    key_check: str | None
+    state: StateFile
+    last_used_ns: int
+
+
+class PrefixIndex:
+    """The contexts of `folder` that have the name which follows from what they hold. One thread at a time.
+
+    A context that vanishes is passed over; a damaged one too, with a warning that names it.
+    """
+
+    def __init__(self, folder: Path, key: bytes | None) -> None:
+        self._folder = folder
+        self._key = key
+        self._known: dict[tuple[str, int, int], Known] = {}
+        self._ids: dict[str, np.ndarray] = {}
+        self._ids_bytes = 0
+
+    def __call__(self) -> list[Known]:
+        """Those there are now. Reads the manifests that were not read before. Raises `ContextError`, `StoreError`."""
+        known: dict[tuple[str, int, int], Known] = {}
+        for path in entries(self._folder):
+            if not NAME.fullmatch(path.name):
+                continue
+            try:
+                there = os.stat(path / MANIFEST_NAME, follow_symlinks=False)
+                place = (path.name, there.st_ino, there.st_size)
+                found = self._known.get(place) or _read(path)
+            except (ContextError, OSError) as error:
+                pass_over(path, error)
+                continue
+            known[place] = Known(**{**vars(found), "last_used_ns": there.st_mtime_ns})
+        self._known = known
+        names = {place[0] for place in known}
+        self._ids = {name: ids for name, ids in self._ids.items() if name in names}
+        self._ids_bytes = sum(ids.nbytes for ids in self._ids.values())
+        return list(known.values())
+
+    def ids(self, known: Known) -> np.ndarray | None:
+        """What `encode` gives for the tokens of a context that this index has the key for; None: it is passed over."""
+        if known.path.name in self._ids:
+            return self._ids[known.path.name]
+        try:
+            ids = read_ids(known.path, known, self._key)
+            key = None if known.key_check is None else self._key
+            if name_of(known.cache, known.model, known.form, ids, key) != known.path.name:
+                raise ContextError("its name does not follow from what it holds: it was not saved here; move it away")
+        except (ContextError, OSError) as error:
+            pass_over(known.path, error)
+            return None
+        ids = ids.astype(np.int32) if ids.size and abs(ids).max() < 2**31 else ids
+        if self._ids_bytes + ids.nbytes <= _KEPT_BYTES:
+            self._ids[known.path.name] = ids
+            self._ids_bytes += ids.nbytes
+        return ids
+
+
+def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.ndarray:
+    """The tokens of the context at `path`, as `encode` gives them. Raises `ContextError`, `StoreError`,
+    `EncryptionKeyError`."""
+    if manifest.key_check is not None and (key is None or key_check(key) != manifest.key_check):
+        what = "give the key, it is encrypted" if key is None else "it was encrypted with another key"
+        raise EncryptionKeyError(f"the tokens of {str(path)!r} cannot be read: {what}")
+
+    def read(folder_fd: int) -> np.ndarray:
+        reader = _Reader(folder_fd, str(path), key, True)
+        tree = reader.state(manifest.state, "cache", torch.device("cpu"), manifest.key_check is not None)
+        ids = tree.get("ids") if isinstance(tree, dict) else None
+        shape = (manifest.batch, manifest.tokens)
+        if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.shape != shape:
+            raise ContextError(f"{path}: the context does not hold together: its token ids are of another shape")
+        return ids.numpy()
+
+    return reading(path, read)
+
+
+def _read(path: Path) -> Known:
+    manifest = reading(path, functools.partial(_manifest, str(path)))
+    made_for, form = model_digest(manifest.identity), form_of(manifest.config)
+    return Known(
+        path, manifest.cache, made_for, form, manifest.batch, manifest.tokens, manifest.key_check, manifest.state, 0
+    )
+
+
+def pass_over(path: Path, error: Exception) -> None:
+    """Nothing for a context that is gone; else a warning that names it."""
+    if look(path) is not None:
+        what = " ".join(str(error).split())
+        warnings.warn(f"the context {str(path)!r} is passed over: {what}", UserWarning, stacklevel=2)
+
+
+def model_digest(identity: Mapping[str, str]) -> str:
+    """Equal for models whose keys and values are interchangeable, whatever their tokenizer."""
+    fields = {name: value for name, value in identity.items() if name not in ("tokenizer", FULL)}
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def form_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `FORM` that a configuration has."""
+    return {name: config[name] for name in FORM if name in config}
+
+
+def name_of(cache: str, model: str, form: Mapping[str, Any], ids: np.ndarray, key: bytes | None) -> str:
+    """What a context is called in a library; with a key, nobody without it can tell the name from the tokens."""
+    digest = hashlib.blake2b(digest_size=16, key=key or b"", person=b"context name")
+    digest.update(json.dumps([cache, model, dict(form), list(ids.shape)], sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(ids).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""A directory gets its name when it is complete, in one step: whoever looks sees all of the old or all of the new."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import ContextError
+from .file_system import FILE_SYSTEM, FOLDER, FileSystem, reported, sync_folder
+from .removal import is_temporary, sweep_open
+from .saver import Saver
+
+
+def publish(
+    target: str | os.PathLike[str],
+    fill: Callable[[int], None],
+    *,
+    overwrite: bool = False,
+    file_system: FileSystem = FILE_SYSTEM,
+) -> None:
+    """Make the context `target`; with `overwrite` in place of the one that is there.
+
+    `fill` gets the descriptor of a new directory (0700 whatever the umask, under a temporary name beside `target`) and
+    puts the data files and `manifest.json` there, each forced to the disk. The directory then becomes `target` in one
+    atomic step: renamed (the kernel lets a directory replace nothing but an empty one), or its name exchanged with that
+    of the old context, which is removed. Where names cannot be exchanged, the data files move into the old directory
+    (their names are digests of what is in them), the manifest is renamed over the old one, and what that alone named is
+    removed.
+
+    Killed at any point, `target` is the old or the new context in full, and whatever else is left goes with the next
+    `sweep` of the folder, which `publish` begins with; but a kill while data files move leaves some that no manifest
+    names in `target` until it is replaced or removed.
+
+    Several processes may replace one context at the same time: one of them has the last word. Without exchange they
+    take turns by a lock; where there are no locks either, only one may do so at a time.
+
+    Raises:
+        FileExistsError: `target` exists and may not be replaced: a context without `overwrite`; a file, a link, a
+            folder that is not empty and not a context, or that holds anything else as well.
+        ContextError: `target` has no name of its own; or `fill` left no manifest, or what no context may hold.
+        StoreError: (`StoreFullError` for no space) a step failed.
+        What `fill` raises, and `KeyboardInterrupt`, are passed on.
+        After any of these `target` is as before and the temporary directory is gone. Two exceptions: an error while
+        the new context is confirmed on the disk (the last fsync) leaves the new one when going back fails too, and when
+        names cannot be exchanged; the error then says so. What cannot be removed in the end is a warning.
+    """
+    target = Path(target)
+    if not target.name or target.name == ".." or is_temporary(target.name):
+        raise ContextError(f"a context needs a folder name of its own, got {str(target)!r}: give one such as 'context'")
+    with reported(f"saving to {str(target)!r}: the folder that it is to lie in"):
+        parent_fd = file_system.open(str(target.parent), FOLDER)
+    saver = Saver(target, parent_fd, overwrite, file_system)
+    try:
+        with reported(f"saving to {str(target)!r}"):
+            sweep_open(file_system, parent_fd)
+            saver.check_target()  # refuse before the work is done
+            saver.make()
+        fill(saver.fd)
+        with reported(f"saving to {str(target)!r}"):
+            saver.check_filled()
+            sync_folder(file_system, saver.fd)
+            saver.switch()
+    except BaseException as error:
+        saver.go_back(error)
+        raise
+    finally:
+        try:
+            saver.clean_up()
+        finally:
+            os.close(parent_fd)
+        for left in saver.left:
+            message = f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
+            warnings.warn(message, UserWarning, stacklevel=2)

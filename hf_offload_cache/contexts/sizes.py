@@ -1,0 +1,46 @@
+"""What a cache will take on the disk, once it is a context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from ..cache import OffloadCache
+from ..kept import capture_kept
+from ..layer import OffloadLayer
+from ..stores.base import DEVICE_BLOCK
+
+
+def bytes_of(cache: OffloadCache, kept: Collection[tuple[int, int]] = ()) -> int:
+    """What a frozen cache will take on the disk beside the files `kept`, but for what describes it."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, OffloadLayer):
+            for store in layer.freeze():
+                linked = _inode(store) in kept
+                total += 0 if linked else store.capacity * store.record_bytes
+            state: Any = layer.capture()
+        else:
+            state = capture_kept(layer)
+        total += -(-sum(_tensor_bytes(state)) // DEVICE_BLOCK) * DEVICE_BLOCK
+    return total
+
+
+def _inode(store: Any) -> tuple[int, int] | None:
+    """Of the file that a store's records lie in; None: they are in memory."""
+    file = getattr(store, "_file", None)
+    if file is None:
+        return None
+    there = os.fstat(file.fd)
+    return there.st_dev, there.st_ino
+
+
+def _tensor_bytes(tree: Any) -> Iterator[int]:
+    if isinstance(tree, torch.Tensor):
+        yield tree.nbytes
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensor_bytes(part)

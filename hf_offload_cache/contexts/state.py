@@ -1,0 +1,84 @@
+"""Trees of values and tensors as bytes: safetensors, with the tree itself as JSON beside the tensors. No pickle.
+
+A tree is made of dictionaries (string or whole-number keys), lists, tuples, None, booleans, numbers, strings, dtypes,
+devices and tensors: what a layer's `capture` returns.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ..errors import ContextError
+
+_TREE = "tree"
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def pack(tree: Any) -> bytes:
+    """The bytes of `tree`, whose tensors may be on any device: that is forgotten. `TypeError` for other leaves."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_without_tensors(tree, tensors)).encode()
+    tensors[_TREE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return save(tensors)
+
+
+def unpack(data: bytes, device: torch.device, place: str) -> Any:
+    """The tree of `pack(tree)`, with its tensors on `device`, the caller's own. Raises `ContextError` that names
+    `place`."""
+    try:
+        tensors = load(data)
+        tree = json.loads(tensors.pop(_TREE).numpy().tobytes())
+        return _with_tensors(tree, tensors, device)
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ContextError(f"{place}: the state cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _without_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = tree.detach().cpu().contiguous().clone() if tree.numel() else tree.detach().cpu()
+        return {"tensor": name}
+    if isinstance(tree, dict):
+        if not all(type(key) in (str, int) for key in tree):
+            raise TypeError(f"a context cannot hold a dictionary with keys {list(tree)!r}")
+        return {"dict": [[key, _without_tensors(value, tensors)] for key, value in tree.items()]}
+    if isinstance(tree, list | tuple):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_without_tensors(value, tensors) for value in tree]}
+    if isinstance(tree, torch.dtype):
+        return {"dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, torch.device):
+        return {"device": tree.type}
+    if isinstance(tree, _PLAIN):
+        return tree
+    raise TypeError(f"a context cannot hold a {type(tree).__name__}: {tree!r}")
+
+
+def _with_tensors(tree: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
+    if not isinstance(tree, dict):
+        if not isinstance(tree, _PLAIN):
+            raise ValueError(f"unexpected {type(tree).__name__}")
+        return tree
+    if len(tree) != 1:
+        raise ValueError(f"unexpected entry with {sorted(tree)}")
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value].to(device)
+    if kind == "dict":
+        return {key: _with_tensors(item, tensors, device) for key, item in value}
+    if kind in ("list", "tuple"):
+        items = [_with_tensors(item, tensors, device) for item in value]
+        return items if kind == "list" else tuple(items)
+    if kind == "dtype":
+        found = getattr(torch, value, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"unknown dtype {value!r}")
+        return found
+    if kind == "device":
+        return device
+    raise ValueError(f"unknown kind {kind!r}")

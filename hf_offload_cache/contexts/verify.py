@@ -1,0 +1,291 @@
+"""Every byte of a context against what was written; everything that is wrong is found, not only the first."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..errors import ContextError, EncryptionKeyError, StoreError
+from ..stores.base import aligned_empty
+from ..stores.encryption import KeySource, load_key, open_guard
+from ..stores.guard import RecordGuard
+from ..stores.named import NamedFile
+from .data_files import MANIFEST_NAME, read_small, survey
+from .file_system import FILE_SYSTEM
+from .folder import reading
+from .listing import expected_sizes
+from .manifest import MOST_MANIFEST_BYTES, LayerEntry, Manifest, RecordsFile, StateFile
+from .open import _check_key, _Reader
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes of records that are read and checked at once."""
+
+Kind = Literal["damaged", "missing", "foreign", "exposed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a context.
+
+    Attributes:
+        kind: "damaged": not what was written. "missing": no longer there. "foreign": of no context, or not of this one.
+            "exposed": others may read it.
+        file: its name in the context; "." the directory itself.
+        part: what it belongs to: "manifest", "cache", "layer 3"; empty for what belongs to nothing.
+        records: numbers of the layer's records that are damaged, as errors of reads name them; all that are.
+        problem: what is wrong, in words.
+    """
+
+    kind: Kind
+    file: str
+    part: str
+    problem: str
+    records: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What `verify` read, and what it found; in the order of the manifest, then of the names."""
+
+    path: str
+    findings: tuple[Finding, ...]
+    files: int
+    """Files that were read."""
+    records: int
+    """Records that were checked."""
+    bytes: int
+    """Bytes that were read."""
+
+    @property
+    def whole(self) -> bool:
+        """Everything that was written is there and unchanged; it may still be exposed, or have company."""
+        return not any(finding.kind in ("damaged", "missing") for finding in self.findings)
+
+
+def verify(
+    directory: str | os.PathLike[str],
+    *,
+    key: KeySource | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> VerifyResult:
+    """Read all of the context in `directory` and check it. Needs no model; the context stays as it is.
+
+    Holds the state of one layer and 8 MiB of records at a time; reads bypass the page cache, or are dropped from it.
+
+    Args:
+        key: of an encrypted context: a file or a callback, as `encryption_key`.
+        progress: gets the bytes that are done and those there are, now and then, in this thread.
+
+    Raises `ContextError` where there is no context; `EncryptionKeyError` for a key that is missing or another one;
+    `StoreError` where the directory itself cannot be read. What is wrong inside is a finding, not an error.
+    """
+    master = None if key is None else load_key(key)
+    place = os.fspath(directory)
+
+    def check(folder_fd: int) -> VerifyResult:
+        result = _Check(folder_fd, place, master, progress).run()
+        if not result.whole:  # or the context was replaced meanwhile, and its files were on their way out
+            raise _NotWhole(result)
+        return result
+
+    try:
+        return reading(directory, check)
+    except _NotWhole as found:
+        return found.result
+
+
+class _NotWhole(ContextError):
+    def __init__(self, result: VerifyResult) -> None:
+        super().__init__("the context is not whole")
+        self.result = result
+
+
+@dataclass
+class _Check:
+    """One run over the context that `folder_fd` is open on."""
+
+    folder_fd: int
+    place: str
+    key: bytes | None
+    progress: Callable[[int, int], object] | None
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
+    records: int = 0
+    bytes: int = 0
+    done: int = 0
+    """Bytes for the progress, those that could not be read included; of `total`."""
+    total: int = 0
+
+    def run(self) -> VerifyResult:
+        there, foreign = survey(FILE_SYSTEM, self.folder_fd)
+        if MANIFEST_NAME not in there:
+            raise ContextError(f"{self.place!r} is not a context: it has no file {MANIFEST_NAME!r}")
+        self._modes(there)
+        manifest = self._manifest()
+        if manifest is not None:
+            self._contents(manifest, there)
+            foreign += sorted(there.keys() - manifest.file_names - {MANIFEST_NAME})
+        for name in foreign:
+            self._find("foreign", name, "", "the context does not have it")
+        return VerifyResult(self.place, tuple(self.findings), self.files, self.records, self.bytes)
+
+    def _find(self, kind: Kind, file: str, part: str, problem: object, records: tuple[int, ...] = ()) -> None:
+        self.findings.append(Finding(kind, file, part, " ".join(str(problem).split()), records))
+
+    def _modes(self, there: Mapping[str, os.stat_result]) -> None:
+        for name, found in ((".", FILE_SYSTEM.fstat(self.folder_fd)), *there.items()):
+            if mode := stat.S_IMODE(found.st_mode) & 0o077:
+                self._find("exposed", name, "", f"others than its owner have the rights {mode:03o}; chmod go= it")
+
+    def _manifest(self) -> Manifest | None:
+        try:
+            data = read_small(self.folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES)
+            manifest = Manifest.parse(data, MANIFEST_NAME)
+        except (ContextError, StoreError) as error:
+            self._find("damaged", MANIFEST_NAME, "manifest", error)
+            return None
+        _check_key(manifest, self.key, self.place)
+        self.total = manifest.record_bytes + manifest.state_bytes
+        return manifest
+
+    def _contents(self, manifest: Manifest, there: Mapping[str, os.stat_result]) -> None:
+        sizes = expected_sizes(manifest)
+        encrypted = manifest.key_check is not None
+        tree = self._state(manifest.state, "cache", encrypted, there)
+        if tree is not None:
+            ids = tree.get("ids") if isinstance(tree, dict) else None
+            if not isinstance(ids, torch.Tensor) or ids.shape != (manifest.batch, manifest.tokens):
+                self._find("damaged", manifest.state.file, "cache", "its token ids are not of the manifest's shape")
+        for layer_idx, layer in enumerate(manifest.layers):
+            part = f"layer {layer_idx}"
+            tree = self._state(layer.state, part, encrypted, there)
+            guards = self._guards(layer, tree, part)
+            first = 0
+            for entry, guard in zip(layer.parts, guards, strict=True):
+                self._records(entry, guard, part, layer.record_bytes, first, sizes[entry.file], there)
+                first += entry.records
+
+    def _state(self, entry: StateFile, part: str, encrypted: bool, there: Mapping[str, os.stat_result]) -> Any:
+        """The tree of a state; None when it is not to be had."""
+        tree = None
+        if entry.file not in there:
+            self._find("missing", entry.file, part, "its state is not there")
+        else:
+            try:
+                tree = _Reader(self.folder_fd, self.place, self.key, True).state(
+                    entry, part, torch.device("cpu"), encrypted
+                )
+            except (ContextError, StoreError, OSError, EncryptionKeyError) as error:
+                self._find("damaged", entry.file, part, error)
+            self._drop(entry.file)
+            self.files += 1
+            self.bytes += there[entry.file].st_size
+        self._advance(entry.bytes)
+        return tree
+
+    def _guards(self, layer: LayerEntry, tree: Any, part: str) -> list[RecordGuard | None]:
+        """What checks each part of a layer; None where the tags are not to be had."""
+        nothing: list[RecordGuard | None] = [None] * len(layer.parts)
+        if tree is None:
+            return nothing
+        try:
+            tags = [tag.numpy() for tag in tree["tags"]]
+            guards: list[RecordGuard | None] = [
+                open_guard(entry.guard, tag, self.key, True) for entry, tag in zip(layer.parts, tags, strict=True)
+            ]
+            wrong = [entry.file for entry, tag in zip(layer.parts, tags, strict=True) if len(tag) != entry.records]
+            if wrong:
+                raise ContextError(f"the tags of {wrong[0]} are not those of its records")
+        except (ContextError, KeyError, TypeError, AttributeError, ValueError) as error:
+            self._find("damaged", layer.state.file, part, f"its tags cannot be used: {error}")
+            return nothing
+        return guards
+
+    def _records(
+        self, entry: RecordsFile, guard: RecordGuard | None, part: str, size: int, first: int, expected: int,
+        there: Mapping[str, os.stat_result],
+    ) -> None:  # fmt: skip
+        """Check one file of records of `size` bytes; they are the layer's from number `first` on."""
+        end = self.done + expected
+        if entry.file not in there:
+            last = first + entry.records - 1
+            self._find("missing", entry.file, part, f"its records {first} to {last} are not there")
+        elif guard is None:
+            problem, all_of_them = "it cannot be checked without its tags", range(first, first + entry.records)
+            self._find("damaged", entry.file, part, problem, tuple(all_of_them))
+        else:
+            self.files += 1
+            actual = there[entry.file].st_size
+            reasons = set() if actual == expected else {f"it has {actual:,} bytes and was written with {expected:,}"}
+            written = np.flatnonzero(guard.written)
+            try:
+                wrong = self._check_file(entry.file, actual, guard, written, part, size, reasons)
+            except StoreError as error:
+                wrong = written.tolist()
+                reasons.add(error.strerror or str(error))
+            if reasons:
+                numbers = tuple(sorted(first + number for number in wrong))
+                self._find("damaged", entry.file, part, "; ".join(sorted(reasons)), numbers)
+        self._advance(end - self.done)
+
+    def _check_file(
+        self, name: str, actual: int, guard: RecordGuard, written: np.ndarray, part: str, size: int, reasons: set[str]
+    ) -> list[int]:
+        """Ids of those of the records `written` that are wrong, in a file of `actual` bytes; why goes to `reasons`."""
+        there = written[written < actual // size]
+        wrong = written[len(there) :].tolist()
+        file = NamedFile(self.folder_fd, name, actual, part)
+        try:
+            file.try_direct()
+            for ids in _blocks(there, max(1, BLOCK_BYTES // size)):
+                wrong += self._block(file, guard, ids, size, reasons)
+                self.records += len(ids)
+                self._advance(len(ids) * size)
+        finally:
+            file.close()
+        return wrong
+
+    def _block(self, file: NamedFile, guard: RecordGuard, ids: np.ndarray, size: int, reasons: set[str]) -> list[int]:
+        """Ids of a run of adjacent records that are wrong; why goes to `reasons`."""
+        records = aligned_empty(len(ids), size)
+        try:
+            file.read(records.numpy().data.cast("B"), int(ids[0]) * size)
+        except OSError as error:
+            if len(ids) == 1:
+                reasons.add(f"it cannot be read: {error.strerror or error}")
+                return [int(ids[0])]
+            return [bad for one in np.split(ids, len(ids)) for bad in self._block(file, guard, one, size, reasons)]
+        if not file.direct:
+            file.drop(int(ids[0]) * size, records.nbytes)
+        self.bytes += records.nbytes
+        bad = guard.check(ids, records)
+        if len(bad):
+            reasons.add(guard.reason)
+        return [int(number) for number in ids[bad]]
+
+    def _drop(self, name: str) -> None:
+        """Let go of the page cache of a file."""
+        if hasattr(os, "posix_fadvise"):
+            fd = FILE_SYSTEM.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, self.folder_fd)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def _advance(self, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _blocks(ids: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """The ids, ascending, as runs of adjacent ones of `most` at most."""
+    for run in np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1):
+        for start in range(0, len(run), most):
+            yield run[start : start + most]

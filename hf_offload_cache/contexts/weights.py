@@ -1,0 +1,178 @@
+"""Every number that a model computes with, wherever it is kept: parameters, buffers, scales, offloaded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..fingerprint import digest
+
+SAMPLE = 64
+"""Elements of every weight in the sampled digest: evenly spaced, the first and the last among them."""
+
+_CHUNK = 1 << 24
+"""Elements that a full digest takes at once."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = 32
+"""Rows that bitsandbytes interleaves when it packs a 4-bit weight anew for the CPU."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor as it is in memory. Views only: it is valid while the model keeps that tensor."""
+
+    name: str
+    kind: str
+    """Shape and type, and how it is packed."""
+    tensor: torch.Tensor
+    """On "meta" where it is not in memory and nobody who holds it was found."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether there are elements to take, or none at all."""
+        return self.tensor.device.type != "meta"
+
+    @property
+    def count(self) -> int:
+        """Elements that can be taken."""
+        return self.tensor.numel() if self.seen else 0
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """The bits of the elements at `positions` (n,) int64, in row-major order: (n,) integers."""
+        bits = _as_bits(self.tensor)
+        return bits.view(-1)[positions] if bits.is_contiguous() else torch.take(bits, positions)
+
+    def sample(self) -> list[torch.Tensor]:
+        """`SAMPLE` elements, or all where there are no more."""
+        if not self.count:
+            return []
+        number = min(SAMPLE, self.count)
+        positions = torch.arange(number, device=self.tensor.device) * (self.count - 1) // max(1, number - 1)
+        return [self.take(positions)]
+
+    def everything(self) -> Iterator[torch.Tensor]:
+        """All elements in order, in pieces."""
+        if self.count:
+            yield from _as_bits(self.tensor).reshape(-1).split(_CHUNK)
+
+
+class _Interleaved(Weight):
+    """4-bit codes that bitsandbytes interleaved for the CPU at the first forward: taken as they were before that.
+
+    Else the first token would change who the model is. Tensor (N, K/2); within 32 rows and one column of pairs, the
+    64 codes lie in 32 bytes, the first 32 of them in the low halves.
+    """
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        columns = self.tensor.shape[-1]
+        row, column = positions // columns, positions % columns
+        start = (row // _ROWS * columns + column) * _ROWS
+        found = []
+        for half in (0, 1):
+            code = row % _ROWS * 2 + half
+            packed = self.tensor.reshape(-1)[start + code % _ROWS]
+            found.append(torch.where(code < _ROWS, packed & 15, packed >> 4))
+        return (found[0] << 4) | found[1]
+
+    def everything(self) -> Iterator[torch.Tensor]:
+        for start in range(0, self.count, _CHUNK):
+            yield self.take(torch.arange(start, min(start + _CHUNK, self.count), device=self.tensor.device))
+
+
+def sampled_digest(model: torch.nn.Module) -> str:
+    """A digest of a sample of every weight; begins with "unseen:" where some are known by name and shape alone."""
+    found = list(weights(model))
+    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in found))
+
+
+def full_digest(model: torch.nn.Module) -> str:
+    """A digest of every byte of every weight; marked as `sampled_digest` is. Reads all of the model."""
+    found = list(weights(model))
+    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in found))
+
+
+def weights(model: torch.nn.Module) -> Iterator[Weight]:
+    """Parameters (tied ones under each name), persistent buffers, and what quantised layers keep beside them, by name.
+
+    Weights that accelerate offloaded are got from its hooks; those kept in files are read whole.
+    """
+    found: list[Weight] = []
+    for path, module in model.named_modules():
+        prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # a part that torch.compile wrapped
+        for name, tensor in _own(module):
+            state = getattr(tensor, "quant_state", None)
+            if tensor.device.type == "meta":
+                tensor = _offloaded(module, name, tensor)
+            found += _parts(prefix + name, tensor, state)
+        # bitsandbytes moves an 8-bit weight's scales from the parameter to the layer at the first forward
+        scales = getattr(getattr(module, "weight", None), "SCB", None)
+        if scales is None:
+            scales = getattr(getattr(module, "state", None), "SCB", None)
+        if isinstance(scales, torch.Tensor):
+            found += _parts(prefix + "weight.SCB", scales)
+    yield from sorted(found, key=lambda weight: weight.name)
+
+
+def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's parameters and the buffers that are saved with it: the others follow from the configuration."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) -> torch.Tensor:
+    """The tensor that accelerate's hook would put in place of the one on "meta"; without such a hook, that one."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        held = getattr(one, "weights_map", None)
+        if held is not None and name in held:
+            return torch.as_tensor(held[name])
+    return placeholder
+
+
+def _parts(name: str, tensor: Any, state: Any = None) -> Iterator[Weight]:
+    """A plain tensor, or the plain ones that one of a quantised or wrapped kind consists of."""
+    if state is not None:
+        yield from _four_bit(name, tensor, state)
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _parts(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield Weight(name, f"{tuple(tensor.shape)} {tensor.dtype}", tensor)
+
+
+def _four_bit(name: str, tensor: torch.Tensor, state: Any) -> Iterator[Weight]:
+    """Codes, scales and code book of a bitsandbytes weight, the same before and after it is packed anew for the CPU.
+
+    Packing rounds the scales to bfloat16, so they are taken so: scales closer than that are one scale.
+    """
+    packed = getattr(state, "packing_format_for_cpu", False)
+    kind = f"{tuple(state.shape)} {state.quant_type} in blocks of {state.blocksize}"
+    yield _Interleaved(name, kind, tensor.data) if packed else Weight(name, kind, tensor.data.view(torch.uint8))
+    scales = state.absmax
+    if packed:
+        scales = scales.T
+    elif state.nested:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        scales = (dequantize_blockwise(scales, state.state2) + state.offset).float()
+    scales = scales.reshape(-1).to(torch.bfloat16)
+    yield Weight(f"{name}.absmax", f"{tuple(scales.shape)}", scales)
+    yield Weight(f"{name}.code", f"{tuple(state.code.shape)} {state.code.dtype}", state.code)
+
+
+def _as_bits(tensor: Any) -> torch.Tensor:
+    """Its elements as integers of their size: what is compared is what is stored, -0.0 and NaN too."""
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    if plain.element_size() not in _BITS:
+        plain = torch.view_as_real(plain)  # complex128
+    return plain.view(_BITS[plain.element_size()])
+
+
+def _marked(found: list[Weight], hexdigits: str) -> str:
+    unseen = sum(not weight.seen for weight in found)
+    return f"unseen: {unseen} of {len(found)} weights; {hexdigits}" if unseen else hexdigits

@@ -1,0 +1,688 @@
+"""Saving and removing directories: whatever fails or is killed, what has the name is the old or the new in full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kill_points
+import pytest
+from kill_points import (
+    FailAt,
+    Neither,
+    NoExchange,
+    NoLocks,
+    Quick,
+    ShortWrites,
+    Steps,
+    contents,
+    names_in,
+    read_version,
+    save,
+    temporaries,
+    version_of,
+)
+
+from hf_offload_cache.contexts.file_system import FileSystem
+from hf_offload_cache.contexts.folder import MANIFEST_NAME, entries, open_folder, publish, reading, remove, sweep
+from hf_offload_cache.errors import ContextError, StoreError, StoreFullError
+
+FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]
+EVERY_FILE_SYSTEM = pytest.mark.parametrize("file_system", FILE_SYSTEMS, ids=lambda one: type(one).__name__)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_stays_open() -> Iterator[None]:
+    before = len(os.listdir("/dev/fd"))
+    yield
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def fails(number: int) -> Callable[[], OSError]:
+    return lambda: OSError(number, os.strerror(number))
+
+
+class Meanwhile(Steps):
+    """Once, just before the first call named `at`, `act` runs: what another process does in between."""
+
+    def __init__(self, inner: FileSystem, at: str, act: Callable[[], Any]) -> None:
+        super().__init__(inner)
+        self.at, self.act, self.done = at, act, False
+
+    def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if name == self.at and not self.done:
+            self.done = True
+            self.act()
+        return call()
+
+
+# ---- what is made
+
+
+@EVERY_FILE_SYSTEM
+def test_saved_replaced_removed(tmp_path: Path, file_system: FileSystem) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old", file_system, overwrite=False)
+    assert version_of(target) == "old"
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(target, "new", file_system, overwrite=False)
+    assert version_of(target) == "old"
+    save(target, "new", file_system)
+    assert version_of(target) == "new"
+    assert names_in(target) == set(contents("new"))
+    freed = remove(target, file_system=file_system)
+    assert freed >= len(contents("new")) * 512
+    assert names_in(tmp_path) == set()
+
+
+def test_exchanging_moves_no_file(tmp_path: Path) -> None:
+    save(tmp_path / "ctx", "old")
+    watched = Steps(Quick())
+    save(tmp_path / "ctx", "new", watched)
+    exchanged = watched.called.count("exchange") == 1 and "rename" not in watched.called
+    assert exchanged or not can_exchange(tmp_path)
+
+
+def can_exchange(folder: Path) -> bool:
+    folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        for name in ("one", "other"):
+            (folder / name).mkdir()
+        FileSystem().exchange("one", "other", folder_fd)
+    except OSError:
+        return False
+    finally:
+        os.close(folder_fd)
+    return True
+
+
+def test_an_empty_folder_may_be_the_target(tmp_path: Path) -> None:
+    (tmp_path / "ctx").mkdir()
+    save(tmp_path / "ctx", "new", overwrite=False)
+    assert version_of(tmp_path / "ctx") == "new"
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+@EVERY_FILE_SYSTEM
+def test_only_the_owner_may_read_whatever_the_umask(tmp_path: Path, umask: int, file_system: FileSystem) -> None:
+    class Unprivileged(Steps):
+        """Root may open everything; others may not open a folder that its umask has closed to them."""
+
+        def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+            folder = name == "open" and arguments[1] & os.O_DIRECTORY
+            if folder and self.inner.stat(arguments[0], (*arguments, None)[2]).st_mode & 0o500 != 0o500:
+                raise PermissionError(errno.EACCES, "no permission", arguments[0])
+            return call()
+
+    save(tmp_path / "ctx", "old", file_system)
+    before = os.umask(umask)
+    try:
+        save(tmp_path / "ctx", "new", Unprivileged(file_system))
+        save(tmp_path / "first", "new", Unprivileged(file_system))
+    finally:
+        os.umask(before)
+    for target in (tmp_path / "ctx", tmp_path / "first"):
+        assert target.stat().st_mode & 0o7777 == 0o700
+        assert {(target / name).stat().st_mode & 0o7777 for name in names_in(target)} == {0o600}
+
+
+def test_it_is_closed_to_others_from_the_first_moment(tmp_path: Path) -> None:
+    modes = []
+
+    def fill(folder_fd: int) -> None:
+        modes.append(os.fstat(folder_fd).st_mode & 0o7777)
+        kill_points.filling("new", Quick())(folder_fd)
+
+    class Watching(Quick):
+        def fchmod(self, fd: int, mode: int) -> None:
+            modes.append(os.fstat(fd).st_mode & 0o077)
+            super().fchmod(fd, mode)
+
+    before = os.umask(0)
+    try:
+        publish(tmp_path / "ctx", fill, file_system=Watching())
+    finally:
+        os.umask(before)
+    assert modes == [0, 0o700]
+
+
+class Ordered(Steps):
+    """What is forced to the disk, switched and removed, in order, with what it was done to."""
+
+    def __init__(self, inner: FileSystem, folder: Path) -> None:
+        super().__init__(inner)
+        self.folder = folder
+        self.events: list[str] = []
+
+    def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if name == "fsync":
+            there = os.fstat(arguments[0])
+            if os.path.samestat(there, self.folder.stat()):
+                self.events.append("force the parent")
+            elif (self.folder / "ctx").exists() and os.path.samestat(there, (self.folder / "ctx").stat()):
+                self.events.append("force the target")
+            else:
+                self.events.append("force a folder" if os.path.isdir(f"/dev/fd/{arguments[0]}") else "force a file")
+        elif name in ("rename", "exchange", "unlink"):
+            self.events.append("move the manifest" if arguments[1] == MANIFEST_NAME else name)
+        return call()
+
+
+def runs(events: list[str]) -> list[str]:
+    return [event for at, event in enumerate(events) if at == 0 or events[at - 1] != event]
+
+
+def test_each_step_is_on_the_disk_before_the_next(tmp_path: Path) -> None:
+    ready = ["force a file", "force a folder"]
+    first = Ordered(Quick(), tmp_path)
+    save(tmp_path / "ctx", "old", first)
+    assert runs(first.events) == [*ready, "rename", "force the parent"]
+    in_place = Ordered(NoExchange(), tmp_path)
+    save(tmp_path / "ctx", "new", in_place)
+    moved = ["exchange", "rename", "force the target", "move the manifest", "force the target", "unlink"]
+    assert runs(in_place.events) == [*ready, *moved]
+    if can_exchange(tmp_path):
+        exchanged = Ordered(Quick(), tmp_path)
+        save(tmp_path / "ctx", "last", exchanged)
+        assert runs(exchanged.events) == [*ready, "exchange", "force the parent", "unlink"]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@EVERY_FILE_SYSTEM
+def test_what_is_not_a_context_is_never_replaced(tmp_path: Path, overwrite: bool, file_system: FileSystem) -> None:
+    save(tmp_path / "real", "old")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").touch()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "remains").mkdir()
+    (tmp_path / "remains" / f"{'0' * 32}.state").touch()
+    save(tmp_path / "mixed", "old")
+    (tmp_path / "mixed" / "notes").touch()
+    before = {str(path): path.lstat().st_ino for path in tmp_path.rglob("*")}
+    for name in ("file", "folder", "link", "dangling", "remains", "mixed"):
+        filled = []
+        with pytest.raises(FileExistsError, match=name):
+            publish(tmp_path / name, filled.append, overwrite=overwrite, file_system=file_system)
+        assert filled == []  # before any work
+    assert {str(path): path.lstat().st_ino for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["", "..", f".hf_offload_cache-{'0' * 32}.partial"])
+def test_a_target_needs_a_name_of_its_own(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ContextError, match="name of its own"):
+        save(Path(name) if not name else tmp_path / name, "new")
+    assert names_in(tmp_path) == set()
+
+
+def test_a_folder_to_lie_in_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nowhere") as raised:
+        save(tmp_path / "nowhere" / "ctx", "new")
+    assert raised.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("wrong", ["no manifest", "a foreign file", "a link"])
+def test_what_is_filled_must_be_a_context(tmp_path: Path, wrong: str) -> None:
+    save(tmp_path / "ctx", "old")
+
+    def fill(folder_fd: int) -> None:
+        kill_points.filling("new", Quick())(folder_fd)
+        if wrong == "no manifest":
+            os.unlink(MANIFEST_NAME, dir_fd=folder_fd)
+        elif wrong == "a foreign file":
+            os.close(os.open("notes", os.O_CREAT, dir_fd=folder_fd))
+        else:
+            os.symlink("/", f"{'0' * 32}.state", dir_fd=folder_fd)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nobody's file but ours is removed: the temporary folder stays
+        with pytest.raises(ContextError, match="nothing was saved"):
+            publish(tmp_path / "ctx", fill, overwrite=True)
+    assert version_of(tmp_path / "ctx") == "old"
+    assert entries(tmp_path) == [tmp_path / "ctx"]
+
+
+# ---- what others do meanwhile
+
+
+def test_removed_just_before_it_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old")
+    save(target, "new", Meanwhile(Quick(), "exchange", lambda: remove(target)))
+    assert version_of(target) == "new"
+    assert names_in(tmp_path) == {"ctx"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_made_by_another_just_before_it_gets_its_name(tmp_path: Path, overwrite: bool) -> None:
+    target = tmp_path / "ctx"
+    between = Meanwhile(Quick(), "rename", lambda: save(target, "other"))
+    if overwrite:
+        save(target, "new", between)
+    else:
+        with pytest.raises(FileExistsError):
+            save(target, "new", between, overwrite=False)
+    assert between.done
+    assert version_of(target) == ("new" if overwrite else "other")
+    assert names_in(tmp_path) == {"ctx"}
+
+
+def test_a_folder_of_someone_else_that_comes_in_between_goes_back(tmp_path: Path) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old")
+
+    def swap() -> None:
+        remove(target)
+        target.mkdir()
+        (target / "mine").write_text("precious")
+
+    with pytest.raises(FileExistsError, match="'mine'"):
+        save(target, "new", Meanwhile(Quick(), "exchange", swap))
+    assert (target / "mine").read_text() == "precious"
+    assert names_in(tmp_path) == {"ctx"}
+
+
+@pytest.mark.parametrize("at", ["open", "lock"])
+def test_a_sweeper_that_is_faster_than_the_lock(tmp_path: Path, at: str) -> None:
+    """The temporary folder is there and not locked yet: it is swept, and the saver takes another."""
+    swept = []
+
+    class Sweeping(Quick):
+        def mkdir(self, name: str, folder_fd: int) -> None:
+            super().mkdir(name, folder_fd)
+            if at == "open" and not swept:
+                swept.append(sweep(tmp_path))
+
+        def lock(self, fd: int, *, wait: bool = False) -> None:
+            if at == "lock" and not swept:
+                swept.append(sweep(tmp_path))
+            super().lock(fd, wait=wait)
+
+    save(tmp_path / "ctx", "new", Sweeping())
+    assert swept == [1]
+    assert version_of(tmp_path / "ctx") == "new"
+    assert names_in(tmp_path) == {"ctx"}
+
+
+def test_a_living_saver_is_not_swept(tmp_path: Path) -> None:
+    def fill(folder_fd: int) -> None:
+        kill_points.age(tmp_path)
+        assert sweep(tmp_path) == 0
+        kill_points.filling("new", Quick())(folder_fd)
+
+    publish(tmp_path / "ctx", fill)
+    assert version_of(tmp_path / "ctx") == "new"
+
+
+@EVERY_FILE_SYSTEM
+def test_a_saver_whose_folder_is_taken_all_the_same_leaves_the_old_one(tmp_path: Path, file_system: FileSystem) -> None:
+    """Without locks a sweeper may be wrong about who is dead: it may not come to half a context."""
+    target = tmp_path / "ctx"
+    for existing in (False, True):
+        if existing:
+            save(target, "old")
+
+        def fill(folder_fd: int) -> None:
+            kill_points.filling("new", Quick())(folder_fd)
+            kill_points.age(tmp_path)
+            assert sweep(tmp_path, file_system=NoLocks()) == 1
+
+        with pytest.raises((StoreError, ContextError)):
+            publish(target, fill, overwrite=True, file_system=file_system)
+        assert version_of(target) == ("old" if existing else None)
+        assert temporaries(tmp_path) == []
+        assert not existing or names_in(target) == set(contents("old"))
+
+
+@pytest.mark.parametrize(("before", "at"), [(None, "rename"), ("old", "exchange"), ("old", "rename")])
+def test_a_folder_that_is_half_swept_is_not_published(tmp_path: Path, before: str | None, at: str) -> None:
+    """The sweeper, wrong about who is dead, comes just before the switch and is killed after one file."""
+    target = tmp_path / "ctx"
+    if before is not None:
+        save(target, before)
+
+    class Dying(NoLocks):
+        unlinked = 0
+
+        def unlink(self, name: str, folder_fd: int) -> None:
+            self.unlinked += 1
+            if self.unlinked > 1:
+                raise OSError(errno.EIO, "killed")
+            super().unlink(name, folder_fd)
+
+    def sweep_partly() -> None:
+        kill_points.age(tmp_path)
+        sweep(tmp_path, file_system=Dying())
+
+    file_system = Meanwhile(Neither() if (before, at) == ("old", "rename") else NoLocks(), at, sweep_partly)
+    with pytest.raises(StoreError):
+        save(target, "new", file_system)
+    assert file_system.done
+    assert version_of(target) == before
+    assert entries(tmp_path) == ([] if before is None else [target])
+    assert before is None or names_in(target) == set(contents("old"))
+
+
+def test_the_folder_is_taken_at_the_last_moment_of_moving_in(tmp_path: Path) -> None:
+    """The sweeper takes it when the data files have moved and the manifest has not."""
+    target = tmp_path / "ctx"
+    save(target, "old")
+
+    class Taking(Neither):
+        def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:
+            if new == MANIFEST_NAME:
+                kill_points.age(tmp_path)
+                assert sweep(tmp_path, file_system=NoLocks()) == 1
+            super().rename(old, new, folder_fd, new_folder_fd)
+
+    with pytest.raises(StoreError):
+        save(target, "new", Taking())
+    assert version_of(target) == "old"
+    assert names_in(target) == set(contents("old"))
+
+
+@pytest.mark.parametrize("then", ["nothing", "replaced", "removed"])
+def test_savers_that_move_in_take_turns(tmp_path: Path, then: str) -> None:
+    """Another one holds the lock; it lets go when this one waits for it, and did something before."""
+    target = tmp_path / "ctx"
+    save(target, "old")
+    other_fd = os.open(target, os.O_RDONLY)
+    Quick().lock(other_fd)
+    waited = []
+
+    class Waiting(NoExchange):
+        def lock(self, fd: int, *, wait: bool = False) -> None:
+            if wait and not waited:
+                waited.append(version_of(target))
+                {"nothing": lambda: None, "removed": lambda: remove(target),
+                 "replaced": lambda: save(target, "other", Neither())}[then]()  # fmt: skip
+                os.close(other_fd)
+            super().lock(fd, wait=wait)
+
+    save(target, "new", Waiting())
+    assert waited == ["old"]
+    assert version_of(target) == "new"
+    assert names_in(target) == set(contents("new"))
+    assert names_in(tmp_path) == {"ctx"}
+
+
+def test_what_another_saver_put_there_since_is_not_removed(tmp_path: Path) -> None:
+    """Without locks: it brings back the old context before the files of that are removed."""
+    target = tmp_path / "ctx"
+    save(target, "old")
+
+    class Late(Neither):
+        def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:
+            super().rename(old, new, folder_fd, new_folder_fd)
+            if new == MANIFEST_NAME:
+                save(target, "old", Neither())
+
+    save(target, "new", Late())
+    assert version_of(target) == "old"
+
+
+@pytest.mark.parametrize("how", ["exchange", "in place"])
+def test_a_reader_goes_over_to_the_new_one(tmp_path: Path, how: str) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old")
+    calls = []
+
+    def read(folder_fd: int) -> str:
+        calls.append(folder_fd)
+        if len(calls) == 1:
+            save(target, "new", {"exchange": Quick, "in place": NoExchange}[how]())
+            os.stat(next(iter(contents("old"))), dir_fd=folder_fd)
+        return read_version(folder_fd)
+
+    assert reading(target, read) == "new"
+    assert len(calls) == 2
+
+
+def test_a_reader_of_what_is_damaged_or_gone_does_not_try_for_ever(tmp_path: Path) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old")
+    (target / next(iter(contents("old")))).unlink()
+    with pytest.raises(FileNotFoundError):
+        reading(target, read_version)
+
+    def read(folder_fd: int) -> str:
+        remove(target)
+        return read_version(folder_fd)
+
+    with pytest.raises(ContextError, match="no context"):
+        reading(target, read)
+
+
+def test_a_folder_that_is_opened_while_it_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "ctx"
+    save(target, "old")
+    between = Meanwhile(Quick(), "stat", lambda: save(target, "new"))
+    fd = open_folder(target, file_system=between)
+    try:
+        assert read_version(fd) == "new"
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("how", ["exchange", "in place"])
+def test_two_processes_replace_a_context_that_a_third_reads(tmp_path: Path, how: str) -> None:
+    target = tmp_path / "ctx"
+    save(target, "first")
+    writers = [start_script("overwrite", str(target), version, "150", how) for version in ("one", "other")]
+    seen = []
+    try:
+        while any(writer.poll() is None for writer in writers):
+            seen.append(reading(target, read_version))
+    finally:
+        ends = [writer.communicate(timeout=60)[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0], ends
+    assert set(seen) <= {"first", "one", "other"}
+    last = version_of(target)
+    assert last in ("one", "other")
+    assert names_in(target) == set(contents(last))
+    assert names_in(tmp_path) == {"ctx"}
+
+
+# ---- every call fails in turn
+
+
+SAVING = [
+    pytest.param(before, file_system, id=f"{before} {type(file_system).__name__}")
+    for before in (None, "old")
+    for file_system in FILE_SYSTEMS
+    if before is not None or not isinstance(file_system, NoExchange)  # what is new exchanges nothing
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "after"), [(errno.EIO, False), (errno.EIO, True), (errno.ENOSPC, False), (errno.EINTR, True)]
+)
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_each_call_of_a_save_fails(
+    tmp_path: Path, before: str | None, file_system: FileSystem, number: int, after: bool
+) -> None:
+    target = tmp_path / "ctx"
+    failed = 0
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        faulty = FailAt(file_system, first, fails(number), after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        expected: str | None = "new"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                save(target, "new", faulty, overwrite=before is not None)
+            except StoreError as error:
+                failed += 1
+                assert error.errno == number
+                assert isinstance(error, StoreFullError) == (number == errno.ENOSPC)
+                kept = "is the new context nevertheless" in str(error)
+                assert not kept or isinstance(file_system, NoExchange)
+                expected = "new" if kept else before
+        assert version_of(target) == expected, faulty.called
+        assert expected is None or kept_names(target, expected), faulty.called
+        assert names_in(tmp_path) == ({"ctx"} if expected else set())
+        assert len(os.listdir("/dev/fd")) == descriptors
+        if expected is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert failed > 40
+    assert faulty.calls < first
+
+
+def kept_names(target: Path, version: str) -> bool:
+    """The files of `version` are there, and none but those and of the context that was replaced."""
+    return set(contents(version)) <= names_in(target) <= set(contents(version)) | set(contents("old"))
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_each_call_of_a_save_and_all_after_it_fail(
+    tmp_path: Path, before: str | None, file_system: FileSystem, kind: type[BaseException]
+) -> None:
+    """A device that dies, or a user who does not let go of Ctrl-C: nothing can be cleaned up, and nothing is lost."""
+    target = tmp_path / "ctx"
+    outcomes = set()
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        error = KeyboardInterrupt if kind is KeyboardInterrupt else fails(errno.EIO)
+        faulty = FailAt(file_system, first, error, last=10_000)
+        descriptors = len(os.listdir("/dev/fd"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            try:
+                save(target, "new", faulty, overwrite=before is not None)
+            except (StoreError, KeyboardInterrupt) as raised:
+                assert isinstance(raised, kind)
+        assert len(os.listdir("/dev/fd")) == descriptors
+        found = version_of(target)
+        outcomes.add(found)
+        assert found in (before, "new")
+        if not isinstance(file_system, NoLocks):
+            sweep(tmp_path)
+        else:
+            kill_points.age(tmp_path)
+            sweep(tmp_path, file_system=file_system)
+        assert names_in(tmp_path) == ({"ctx"} if found else set())
+        if found is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert outcomes == {before, "new"}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_control_c_at_each_call_of_a_save(
+    tmp_path: Path, before: str | None, file_system: FileSystem, after: bool
+) -> None:
+    target = tmp_path / "ctx"
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        faulty = FailAt(file_system, first, KeyboardInterrupt, after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        try:
+            save(target, "new", faulty, overwrite=before is not None)
+        except KeyboardInterrupt:
+            assert faulty.calls >= first
+        assert len(os.listdir("/dev/fd")) == descriptors
+        found = version_of(target)
+        assert found in (before, "new")
+        kill_points.age(tmp_path)
+        sweep(tmp_path, file_system=file_system)
+        assert names_in(tmp_path) == ({"ctx"} if found else set())
+        if found is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert found == "new"
+
+
+def test_what_fill_raises_is_passed_on_and_nothing_is_left(tmp_path: Path) -> None:
+    save(tmp_path / "ctx", "old")
+
+    def fill(folder_fd: int) -> None:
+        kill_points.filling("new", Quick())(folder_fd)
+        raise error
+
+    for error in (ValueError("mine"), OSError(errno.EDOM, "mine"), KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)) as raised:
+            publish(tmp_path / "ctx", fill, overwrite=True)
+        assert raised.value is error
+        assert version_of(tmp_path / "ctx") == "old"
+        assert names_in(tmp_path) == {"ctx"}
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_short_writes_and_reads_are_taken_up_again(tmp_path: Path, most: int) -> None:
+    short = ShortWrites(Quick(), most)
+    save(tmp_path / "ctx", "new", short)
+    assert version_of(tmp_path / "ctx") == "new"
+    assert short.called.count("write") > sum(map(len, contents("new").values())) // (2 * most)
+
+
+@pytest.mark.parametrize("wipe", [False, True])
+@pytest.mark.parametrize("after", [False, True], ids=["without effect", "after its effect"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR], ids=errno.errorcode.get)
+def test_each_call_of_a_removal_fails(tmp_path: Path, number: int, after: bool, wipe: bool) -> None:
+    target = tmp_path / "ctx"
+    survived = 0
+    for first in range(1, 1000):
+        if not target.exists():
+            save(target, "old")
+        faulty = FailAt(Quick(), first, fails(number), after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        try:
+            remove(target, wipe=wipe, file_system=faulty)
+            survived += 1
+            assert names_in(tmp_path) == set()
+        except StoreError as error:
+            assert error.errno == number
+            assert version_of(target) in ("old", None)
+            sweep(tmp_path)
+            assert temporaries(tmp_path) == []
+        assert len(os.listdir("/dev/fd")) == descriptors
+        if faulty.calls < first:
+            break
+    assert survived > 10  # what fails once is tried again
+    assert faulty.calls < first
+
+
+# ---- every call is the last one
+
+
+def test_killed_at_every_call(tmp_path: Path) -> None:
+    script = start_script("kill", str(tmp_path))
+    output, errors = script.communicate(timeout=250)
+    assert script.returncode == 0, errors
+    result = json.loads(output)
+    print(f"kill points tried: {result['points']}")
+    assert result["points"] >= 700
+    for name, outcomes in result["found"].items():
+        expected = {"old"} if name.startswith("sweep") else {"null", "new"} if " new" in name else {"old", "new"}
+        expected = {"old", "null"} if name.startswith(("remove", "wipe")) else expected
+        assert set(outcomes) == expected, name
+        assert sum(outcomes.values()) > 20, name
+
+
+def start_script(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, kill_points.__file__, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip

@@ -1,0 +1,500 @@
+"""A context that was saved and opened, or forked, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import walk
+from harness import (
+    NEW,
+    PAD,
+    PROMPT,
+    SMALL,
+    Decoded,
+    assert_exact,
+    build,
+    config_of,
+    fresh,
+    generate,
+    padding,
+    prompt,
+    tiny,
+)
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.cache_utils import Cache
+
+from hf_offload_cache import DiskSwapCache, OffloadCache
+from hf_offload_cache.errors import (
+    BudgetError,
+    ConfigError,
+    ContextError,
+    ContextMismatchError,
+    CorruptRecordError,
+    EncryptionKeyError,
+    PromptError,
+)
+
+Between = Callable[[Any, Path], Any]
+
+SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64}
+"""With these, an eighteenth of `LONG` tokens is attended to."""
+
+
+def _open(cache: OffloadCache, folder: Path, **fields: Any) -> OffloadCache:
+    cache.save(folder / "context")
+    model = cache.model
+    cache.close()
+    return type(cache).open(folder / "context", model, **fields)
+
+
+def _reopened(cache: Any, folder: Path) -> Any:
+    return copy.deepcopy(cache) if isinstance(cache, DynamicCache) else _open(cache, folder)
+
+
+def _forked(cache: Any, folder: Path) -> Any:
+    return copy.deepcopy(cache)
+
+
+def _saved_and_used_on(cache: Any, folder: Path) -> Any:
+    if not isinstance(cache, DynamicCache):
+        cache.save(folder / "context")
+    return cache
+
+
+def _saved_twice(cache: Any, folder: Path) -> Any:
+    """A context of a context, after a turn in between."""
+    if isinstance(cache, DynamicCache):
+        return cache
+    first = _open(cache, folder)
+    first.fork().close()
+    (folder / "second").mkdir()
+    return _open(first, folder / "second")
+
+
+LONG = 620
+"""Tokens of a prompt from which a sparse cache selects: more than the 512 that an adapter is made of."""
+
+
+@functools.cache
+def long_model() -> Any:
+    """A tiny Llama with positions for `LONG`."""
+    config = config_of("llama")
+    config.max_position_embeddings = 2048
+    return build(LlamaForCausalLM, config)
+
+
+def ids_of(model: Any, rows: int = 1) -> torch.Tensor:
+    """A prompt: `LONG` for the model that has the positions."""
+    return prompt(model, rows, LONG if model.config.max_position_embeddings == 2048 else PROMPT)
+
+
+WAYS: dict[str, Between] = {
+    "reopened": _reopened,
+    "forked": _forked,
+    "saved, used on": _saved_and_used_on,
+    "saved twice": _saved_twice,
+}
+
+
+def _greedy(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    first = generate(model, cache, ids_of(model, 2), max_new_tokens=NEW // 2)
+    ids = torch.cat([first.tokens, prompt(model, 2, 9, seed=8)], 1)
+    return generate(model, between(cache), ids)
+
+
+def _greedy_one_token(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    with torch.no_grad():
+        model(ids_of(model)[:, :-1], past_key_values=cache)
+    return generate(model, between(cache), ids_of(model))
+
+
+def _sample(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    with torch.no_grad():
+        model(ids_of(model, 2)[:, :-3], past_key_values=cache)
+    cache = between(cache)
+    torch.manual_seed(3)
+    return generate(model, cache, ids_of(model, 2), do_sample=True, top_k=0, temperature=1.2)
+
+
+def _padded(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    mask = padding(3, ids_of(model).shape[1])
+    ids = ids_of(model, 3).masked_fill(mask == 0, PAD)
+    first = generate(model, cache, ids, attention_mask=mask, max_new_tokens=6)
+    cache = between(cache)
+    more = prompt(model, 3, 5, seed=9)
+    if isinstance(cache, OffloadCache):  # what a new process would do: it has nothing but the cache
+        held, mask = cache.input_ids, cache.attention_mask
+        ids, mask = torch.cat([held, first.tokens[:, -1:], more], 1), torch.cat([mask, torch.ones(3, 6).long()], 1)
+    else:
+        ids, mask = torch.cat([first.tokens, more], 1), torch.cat([mask, torch.ones(3, 11).long()], 1)
+    return generate(model, cache, ids, attention_mask=mask)
+
+
+def _beams(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    """Prefilled once, then repeated."""
+    with torch.no_grad():
+        model(ids_of(model, 2)[:, :-1], past_key_values=cache)
+    cache = between(cache)
+    cache.batch_repeat_interleave(3)
+    return generate(model, cache, ids_of(model, 2), num_beams=3)
+
+
+def _cropped(model: Any, cache: Cache, between: Callable[[Any], Any]) -> Decoded:
+    with torch.no_grad():
+        model(ids_of(model), past_key_values=cache)
+    cache = between(cache)
+    cache.crop(-23)
+    with torch.no_grad():
+        model(prompt(model, 1, 14, seed=5), past_key_values=cache)
+    ids = torch.cat([ids_of(model)[:, :-23], prompt(model, 1, 15, seed=5)], 1)
+    ids[:, -1] = 17
+    return generate(model, cache, ids)
+
+
+CASES = {
+    case.__name__: case for case in (_greedy, _greedy_one_token, _sample, _padded, _beams, _cropped)
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_exact_goes_on_as_dynamic_cache(case: str, way: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    expected = CASES[case](model, DynamicCache(config=model.config), lambda cache: WAYS[way](cache, tmp_path))
+    made: list[Any] = []
+
+    def between(cache: Any) -> Any:
+        made.append(cache)
+        made.append(WAYS[way](cache, tmp_path))
+        return made[-1]
+
+    with OffloadCache(model, **SMALL) as cache:
+        assert_exact(expected, CASES[case](model, cache, between))
+    made[-1].close()
+
+
+@pytest.mark.parametrize("exact", [True, "bitwise"])
+@pytest.mark.parametrize("case", ["_greedy", "_sample", "_padded"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "mistral_sliding", "deepseek_v2", "opt", "qwen3"])
+def test_models_with_other_layers(name: str, case: str, exact: bool | str, tmp_path: Path) -> None:
+    """Sliding windows, latent keys, attention that is not ours: all come back."""
+    model = tiny(name)
+    expected = CASES[case](model, DynamicCache(config=model.config), lambda cache: cache)
+    opened: list[Any] = []
+
+    def between(cache: Any) -> Any:
+        opened.append(_open(cache, tmp_path))
+        opened.append(opened[0].fork())
+        return opened[-1]
+
+    with DiskSwapCache(model, exact=exact, **SMALL) as cache:
+        assert_exact(expected, CASES[case](model, cache, between), bitwise=exact == "bitwise")
+    for cache in opened:
+        cache.close()
+
+
+@pytest.mark.parametrize("way", ["reopened", "forked", "saved twice"])
+@pytest.mark.parametrize("case", CASES)
+def test_sparse_goes_on_as_it_would_have(case: str, way: str, tmp_path: Path) -> None:
+    """The same selections, to the last bit of the logits: nothing was fitted anew."""
+    model = long_model()
+    with DiskSwapCache(model, **SPARSE) as cache:
+        expected = CASES[case](model, cache, lambda cache: cache)
+        assert cache.report().selected_fraction is not None and cache.report().selected_fraction < 0.9
+    made: list[Any] = []
+
+    def between(cache: Any) -> Any:
+        made.append(WAYS[way](cache, tmp_path))
+        return made[-1]
+
+    with DiskSwapCache(model, **SPARSE) as cache:
+        result = CASES[case](model, cache, between)
+    assert_exact(expected, result, bitwise=True)
+    assert made[-1].report().selected_fraction < 0.9
+    made[-1].close()
+
+
+def _prefilled(model: Any, rows: int = 1, cls: type[OffloadCache] = DiskSwapCache, **fields: Any) -> Any:
+    cache = cls(model, **{**(SPARSE if cls is DiskSwapCache else SMALL), **fields})
+    with torch.no_grad():
+        model(ids_of(model, rows)[:, :-1], past_key_values=cache)
+    return cache
+
+
+def test_opening_reads_no_keys_and_values(tmp_path: Path) -> None:
+    model = long_model()
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    with DiskSwapCache.open(tmp_path / "context", model) as cache:
+        assert cache.report().bytes_read == 0 and cache.report().tokens == LONG - 1
+        generate(model, cache, ids_of(model), max_new_tokens=1)
+        stored = sum(store.capacity * store.record_bytes for store in cache.shared.stores)
+        assert 0 < cache.report().bytes_read < stored / 2
+
+
+def test_forks_do_not_see_each_other() -> None:
+    """Each goes its own way, over group edges; then the first one, of which nothing was copied."""
+    model = long_model()
+    with _prefilled(model) as cache:
+        forks = [cache.fork() for _ in range(3)]
+        forks += [forks[0].fork()]
+        turns = [torch.cat([ids_of(model), prompt(model, 1, 12 + seed, seed=seed)], 1) for seed in range(5)]
+        alone = []
+        for turn in turns:
+            with _prefilled(model) as other:
+                alone.append(generate(model, other, turn))
+        for turn, expected, each in zip(turns, alone, [*forks, cache], strict=True):
+            assert_exact(expected, generate(model, each, turn), bitwise=True)
+        for each in forks:
+            each.close()
+
+
+def test_what_is_cropped_and_refilled_in_one_fork_stays_in_the_other() -> None:
+    """Compact keys are shared in memory until one changes; so are records."""
+    model = long_model()
+    with _prefilled(model) as cache, cache.fork() as twin:
+        for each, seed in ((cache, 1), (twin, 2)):
+            each.crop(-30)
+            with torch.no_grad():
+                model(prompt(model, 1, 40, seed=seed), past_key_values=each)
+        for each, seed in ((cache, 1), (twin, 2)):
+            ids = torch.cat([ids_of(model)[:, :-31], prompt(model, 1, 40, seed=seed), ids_of(model)[:, -1:]], 1)
+            with _prefilled(model) as other:
+                other.crop(-30)
+                with torch.no_grad():
+                    model(prompt(model, 1, 40, seed=seed), past_key_values=other)
+                assert_exact(generate(model, other, ids), generate(model, each, ids), bitwise=True)
+
+
+def test_reordering_one_fork_leaves_the_other() -> None:
+    model = long_model()
+    with _prefilled(model, rows=2) as cache, cache.fork() as twin:
+        expected = generate(model, twin, ids_of(model, 2))
+        with cache.fork() as third:
+            third.reorder_cache(torch.tensor([1, 1]))
+            cache.reorder_cache(torch.tensor([0, 0]))
+            cache.close()
+            again = generate(model, third, ids_of(model, 2)[[1, 1]])
+    assert torch.equal(again.tokens[0], expected.tokens[1]) and torch.equal(again.tokens[1], expected.tokens[1])
+
+
+def test_forks_share_the_disk(tmp_path: Path) -> None:
+    model = long_model()
+    with _prefilled(model) as cache:
+        before = cache.disk_bytes
+        assert before == cache.own_disk_bytes > 0
+        forks = [cache.fork() for _ in range(8)]
+        cache.batch_repeat_interleave(4)
+        assert [each.own_disk_bytes for each in (cache, *forks)] == [0] * 9
+        assert {each.disk_bytes for each in (cache, *forks)} == {before}
+        generate(model, forks[0], ids_of(model))
+        assert forks[0].own_disk_bytes > 0 and forks[0].disk_bytes == before + forks[0].own_disk_bytes
+        assert [each.own_disk_bytes for each in (cache, *forks[1:])] == [0] * 8
+        for fork in forks:
+            fork.close()
+
+
+def test_the_batch_is_repeated_after_opening(tmp_path: Path) -> None:
+    """One document, four questions in one batch: each as it is alone."""
+    model = tiny("llama")
+    questions = prompt(model, 4, 6, seed=4)
+    with _prefilled(model, cls=OffloadCache) as cache:
+        cache.save(tmp_path / "context")
+    document = ids_of(model)[:, :-1]
+    with OffloadCache.open(tmp_path / "context", model) as cache:
+        cache.batch_repeat_interleave(4)
+        result = generate(model, cache, torch.cat([document.expand(4, -1), questions], 1))
+    expected = generate(model, DynamicCache(config=model.config), torch.cat([document.expand(4, -1), questions], 1))
+    assert_exact(expected, result)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = tiny("llama"), fresh("llama", seed=1)
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    with pytest.raises(ContextMismatchError, match="weights"):
+        DiskSwapCache.open(tmp_path / "context", other)
+    with pytest.raises(ContextMismatchError, match=r"model_type.*llama.*qwen2|model_type.*qwen2.*llama"):
+        DiskSwapCache.open(tmp_path / "context", tiny("qwen2"))
+    with pytest.raises(ContextMismatchError, match="DiskSwapCache"):
+        OffloadCache.open(tmp_path / "context", model)
+
+
+@pytest.mark.parametrize(("field", "value"), [("group_size", 8), ("rank", 4), ("summary_dtype", "float32")])
+def test_fields_that_the_format_fixes(field: str, value: Any, tmp_path: Path) -> None:
+    model = long_model()
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    with pytest.raises(ConfigError, match=field):
+        DiskSwapCache.open(tmp_path / "context", model, **{field: value})
+
+
+def test_fields_of_a_run_apply(tmp_path: Path) -> None:
+    model = long_model()
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    fields: dict[str, Any] = {"num_selected": 20, "num_recent": 4, "reuse_capacity": 0, "engine": "mapped"}
+    fields["group_size"] = 4  # as it is stored
+    with DiskSwapCache.open(tmp_path / "context", model, **fields) as cache:
+        assert {name: getattr(cache.config, name) for name in fields} == fields
+        first = generate(model, cache, ids_of(model))
+    with _prefilled(model, **fields) as cache:
+        assert first.tokens.shape == generate(model, cache, ids_of(model)).tokens.shape
+    with DiskSwapCache.open(tmp_path / "context", model, exact=True) as cache:
+        expected = generate(model, DynamicCache(config=model.config), ids_of(model))
+        assert_exact(expected, generate(model, cache, ids_of(model)))
+
+
+def test_an_exact_context_has_nothing_to_select_by(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with DiskSwapCache(model, exact=True, **SMALL) as cache:
+        generate(model, cache, ids_of(model), max_new_tokens=1)
+        cache.save(tmp_path / "context")
+    with pytest.raises(ConfigError, match="exact"):
+        DiskSwapCache.open(tmp_path / "context", model, exact=False)
+    with DiskSwapCache.open(tmp_path / "context", model) as cache:
+        assert cache.config.exact is True
+
+
+def test_nothing_to_save() -> None:
+    with DiskSwapCache(tiny("llama"), **SPARSE) as cache:
+        for use in (cache.fork, lambda: cache.save("nowhere"), lambda: copy.deepcopy(cache)):
+            with pytest.raises(ValueError, match="nothing"):
+                use()
+    assert not Path("nowhere").exists()
+
+
+def test_an_existing_context_is_not_replaced_unasked(tmp_path: Path) -> None:
+    model, target = long_model(), tmp_path / "context"
+    with _prefilled(model) as cache:
+        cache.save(target)
+        with pytest.raises(FileExistsError):
+            cache.save(target)
+        generate(model, cache, ids_of(model), max_new_tokens=20)
+        cache.save(target, overwrite=True)
+        tokens = cache.input_ids
+    with DiskSwapCache.open(target, model) as cache:
+        assert torch.equal(cache.input_ids, tokens) and tokens.shape == (1, LONG + 19)
+
+
+def test_no_context_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "nothing", tmp_path / "empty"):
+        with pytest.raises(ContextError, match=place.name):
+            DiskSwapCache.open(place, tiny("llama"))
+
+
+def test_a_mask_that_shows_padding_is_refused(tmp_path: Path) -> None:
+    model, mask = long_model(), padding(2, LONG)
+    ids = ids_of(model, 2).masked_fill(mask == 0, PAD)
+    with DiskSwapCache(model, **SPARSE) as cache:
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+        cache.save(tmp_path / "context")
+    with DiskSwapCache.open(tmp_path / "context", model) as cache:
+        assert torch.equal(cache.attention_mask, mask) and torch.equal(cache.input_ids, ids)
+        new = torch.full((2, 1), 9)
+        with pytest.raises(PromptError, match="attention_mask is missing"):
+            model(new, past_key_values=cache)
+        with pytest.raises(PromptError, match="token 0 of sequence 1"):
+            model(new, attention_mask=torch.ones(2, LONG + 1), past_key_values=cache)
+        with torch.no_grad():
+            model(new, attention_mask=torch.cat([mask, new.clamp(max=1)], 1), past_key_values=cache)
+        assert cache.report().tokens == LONG + 1
+
+
+def test_a_budget_on_opening(tmp_path: Path) -> None:
+    model = long_model()
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    with pytest.raises(BudgetError, match="memory"):
+        DiskSwapCache.open(tmp_path / "context", model, memory=20_000, max_context=700)
+    with DiskSwapCache.open(tmp_path / "context", model, memory="2MiB", max_context=700) as cache:
+        generate(model, cache, ids_of(model))
+        report = cache.report()
+        assert report.memory_budget == 2 * 2**20 and report.peak_memory_bytes <= report.memory_budget
+        assert (cache.config.rank, cache.config.group_size, cache.config.max_context) == (8, 4, 700)
+
+
+def test_encrypted(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    model, right, wrong = long_model(), tmp_path / "key", tmp_path / "other"
+    right.write_bytes(bytes(range(32)))
+    wrong.write_text("00" * 32)
+    with _prefilled(model) as cache:
+        expected = generate(model, cache, ids_of(model))
+        plain = cache.input_ids.numpy().tobytes()
+    with _prefilled(model, encryption_key=right) as cache:
+        cache.save(tmp_path / "context")
+    for path in (tmp_path / "context").iterdir():
+        assert plain[:64] not in path.read_bytes()
+    with pytest.raises(EncryptionKeyError, match="encrypted"):
+        DiskSwapCache.open(tmp_path / "context", model)
+    with pytest.raises(EncryptionKeyError, match="not the one"):
+        DiskSwapCache.open(tmp_path / "context", model, encryption_key=wrong)
+    with DiskSwapCache.open(tmp_path / "context", model, encryption_key=lambda: bytes(range(32))) as cache:
+        assert_exact(expected, generate(model, cache, ids_of(model)), bitwise=True)
+
+
+@pytest.mark.parametrize("pattern", ["*.records", "*.state", "manifest.json"])
+def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    path = sorted((tmp_path / "context").glob(pattern))[0]
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises((CorruptRecordError, ContextError), match="context"):
+        DiskSwapCache.open(tmp_path / "context", model)
+    path.unlink()
+    with pytest.raises((CorruptRecordError, ContextError), match="context"):
+        DiskSwapCache.open(tmp_path / "context", model)
+    path.write_bytes(content)
+    DiskSwapCache.open(tmp_path / "context", model).close()
+
+
+def test_config_fields_are_saved(tmp_path: Path) -> None:
+    """All but those of a machine or a run."""
+    from hf_offload_cache.contexts.open import read_manifest
+    from hf_offload_cache.contexts.save import NOT_SAVED
+
+    model = tiny("llama")
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+        names = {field.name for field in dataclasses.fields(cache.config)} - set(NOT_SAVED)
+    assert set(read_manifest(tmp_path / "context").config) == names
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "jamba", "qwen3_next", "lfm2", "gemma3n_text"])
+def test_linear_states_and_shared_keys(name: str, tmp_path: Path) -> None:
+    """Hybrids keep linear states beside an offloaded history; some layers attend with the keys of others."""
+    model = walk.tiny_model(walk.architectures()[name])
+    ids, more = prompt(model, 2), prompt(model, 2, 9, seed=8)
+
+    def turns(cache: Any, between: Callable[[Any], Any]) -> Decoded:
+        first = generate(model, cache, ids, max_new_tokens=5)
+        return generate(model, between(cache), torch.cat([first.tokens, more], 1), max_new_tokens=10)
+
+    expected = turns(DynamicCache(config=model.config), lambda cache: cache)
+    made: list[Any] = []
+
+    def between(cache: Any) -> Any:
+        made.append(_open(cache, tmp_path))
+        made.append(made[0].fork())
+        generate(model, made[0], torch.cat([made[0].input_ids, more, more], 1), max_new_tokens=3)
+        return made[1]
+
+    with OffloadCache(model, **SMALL) as cache:
+        assert_exact(expected, turns(cache, between))
+    for cache in made:
+        cache.close()
