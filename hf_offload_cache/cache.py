@@ -178,12 +178,14 @@ class OffloadCache(Cache, attach.Attachable):
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
         self.shared.check_open()
+        lengths, intact = [layer.get_seq_length() for layer in self._with_length()], attach.intact(model)
+        if intact:  # else an interruption is not what kept keys from attention
+            self._check_whole(lengths)
         self.shared.check_seam()
-        if not attach.intact(model) and any(layer.state == "tagged" for layer in self.offloaded):
+        if not intact and any(layer.state == "tagged" for layer in self.offloaded):
             raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        lengths = [layer.get_seq_length() for layer in self._with_length()]
         self._check_whole(lengths)
         if given is None:
             return
@@ -221,10 +223,10 @@ class OffloadCache(Cache, attach.Attachable):
     def end_step(self) -> None:
         """After the model's forward: keep the ids, stop the clock."""
         self.shared.check_seam()
-        self._open = None
         if self._step_ids is not None:
             self._tokens.append(self._step_ids, self._step_length, self._step_padding)
             self._step_ids = self._step_padding = None
+        self._open = None
         seconds = None if self._step_started is None else time.perf_counter() - self._step_started
         self.shared.counters.end_step(seconds, self.shared.prefetcher.seconds_in_flight)
         self._step_started = None
@@ -258,6 +260,7 @@ class OffloadCache(Cache, attach.Attachable):
 
     def check_prompt(self, input_ids: torch.Tensor) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
+        self.shared.check_open()
         check_prompt(self._tokens, self._held(), input_ids)
 
     def _check_whole(self, lengths: list[int]) -> None:
@@ -445,8 +448,6 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.check_open()
         self.shared.check_seam()
         self._check_whole([layer.get_seq_length() for layer in self._with_length()])
-        if not self._held():
-            raise ValueError("the cache holds nothing yet: run a prompt through it first")
         for layer in self.offloaded:
             layer.freeze()
 
@@ -464,6 +465,7 @@ class OffloadCache(Cache, attach.Attachable):
     @property
     def memory_bytes(self) -> int:
         """What the cache holds now in compute and host memory, all of it."""
+        self.shared.check_process()
         self._account_live()
         return self.shared.account.current
 
@@ -480,6 +482,7 @@ class OffloadCache(Cache, attach.Attachable):
     @property
     def disk_bytes(self) -> int:
         """What lies on the disk for this cache, what it shares with others included."""
+        self.shared.check_process()
         return sum(store.disk_bytes for store in self.shared.stores)
 
     @property

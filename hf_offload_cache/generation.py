@@ -225,13 +225,18 @@ def open_cache(
     memory: int | str | None = None,
     max_context: int | None = None,
 ) -> Iterator[Cache]:
-    """As `make_cache("disk-swap", ...)`, but what was saved in `directory` is held. Raises as `DiskSwapCache.open`."""
+    """As `make_cache("disk-swap", ...)`, but what was saved in `directory` is held; that counts as used now.
+
+    Raises as `DiskSwapCache.open`.
+    """
     from .caches.disk_swap import DiskSwapCache
+    from .contexts.listing import touch
 
     own = {} if memory is None else {"max_context": max_context}
     with DiskSwapCache.open(
         directory, model, memory=memory, path=path, tokenizer=tokenizer, **{**own, **(fields or {})}
     ) as cache:
+        touch(directory)
         yield cache
 
 

@@ -272,8 +272,12 @@ class OffloadLayer(CacheLayerMixin):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[Store]:
-        """See `History.freeze`; nothing for a layer that holds nothing."""
-        return self.history.freeze() if self.is_initialized else ()
+        """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
+        if not self.is_initialized:
+            return ()
+        if len(freed := self.history.table.sweep()):
+            self.dropped(freed)
+        return self.history.freeze()
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next

@@ -50,7 +50,7 @@ def check_descriptors(needed: int) -> None:
         raise StoreError(
             errno.EMFILE,
             f"the cache needs {needed} descriptors, one for each layer that it offloads, and {SPARE_DESCRIPTORS} to "
-            f"spare; {max(0, free)} are left of this process's limit: raise the limit with `ulimit -n`, or close others",
+            f"spare; {max(0, free)} are left of this process's limit: raise the limit with `ulimit -n`, or close some",
         )
 
 

@@ -80,6 +80,8 @@ class Shared:
 
     def close_store(self, store: Store) -> None:
         """Drop what is under way for `store`, and give its file back."""
+        if self.closed and store not in self.stores:
+            return  # `close` has dealt with it
         try:
             self.prefetcher.cancel(store)
         except StalledError:
@@ -116,6 +118,7 @@ class Shared:
     def broken(self, value: bool) -> None:
         self._broken = value
 
+    @torch.compiler.disable  # it would warn about os.getpid, which it cannot trace
     def check_open(self) -> None:
         self.check_process()
         if self.closed:

@@ -163,9 +163,10 @@ class WriteQueue:
         """After `stop`: wait for the thread. Raises `StalledError` when its last write does not end in time."""
         alive = join_all(self.threads, self.patience.deadline())
         self.threads[:] = [thread for thread in self.threads if thread in alive]
-        if alive:
-            with self._changed:
+        with self._changed:
+            if alive:
                 raise self.patience.give_up(self._doing())
+            self._fail_all()  # what a thread that died has left
 
     def _line(self, store: Store) -> _Line:
         line = self._lines.get(store)
@@ -192,7 +193,7 @@ class WriteQueue:
         return doing("writing", batches[-1].store, batches[-1].ids)
 
     def _fail_all(self) -> None:
-        """The thread has died: what was queued is lost, and whoever asks for it is told."""
+        """The thread has died: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
         why = self.threads[0].ended_by if self.threads else "it was not started"
         for line in list(self._lines.values()):
             for batch in list(line.batches):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .terminal import cell, stdout_console
 
 if TYPE_CHECKING:
-    from ..contexts.verify import VerifyResult
+    from ..contexts.findings import VerifyResult
 
 _KEYS = """\
 --json prints one object: path, whole (true or false), files, records and bytes (that were read), findings: each with

@@ -19,15 +19,14 @@ _IGNORED = frozenset((*_SOURCE, *_MAKING, "runtime_config"))
 
 def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
     """PEFT's adapters as they act now. Weights of layers are among the model's own, those of soft prompts are not."""
-    outer = getattr(model, "_orig_mod", model)
     layers = list(_adapted(inner))
     configs = getattr(inner, "peft_config", None) or {}
-    if not layers and getattr(outer, "prompt_encoder", None):
+    if not layers and getattr(model, "prompt_encoder", None):
         return {
-            "adapters": text(outer.active_adapters),
-            "adapters.disabled": text(outer._adapters_disabled),
-            "adapters.prompt": sampled_digest(outer.prompt_encoder),
-            **flat("adapters.prompt", outer.active_peft_config.to_dict(), _IGNORED),
+            "adapters": text(model.active_adapters),
+            "adapters.disabled": text(model._adapters_disabled),
+            "adapters.prompt": sampled_digest(model.prompt_encoder),
+            **flat("adapters.prompt", model.active_peft_config.to_dict(), _IGNORED),
         }
     if not layers:
         return {"adapters": "none"}

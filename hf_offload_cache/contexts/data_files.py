@@ -107,7 +107,10 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
             with reported(f"writing {name!r} of a context"):
                 file_system.fchmod(fd, 0o600)
                 for piece in pieces:
-                    data = memoryview(piece).cast("B")
+                    data = memoryview(piece)
+                    if not data.nbytes:  # which cannot be cast
+                        continue
+                    data = data.cast("B")
                     written += len(data)
                     while data:
                         count = file_system.write(fd, data)

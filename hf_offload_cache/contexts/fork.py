@@ -27,7 +27,8 @@ def fork(cache: Fork) -> Fork:
                 _fork_layer(layer, other)
             else:
                 restore_kept(other, capture_kept(layer))
-        twin.restore(cache.capture())
+        if cache.sequences:
+            twin.restore(cache.capture())
     except BaseException:
         twin.close()
         raise

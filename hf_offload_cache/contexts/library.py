@@ -18,7 +18,6 @@ from ..caches.disk_swap import DiskSwapCache
 from ..config import parse_size
 from ..errors import (
     BudgetError,
-    ConfigError,
     ContextError,
     ContextMismatchError,
     CorruptRecordError,
@@ -29,7 +28,7 @@ from .folder import remove
 from .identity import identity
 from .listing import Entry, evict, listing, look, touch
 from .prefixes import NAME, Known, PrefixIndex, form_of, model_digest, name_of, pass_over
-from .prompts import common_prefix, encode, may_crop, placeholders
+from .prompts import common_prefix, encode, may_crop, placeholders, prompt_of
 from .sizes import bytes_of
 
 
@@ -143,7 +142,7 @@ class ContextLibrary:
         least: int,
         fields: dict[str, Any],
     ) -> list[Match]:
-        wanted, limit = self._wanted(input_ids, attention_mask, least, inner_model(model))
+        wanted, limit = prompt_of(input_ids, attention_mask, least, inner_model(model))
         of, croppable = model_digest(identity(model)), may_crop(inner_model(model))
         real = np.cumsum((wanted >= 0).any(0))
         found: list[tuple[int, int, str, Match]] = []
@@ -161,26 +160,6 @@ class ContextLibrary:
                 found.append((matched, known.last_used_ns, known.path.name, match))
         return [match for *_, match in sorted(found, key=lambda item: item[:3], reverse=True)]
 
-    def _wanted(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, least: int, model: Any
-    ) -> tuple[np.ndarray, int]:
-        """The prompt as contexts keep it, and how much of it may match."""
-        ids = input_ids[None] if input_ids.ndim == 1 else input_ids
-        mask = attention_mask[None] if attention_mask is not None and attention_mask.ndim == 1 else attention_mask
-        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-            raise ConfigError(
-                f"input_ids must be token ids (T,) or (B, T), got {tuple(input_ids.shape)} {input_ids.dtype}"
-            )
-        if mask is not None and mask.shape != ids.shape:
-            raise ConfigError(
-                f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(mask.shape)}"
-            )
-        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise ConfigError(f"least must be a whole number of at least 1, got {least!r}")
-        wanted = encode(ids, mask)
-        stands_for = np.isin(wanted, placeholders(model)).any(0)
-        return wanted, min(wanted.shape[1] - 1, int(stands_for.argmax()) if stands_for.any() else wanted.shape[1])
-
     def _readable(self, known: Known) -> bool:
         return known.key_check is None or (self._key is not None and key_check(self._key) == known.key_check)
 
@@ -193,9 +172,10 @@ class ContextLibrary:
         returns, the contexts take `max_bytes` at most, whoever else saves meanwhile. `tokenizer` goes to
         `OffloadCache.save`.
 
-        Raises `BudgetError` with the numbers, nothing being evicted, for a context above `max_bytes` by itself;
-        `EncryptionKeyError` unless the cache's key is the library's; `ValueError` for a cache that holds what token ids
-        do not tell (embeddings, images); and as `OffloadCache.save`.
+        Raises `BudgetError` with the numbers for a context above `max_bytes` by itself: nothing is kept of it, and
+        nothing evicted, unless its records and states alone would have fitted; `EncryptionKeyError` unless the cache's
+        key is the library's; `ValueError` for a cache that holds what token ids do not tell (embeddings, images); and
+        as `OffloadCache.save`.
         """
         if cache.shared.key != self._key:
             raise EncryptionKeyError(
@@ -214,7 +194,7 @@ class ContextLibrary:
         there = look(path)
         if there is None or there.damage is not None or not (touch(path) or look(path)):
             self._check_size(bytes_of(cache))
-            kept = {inode for entry in self.entries() for inode in entry.files}
+            kept = {inode for entry in listing(self.folder, sizes_only=True) for inode in entry.files}
             self._make_room(self.max_bytes - min(self.max_bytes, bytes_of(cache, kept)))
             try:
                 cache.save(path, overwrite=there is not None, tokenizer=tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import os
@@ -35,7 +36,7 @@ class Entry:
     """A context in a folder, as it was when it was looked at.
 
     `damage` says what is wrong with it, as far as manifest and sizes tell; None: nothing. `manifest` is None when that
-    cannot be read. `files` has what lies in it; what another context shares is in both.
+    cannot be read, or was not. `files` has what lies in it; what another context shares is in both.
     """
 
     path: Path
@@ -96,11 +97,14 @@ class Eviction:
     """What the contexts that stay take together."""
 
 
-def look(path: str | os.PathLike[str]) -> Entry | None:
-    """What there is at `path`; None when there is no context, or no longer. Never raises for a damaged one."""
+def look(path: str | os.PathLike[str], *, sizes_only: bool = False) -> Entry | None:
+    """What there is at `path`; None when there is no context, or no longer. Never raises for a damaged one.
+
+    `sizes_only`: the manifest is not read, so that `manifest` and `damage` are None whatever it is like.
+    """
     path = Path(path)
     try:
-        return reading(path, functools.partial(_look, path))
+        return reading(path, functools.partial(_measure if sizes_only else _look, path))
     except (ContextError, OSError) as error:
         try:
             return reading(path, functools.partial(_look_at_damaged, path, " ".join(str(error).split())))
@@ -110,9 +114,12 @@ def look(path: str | os.PathLike[str]) -> Entry | None:
             return Entry(path, None, 0, str(error), {})
 
 
-def listing(folder: str | os.PathLike[str]) -> list[Entry]:
-    """The contexts that lie directly in `folder`, those used last first. Raises `ContextError`, `StoreError` for it."""
-    found = [entry for path in entries(folder) if (entry := look(path)) is not None]
+def listing(folder: str | os.PathLike[str], *, sizes_only: bool = False) -> list[Entry]:
+    """The contexts that lie directly in `folder`, those used last first; each as `look` has it.
+
+    Raises `ContextError`, `StoreError` for the folder.
+    """
+    found = [entry for path in entries(folder) if (entry := look(path, sizes_only=sizes_only)) is not None]
     return sorted(found, key=_by_use, reverse=True)
 
 
@@ -157,21 +164,26 @@ def evict(
     at once each removes the same ones; the one used last goes last, for all of them. One that cannot be removed stays,
     and is reported. Raises `ContextError`, `StoreError` when `folder` cannot be read.
     """
-    held = [entry for entry in listing(folder) if among(entry)]
+    held = [entry for entry in listing(folder, sizes_only=True) if among(entry)]
     links = Counter(inode for entry in held for inode in entry.files)
     total = total_bytes(held)
     removed: list[tuple[Entry, int]] = []
     refused: list[tuple[Entry, Exception]] = []
     while held and total > most_bytes:
         oldest = held.pop()
+        gone = look(oldest.path) or oldest
+        if gone.last_used_ns > oldest.last_used_ns:  # by another process, since it was listed
+            held.append(dataclasses.replace(oldest, last_used_ns=gone.last_used_ns))
+            held.sort(key=_by_use, reverse=True)
+            continue
         try:
             freed = remove(oldest.path, wipe=wipe)
         except (ContextError, StoreError) as error:
             if look(oldest.path) is not None:
-                refused.append((oldest, error))
+                refused.append((gone, error))
                 continue
         else:
-            removed.append((oldest, freed))
+            removed.append((gone, freed))
         for inode, file in oldest.files.items():
             links[inode] -= 1
             total -= file.disk_bytes if links[inode] == 0 else 0
@@ -192,6 +204,10 @@ def _look(path: Path, folder_fd: int) -> Entry:
         if files[name].st_size != sizes[name]:
             raise CorruptRecordError(errno.EIO, f"{name} has {files[name].st_size:,} bytes, not {sizes[name]:,}")
     return _entry(path, manifest, files, None)
+
+
+def _measure(path: Path, folder_fd: int) -> Entry:
+    return _entry(path, None, survey(FILE_SYSTEM, folder_fd)[0], None)
 
 
 def _look_at_damaged(path: Path, damage: str, folder_fd: int) -> Entry:

@@ -14,16 +14,18 @@ in canonical form, vouches for every byte of a context, and a name leads nowhere
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ContextError
 
+if TYPE_CHECKING:  # the console lists contexts without loading torch
+    from ..stores.guard import RecordGuard
+
 FORMAT: Final = "hf_offload_cache context"
 VERSION: Final = 1
-MANIFEST_NAME = "manifest.json"
 MOST_MANIFEST_BYTES = 16 * 2**20
 
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -107,7 +109,7 @@ class Manifest(_Checked):
         values = found.get("manifest") if isinstance(found, dict) else None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ContextError(f"{place}: this is no manifest of a saved context")
-        if values.get("version") != VERSION:
+        if type(values.get("version")) is not int or values["version"] != VERSION:
             raise ContextError(
                 f"{place}: the format's version is {values.get('version')!r} and this library reads {VERSION}: "
                 "open it with the library that wrote it, or save the context anew"
@@ -136,6 +138,13 @@ class Manifest(_Checked):
     def state_bytes(self) -> int:
         """Bytes of all states."""
         return self.state.bytes + sum(layer.state.bytes for layer in self.layers)
+
+
+def records_name(guard: RecordGuard, record_bytes: int) -> str:
+    """What a file of the records that `guard` has the tags of is called."""
+    digest = xxhash.xxh3_128(f"{guard.describe()} {record_bytes} ".encode())
+    digest.update(guard.tags.tobytes())
+    return f"{digest.hexdigest()}.records"
 
 
 def _digest(values: dict[str, Any]) -> str:

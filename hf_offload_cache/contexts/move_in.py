@@ -70,7 +70,7 @@ class Replacement:
             there = self._file_system.stat(MANIFEST_NAME, self._old_fd)
         except FileNotFoundError:  # being removed
             return False
-        return os.path.samestat(there, self._new[MANIFEST_NAME])
+        return MANIFEST_NAME in self._new and os.path.samestat(there, self._new[MANIFEST_NAME])
 
     def _take_back(self, error: BaseException) -> None:
         try:

@@ -18,13 +18,15 @@ from ..errors import ConfigError, ContextError, ContextMismatchError, CorruptRec
 from ..geometry import Geometry
 from ..kept import restore_kept
 from ..layer import OffloadLayer
+from ..machine import check_descriptors, free_memory
 from ..stores.base import Store
 from ..stores.encryption import decrypt, key_check, load_key, open_guard
 from ..stores.engines import open_named
-from .data_files import read_small
+from .captured import check_cache, check_layer, check_whole
+from .data_files import MANIFEST_NAME, read_small
 from .folder import reading
 from .identity import check_identity
-from .manifest import MANIFEST_NAME, MOST_MANIFEST_BYTES, LayerEntry, Manifest, StateFile
+from .manifest import MOST_MANIFEST_BYTES, LayerEntry, Manifest, StateFile, records_name
 from .state import unpack
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ def _config(
 
 def _check_key(manifest: Manifest, key: bytes | None, place: str) -> None:
     if manifest.key_check is None:
+        if key is not None:  # what such a cache saved would hold these records as they are
+            raise EncryptionKeyError(f"{place}: the context is not encrypted: leave encryption_key out")
         return
     if key is None:
         raise EncryptionKeyError(f"{place}: the context is encrypted: give encryption_key, the one it was saved with")
@@ -126,12 +130,16 @@ class _Reader:
 
     def state(self, entry: StateFile, name: str, device: torch.device, encrypted: bool) -> Any:
         """The tree of one state. Raises `CorruptRecordError` where it is not what was written."""
+        free = free_memory()
+        if free is not None and entry.bytes > free:
+            message = f"{name}: its state in {self._place!r} takes {entry.bytes:,} bytes of memory, {free:,} are free"
+            raise ContextError(f"{message}: the manifest is damaged, or made elsewhere")
         try:
             data: Any = read_small(self._folder_fd, entry.file, entry.bytes)
         except FileNotFoundError as error:
             message = f"{name}: its state {entry.file} in {self._place!r} is missing; save the context anew"
             raise CorruptRecordError(errno.ENOENT, message) from error
-        if f"{xxhash.xxh3_128_hexdigest(data)}.state" != entry.file:
+        if len(data) != entry.bytes or f"{xxhash.xxh3_128_hexdigest(data)}.state" != entry.file:
             raise CorruptRecordError(
                 errno.EIO, f"{name}: its state {entry.file} in {self._place!r} is not what was written; save it anew"
             )
@@ -146,6 +154,8 @@ class _Reader:
         try:
             for part, tag in zip(entry.parts, tags, strict=True):
                 guard = open_guard(part.guard, tag.cpu().numpy(), self._key, self._verify)
+                if part.file != records_name(guard, entry.record_bytes):
+                    raise ContextError(f"{name}: its tags are not those of {part.file} in {self._place!r}")
                 stores.append(
                     open_named(
                         cache.shared.engine, self._folder_fd, part.file, part.records, entry.record_bytes, name,
@@ -163,16 +173,20 @@ def _fill(cache: OffloadCache, reader: _Reader, manifest: Manifest) -> None:
     """Let `cache`, a new one, hold what the context holds."""
     if len(manifest.layers) != len(cache.layers):
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
+    check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + len(cache.offloaded))
     devices, encrypted = attention_devices(cache.model), manifest.key_check is not None
     host = torch.device("cpu")
     try:
-        cache.restore(reader.state(manifest.state, "cache", host, encrypted))
+        whole = reader.state(manifest.state, "cache", host, encrypted)
+        check_cache(whole, manifest)
+        cache.restore(whole)
         for layer_idx, (entry, layer) in enumerate(zip(manifest.layers, cache.layers, strict=True)):
             name = f"layer {layer_idx}"
             if (entry.kind == "offloaded") != isinstance(layer, OffloadLayer):
                 raise ContextMismatchError(f"{name}: the context has it {entry.kind}, the model's is {layer!r}")
             device = devices.get(layer_idx, cache.model.device)
             tree = reader.state(entry.state, name, device, encrypted)
+            check_layer(tree, layer, entry, manifest, name)
             if isinstance(layer, OffloadLayer):
                 stores = reader.records(entry, tree["tags"], name, cache)
                 with contextlib.ExitStack() as undo:
@@ -182,5 +196,6 @@ def _fill(cache: OffloadCache, reader: _Reader, manifest: Manifest) -> None:
                     undo.pop_all()
             else:
                 restore_kept(layer, tree["layer"])
+        check_whole(cache, manifest)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ContextError(f"the context does not hold together: {type(error).__name__}: {error}") from error

@@ -16,9 +16,9 @@ from ..kept import capture_kept
 from ..layer import OffloadLayer
 from ..stores.base import Store
 from ..stores.encryption import encrypt, key_check
-from .data_files import write_file
+from .data_files import MANIFEST_NAME, write_file
 from .identity import identity
-from .manifest import MANIFEST_NAME, LayerEntry, Manifest, RecordsFile, StateFile
+from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .publish import publish
 from .state import pack
 
@@ -34,6 +34,8 @@ def save(
     cache: OffloadCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
 ) -> None:
     """See `OffloadCache.save`."""
+    if not cache.tokens:
+        raise ValueError("the cache holds nothing to save: run a prompt through it first")
     made_for = identity(cache.model, tokenizer, full_digest=full_digest)
     cache.freeze()
     fields = {field.name: getattr(cache.config, field.name) for field in dataclasses.fields(cache.config)}
@@ -79,9 +81,7 @@ class _Writer:
         """The records of a frozen store under their digest; and their tags."""
         provisional = f"{secrets.token_hex(16)}.records"
         guard = store.export(self._folder_fd, provisional)
-        digest = xxhash.xxh3_128(f"{guard.describe()} {store.record_bytes} ".encode())
-        digest.update(guard.tags.tobytes())
-        name = f"{digest.hexdigest()}.records"
+        name = records_name(guard, store.record_bytes)
         os.rename(provisional, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
         entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe())
         return entry, torch.from_numpy(guard.tags.copy())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,56 +17,17 @@ from ..stores.base import aligned_empty
 from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
+from .captured import check_cache
 from .data_files import MANIFEST_NAME, read_small, survey
 from .file_system import FILE_SYSTEM
+from .findings import Finding, Kind, VerifyResult
 from .folder import reading
 from .listing import expected_sizes
-from .manifest import MOST_MANIFEST_BYTES, LayerEntry, Manifest, RecordsFile, StateFile
+from .manifest import MOST_MANIFEST_BYTES, LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .open import _check_key, _Reader
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of records that are read and checked at once."""
-
-Kind = Literal["damaged", "missing", "foreign", "exposed"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is wrong with a context.
-
-    Attributes:
-        kind: "damaged": not what was written. "missing": no longer there. "foreign": of no context, or not of this one.
-            "exposed": others may read it.
-        file: its name in the context; "." the directory itself.
-        part: what it belongs to: "manifest", "cache", "layer 3"; empty for what belongs to nothing.
-        records: numbers of the layer's records that are damaged, as errors of reads name them; all that are.
-        problem: what is wrong, in words.
-    """
-
-    kind: Kind
-    file: str
-    part: str
-    problem: str
-    records: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """What `verify` read, and what it found; in the order of the manifest, then of the names."""
-
-    path: str
-    findings: tuple[Finding, ...]
-    files: int
-    """Files that were read."""
-    records: int
-    """Records that were checked."""
-    bytes: int
-    """Bytes that were read."""
-
-    @property
-    def whole(self) -> bool:
-        """Everything that was written is there and unchanged; it may still be exposed, or have company."""
-        return not any(finding.kind in ("damaged", "missing") for finding in self.findings)
 
 
 def verify(
@@ -159,9 +121,10 @@ class _Check:
         encrypted = manifest.key_check is not None
         tree = self._state(manifest.state, "cache", encrypted, there)
         if tree is not None:
-            ids = tree.get("ids") if isinstance(tree, dict) else None
-            if not isinstance(ids, torch.Tensor) or ids.shape != (manifest.batch, manifest.tokens):
-                self._find("damaged", manifest.state.file, "cache", "its token ids are not of the manifest's shape")
+            try:
+                check_cache(tree, manifest)
+            except ContextError as error:
+                self._find("damaged", manifest.state.file, "cache", error)
         for layer_idx, layer in enumerate(manifest.layers):
             part = f"layer {layer_idx}"
             tree = self._state(layer.state, part, encrypted, there)
@@ -195,17 +158,20 @@ class _Check:
         if tree is None:
             return nothing
         try:
-            tags = [tag.numpy() for tag in tree["tags"]]
-            guards: list[RecordGuard | None] = [
-                open_guard(entry.guard, tag, self.key, True) for entry, tag in zip(layer.parts, tags, strict=True)
+            parts = list(zip(layer.parts, tree["tags"], strict=True))
+            guards = [open_guard(entry.guard, tag.numpy(), self.key, True) for entry, tag in parts]
+            names = [records_name(guard, layer.record_bytes) for guard in guards]
+            wrong = [
+                entry.file
+                for (entry, tag), name in zip(parts, names, strict=True)
+                if name != entry.file or len(tag) != entry.records
             ]
-            wrong = [entry.file for entry, tag in zip(layer.parts, tags, strict=True) if len(tag) != entry.records]
             if wrong:
-                raise ContextError(f"the tags of {wrong[0]} are not those of its records")
+                raise ContextError(f"the tags are not those of {wrong[0]}")
         except (ContextError, KeyError, TypeError, AttributeError, ValueError) as error:
             self._find("damaged", layer.state.file, part, f"its tags cannot be used: {error}")
             return nothing
-        return guards
+        return [*guards]
 
     def _records(
         self, entry: RecordsFile, guard: RecordGuard | None, part: str, size: int, first: int, expected: int,
@@ -270,13 +236,14 @@ class _Check:
         return [int(number) for number in ids[bad]]
 
     def _drop(self, name: str) -> None:
-        """Let go of the page cache of a file."""
+        """Let go of the page cache of a file, where that can be."""
         if hasattr(os, "posix_fadvise"):
-            fd = FILE_SYSTEM.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, self.folder_fd)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            with contextlib.suppress(OSError):  # what is wrong with the file was found when it was read
+                fd = FILE_SYSTEM.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, self.folder_fd)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
 
     def _advance(self, count: int) -> None:
         self.done += count

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..buffers import Workspace, lasting_empty
+from ..errors import ContextError
 from ..report import MemoryAccount
 
 _CLIP = 5.0
@@ -149,8 +150,18 @@ class LowRankKeys:
     @classmethod
     def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
         """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
-        one's account counts them."""
+        one's account counts them. Raises `ContextError` where the tree does not hold together."""
         keys = tree["keys"]
+        scale, projection = tree["scale"], tree["adapter"]
+        queries = projection if tree["queries"] is None else tree["queries"]
+        fits = keys.shape[-1] > 0 and scale.shape == keys.shape[-1:] and queries.shape == projection.shape
+        kinds = all(each.is_floating_point() for each in (projection, queries, scale))
+        if not fits or not kinds or not (keys.dtype == torch.int8 or keys.is_floating_point()):
+            found = [f"{tuple(each.shape)} {each.dtype}" for each in (keys, scale, projection, queries)]
+            raise ContextError(
+                f"compact keys, scale and projections of a context do not hold together: they are {', '.join(found)}; "
+                "save the context anew"
+            )
         flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
         compact = cls(
             flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],

@@ -180,8 +180,6 @@ def decrypt(key: bytes, blob: bytes | bytearray | memoryview, context: bytes) ->
     from cryptography.exceptions import InvalidTag
 
     try:
-        if len(sealed) < _TAG_BYTES:
-            raise InvalidTag
         return cipher.decrypt(bytes(_NONCE_BYTES), sealed, context)
     except InvalidTag as error:
         raise CorruptRecordError(

@@ -227,6 +227,10 @@ class FileStore(Store):
         return kind(error.errno or errno.EIO, f"{self.name}: {doing} in {self._file.place!r}: {reason}{advice}")
 
     @property
+    def directory(self) -> str | None:
+        return self._file.place
+
+    @property
     def disk_bytes(self) -> int:
         return self._file.disk_bytes
 

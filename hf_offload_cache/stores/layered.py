@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StalledError, StoreError
+from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.base import Store
 from hf_offload_cache.stores.checks import check_batch, check_range, describe
 from hf_offload_cache.stores.guard import RecordGuard
+from hf_offload_cache.stores.joint import JointTransfer, give_up
 from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.transfer import LateRead, Transfer
 
@@ -143,9 +144,9 @@ class LayeredStore(Store):
                     return None  # it can only block: other threads read all of it
                 begun.append(transfer or LateRead(store, some, out[first:stop]))
         except BaseException:
-            _give_up(begun)
+            give_up(begun)
             raise
-        return _Together(begun)
+        return JointTransfer(begun)
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
@@ -155,7 +156,7 @@ class LayeredStore(Store):
     def _pieces(self, ids: np.ndarray) -> list[tuple[Store, np.ndarray, tuple[int, int]]]:
         """Stretches of `ids` that lie in one store: the store, its own ids for them, and the positions in `ids`.
 
-        Raises `StoreError` for ids below 0; those beyond the last record are the last store's to refuse.
+        Ids that do not exist, also those below 0, are the last store's to refuse.
         """
         layout = self._layout
         count = len(ids)
@@ -163,8 +164,6 @@ class LayeredStore(Store):
             return []
         if np.maximum.reduce(ids.view(np.uint64)) < layout.second:  # as a rule; a negative one is above all others
             return [(layout.stores[0], ids, (0, count))]
-        if int(ids.min()) < 0:
-            check_range(self.name, ids, self.capacity, self._first_id)
         index = np.searchsorted(layout.firsts, ids, side="right") - 1
         cuts = np.flatnonzero(index[1:] != index[:-1]) + 1
         edges = [0, *cuts.tolist(), count]
@@ -268,48 +267,3 @@ class _Layout:
         self.base = int(ends[-1]) if len(ends) else 0
         self.firsts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[: len(self.stores)]
         self.second = int(self.firsts[1]) if len(self.firsts) > 1 else 2**64
-
-
-class _Together(Transfer):
-    """Several transfers as one. The first that fails is what `finish` raises, when the others have ended."""
-
-    def __init__(self, transfers: list[Transfer]) -> None:
-        self._transfers = transfers
-        self._error: Exception | None = None
-        self.runs = any(transfer.runs for transfer in transfers)
-
-    @property
-    def finished_at(self) -> float | None:  # type: ignore[override]
-        ends = [transfer.finished_at for transfer in self._transfers]
-        return None if None in ends else max(end for end in ends if end is not None)
-
-    def done(self) -> bool:
-        return all([transfer.done() for transfer in self._transfers])  # a list: each is looked at
-
-    def drop(self) -> None:
-        for transfer in self._transfers:
-            transfer.drop()
-
-    def wait(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
-
-    def finish(self) -> None:
-        if self._error is not None:
-            raise self._error
-        try:
-            for transfer in self._transfers:
-                transfer.finish()
-        except StalledError:  # under way: to be waited for again
-            raise
-        except Exception as error:
-            _give_up(self._transfers)
-            self._error = error
-            raise
-
-
-def _give_up(transfers: list[Transfer]) -> None:
-    for transfer in transfers:
-        transfer.drop()
-    for transfer in transfers:
-        transfer.wait()

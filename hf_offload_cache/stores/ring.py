@@ -133,7 +133,7 @@ class Ring:
     def look(self) -> None:
         """Take in what has completed and submit what waits for a place. No system call where nothing waits."""
         # Where the lock is taken another thread is at it. `acquire` without `with` would lose the lock to a signal.
-        if self._open and not self._lock.locked():
+        if self._open and self._memory is not None and not self._lock.locked():
             self._process.check("this io_uring")
             with self._lock:
                 memory = self._check()
@@ -167,7 +167,8 @@ class Ring:
         """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
         self._process.check("this io_uring")
         with self._lock:
-            self._drop(batch, self._check())
+            if self._memory is not None:  # else `close` has given them up
+                self._drop(batch, self._memory)
 
     def release(self, fd: int) -> None:
         """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed."""

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -64,6 +65,20 @@ class Steps:
         return call
 
     def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        return call()
+
+
+class Meanwhile(Steps):
+    """Once, just before the first call named `at`, `act` runs: what another process does in between."""
+
+    def __init__(self, inner: FileSystem, at: str, act: Callable[[], Any]) -> None:
+        super().__init__(inner)
+        self.at, self.act, self.done = at, act, False
+
+    def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if name == self.at and not self.done:
+            self.done = True
+            self.act()
         return call()
 
 
@@ -124,6 +139,11 @@ class KillAt(Steps):
         self.passed += 1
         if self.passed == self.point:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails(number: int) -> Callable[[], OSError]:
+    """What makes the error of this number, for `FailAt`."""
+    return lambda: OSError(number, os.strerror(number))
 
 
 def contents(version: str) -> dict[str, bytes]:
@@ -324,6 +344,15 @@ def main(command: str, *arguments: str) -> None:
         target, version, times, how = arguments
         for _ in range(int(times)):
             save(Path(target), version, {"exchange": Quick, "in place": NoExchange}[how]())
+
+
+def start_script(*arguments: str) -> subprocess.Popen[str]:
+    """This file as a process of its own; `main` says which arguments it takes."""
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

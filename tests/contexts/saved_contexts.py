@@ -1,4 +1,4 @@
-"""A small model, a context of it, and ways to answer from one, to copy, to change and to rewrite it. No tests in here."""
+"""A small model, a context of it, and ways to answer from one, to copy, change and rewrite it. No tests in here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import xxhash
 from harness import COMMON, Decoded, build
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.contexts.manifest import MANIFEST_NAME
+from hf_offload_cache.contexts.data_files import MANIFEST_NAME
 from hf_offload_cache.contexts.state import pack, unpack
 
 FIELDS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Whatever bytes of a saved context change: a named error, or the answer of the context as it was. Never another one."""
+"""Whatever bytes of a saved context change: a named error, or the answer of the context as it was. Never another."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def sweep(saved: Saved, tmp_path: Path, seed: int, each: int, both: bool) -> Cou
         if changed is not None:
             path.write_bytes(changed)
         records = corruption.file.startswith("records")
-        for exact in (True, False) if both or records and number % 4 == 0 else (True,):
+        for exact in (True, False) if both or (records and number % 4 == 0) else (True,):
             engine = ("auto", "mapped", "memory")[number % 3] if records else "mapped"
             try:
                 found = outcome(target, saved, exact, engine)

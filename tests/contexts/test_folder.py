@@ -85,7 +85,7 @@ def test_written_and_read(folder_fd: int, tmp_path: Path, name: str) -> None:
 def test_buffers_of_any_type_are_written_as_bytes(folder_fd: int) -> None:
     words = memoryview(bytearray(64)).cast("Q")
     words[1] = 2**40
-    write_file(folder_fd, NAME, [words])
+    write_file(folder_fd, NAME, [words[:0], words])
     assert read_small(folder_fd, NAME, 64) == words.tobytes()
 
 

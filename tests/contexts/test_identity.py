@@ -439,6 +439,9 @@ def test_an_adapter_is_the_same_through_either_handle(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(fresh(LLAMA), str(tmp_path / "one"), adapter_name="one")
     assert differing(stored, identity(again)) == set()
+    inner = model.get_base_model()
+    inner.model = torch.compile(inner.model, backend="eager")
+    check_identity(stored, model)
 
 
 def test_another_active_adapter() -> None:
@@ -511,6 +514,7 @@ def test_a_soft_prompt() -> None:
     model = peft.get_peft_model(fresh(LLAMA), config)
     stored = identity(model)
     assert refused(identity(tiny(LLAMA)), model).startswith("adapters was none")
+    check_identity(stored, torch.compile(model, backend="eager"))
     with model.disable_adapter():
         assert refused(stored, model) == "adapters.disabled was false, here it is true"
     with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import saved_contexts
 import torch
+from harness import Decoded, assert_exact
 from saved_contexts import (
     answer,
     copy_of,
@@ -30,10 +31,11 @@ from saved_contexts import (
 )
 
 from hf_offload_cache import errors
-from hf_offload_cache.contexts.manifest import MANIFEST_NAME, Manifest
+from hf_offload_cache.contexts.data_files import MANIFEST_NAME
+from hf_offload_cache.contexts.manifest import Manifest
 from hf_offload_cache.contexts.open import read_manifest
 
-NAMED = (errors.ContextError, errors.CorruptRecordError, errors.EncryptionKeyError, errors.ConfigError)
+NAMED = (errors.ContextError, errors.StoreError, errors.EncryptionKeyError, errors.ConfigError)
 MOST_BYTES = 64 * 2**20
 """That refusing may allocate: a context here has 2 MiB, and a manifest at most 16."""
 HUGE = 2**62
@@ -59,7 +61,7 @@ def context(base: Path, tmp_path: Path) -> Iterator[Path]:
     assert outside.read_bytes() == b"outside" * 1000
 
 
-def refused(context: Path, match: str = "", **fields: Any) -> Exception:
+def refused(context: Path, match: str | None = None, **fields: Any) -> Exception:
     """Opening raises a named error, for little memory."""
     tracemalloc.start()
     try:
@@ -104,7 +106,7 @@ def test_rewriting_by_itself_is_no_change(context: Path) -> None:
     assert json.loads(read_manifest(context).to_bytes())["digest"] == digest_of(values_of(context))
 
 
-# --- values of the manifest --------------------------------------------------------------------------------------------
+# --- values of the manifest ----------------------------------------------------------------------------------------
 
 NAMES = [
     "../../outside.records",
@@ -139,7 +141,8 @@ def test_names_that_lead_elsewhere(context: Path, name: Any) -> None:
         assert "manifest" in str(refused(context))
 
 
-COUNTS = [-1, 0, 1, 2**31, 2**47, 2**48, HUGE, 2**64, 10**400, 1.5, 1e300, float("nan"), float("inf"), True, None, "7", []]
+COUNTS: list[Any] = [-1, 0, 1, 2, 2**31, 2**47, 2**48, HUGE, 2**64, 10**400]
+COUNTS += [1.5, 1e300, float("nan"), float("inf"), True, None, "7", []]
 COUNTED = {
     "records": ("layers", 0, "parts", 0, "records"),
     "bytes of a state": ("layers", 0, "state", "bytes"),
@@ -156,8 +159,8 @@ def test_absurd_counts(context: Path, place: str) -> None:
     before = values_of(context)
     for value in COUNTS:
         write_values(context, before)
-        if place == "version" and value is not True and value == 1:
-            continue
+        if value == 1 and value is not True and place in ("version", "batch"):
+            continue  # as it is
         rewrite_values(context, put(*COUNTED[place], value=value))
         try:
             refused(context)
@@ -180,16 +183,14 @@ WRONG: dict[str, Change] = {
     "a layer too few": drop("layers", 2),
     "a layer too many": lambda values: values["layers"].append(values["layers"][0]),
     "a hundred thousand layers": lambda values: values.update(layers=values["layers"] * 33_000),
-    "layers in another order": lambda values: values["layers"].reverse(),
     "layers 0 and 1 exchanged": lambda values: values["layers"].insert(0, values["layers"].pop(1)),
-    "layers 0 and 2 exchanged": lambda values: values["layers"].insert(0, values["layers"].pop(2)),
     "an offloaded layer is kept": put("layers", 0, "kind", value="kept"),
     "a kept layer is offloaded": put("layers", 1, "kind", value="offloaded"),
     "another kind": put("layers", 0, "kind", value="shared"),
     "records of a kept layer": lambda values: values["layers"][1].update(parts=values["layers"][0]["parts"]),
     "no records": put("layers", 0, "parts", value=[]),
     "the records twice": lambda values: values["layers"][0]["parts"].append(values["layers"][0]["parts"][0]),
-    "the records a thousand times": lambda values: values["layers"][0].update(parts=values["layers"][0]["parts"] * 1000),
+    "the records often": lambda values: values["layers"][0].update(parts=values["layers"][0]["parts"] * 1000),
     "another layer's records": lambda values: values["layers"][0].update(parts=values["layers"][2]["parts"]),
     "another layer's state": lambda values: values["layers"][0].update(state=values["layers"][2]["state"]),
     "the cache's state is a layer's": lambda values: values.update(state=values["layers"][0]["state"]),
@@ -208,9 +209,7 @@ WRONG: dict[str, Change] = {
     "a field of config unknown": put("config", "more", value=1),
     "a field of config of another type": put("config", "group_size", value="many"),
     "a field of config absurd": put("config", "num_selected", value=-7),
-    "a field of config huge": put("config", "num_selected", value=HUGE),
     "group_size of config": put("config", "group_size", value=4),
-    "nothing in config": put("config", value={}),
     "identity is a list": put("identity", value=[]),
     "identity of numbers": put("identity", "model_type", value=7),
     "identity of another model": put("identity", "model_type", value="gpt2"),
@@ -233,7 +232,7 @@ def test_wrong_values(context: Path, what: str) -> None:
 def test_any_value_of_another_type_or_missing(context: Path, seed: int) -> None:
     """A value anywhere, replaced or taken away: refused, or of no importance to what the context answers."""
     draw, before = random.Random(seed), values_of(context)
-    with opened(context) as cache:
+    with opened(context, exact=True) as cache:
         expected = answer(cache)
     values: list[Any] = [None, True, -1, 0, HUGE, 1e300, float("nan"), "", "x", "\ud800", [], {}, [[]], {"": 0}]
     for _ in range(60):
@@ -259,15 +258,13 @@ def _anywhere(tree: Any, draw: random.Random) -> list[str | int]:
     return way
 
 
-def _refused_or(expected: Any, context: Path) -> None:
+def _refused_or(expected: Decoded, context: Path) -> None:
     try:
-        cache = opened(context)
+        cache = opened(context, exact=True)
     except NAMED:
         return
     with cache:
-        assert not cache.config.exact or cache.config.engine  # the configuration is a user's, checked as such
-        if not answer(cache).logits.isfinite().all():
-            raise AssertionError("no numbers")
+        assert_exact(expected, answer(cache))
 
 
 TEXTS = {
@@ -320,7 +317,7 @@ def test_a_manifest_of_gigabytes_is_not_read(context: Path) -> None:
     refused(context, match=r"manifest\.json.*8,589,934,592")
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["manifest", "cache", "layer 0", "records 0.0"])
@@ -348,7 +345,33 @@ def test_no_regular_file(context: Path, base: Path, which: str, kind: str) -> No
     refused(context)
 
 
-@pytest.mark.parametrize("size", [2**31, 2**40, 2**46])
+def test_a_key_for_what_is_not_encrypted(context: Path) -> None:
+    """Else what is saved from there would look encrypted, and its records would not be."""
+    pytest.importorskip("cryptography")
+    assert "not encrypted" in str(refused(context, encryption_key=lambda: bytes(32)))
+
+
+@pytest.mark.parametrize("how", ["rows", "mask", "crop"])
+def test_what_was_given_up_is_not_saved(tmp_path: Path, how: str) -> None:
+    """Neither the keys of sequences that were left out, nor of tokens that were cropped."""
+    with prefilled(rows=2) as cache:
+        keys = cache.layers[0].history.whole()[0]
+        if how == "crop":
+            cache.layers[1].activate_past_recording()
+            cache.reset()
+            saved_contexts.feed(cache, saved_contexts.ids(rows=2))
+            cache.crop(-200)
+        else:
+            cache.batch_select_indices(torch.tensor([0] if how == "rows" else [True, False]))
+        cache.save(tmp_path / "context")
+    given_up = keys[1, :, 400:560] if how == "crop" else keys[1, :, :560]
+    held = b"".join((tmp_path / "context" / name).read_bytes() for name in os.listdir(tmp_path / "context"))
+    assert keys[0, :, 8].reshape(-1).numpy().tobytes() in held
+    for token in range(0, given_up.shape[1], 40):
+        assert given_up[:, token].reshape(-1).numpy().tobytes() not in held
+
+
+@pytest.mark.parametrize("size", [2**42, 2**43])
 def test_a_state_as_large_as_it_says(context: Path, size: int) -> None:
     """Of zeros that take no disk space. It is not read into memory."""
     values = values_of(context)
@@ -366,9 +389,8 @@ def test_a_state_as_large_as_it_says(context: Path, size: int) -> None:
     refused(context)
 
 
-# --- states ------------------------------------------------------------------------------------------------------------
+# --- states --------------------------------------------------------------------------------------------------------
 
-_int8 = torch.int8
 HISTORY = ("layer", "history")
 LAYERS: dict[str, Change] = {
     "nothing": lambda tree: {},
@@ -453,9 +475,7 @@ LAYERS: dict[str, Change] = {
     "scaling a string": put("layer", "scaling", value="large"),
     "scaling none": put("layer", "scaling", value=None),
     "adapter a number": put("layer", "adapter", value=3),
-    "adapter of another shape": put("layer", "adapter", value=torch.zeros(3, 5)),
     "latest queries a number": put("layer", "latest_queries", value=1),
-    "latest queries of another shape": put("layer", "latest_queries", value=torch.zeros(1, 3, 5, 7)),
     "latest queries flat": put("layer", "latest_queries", value=torch.zeros(3)),
 }
 
@@ -503,14 +523,11 @@ KEPT: dict[str, Change] = {
     "a method replaced": put("layer", "update", value=1),
     "keys none": put("layer", "keys", value=None),
     "keys a number": put("layer", "keys", value=1),
-    "keys of another size": lambda tree: tree["layer"].update(keys=tree["layer"]["keys"][..., :-1].contiguous()),
     "keys of another type": lambda tree: tree["layer"].update(keys=tree["layer"]["keys"].long()),
     "keys of two rows": lambda tree: tree["layer"].update(keys=tree["layer"]["keys"].repeat(2, 1, 1, 1)),
-    "keys of fewer tokens": lambda tree: tree["layer"].update(keys=tree["layer"]["keys"][:, :, :-1].contiguous()),
     "length negative": put("layer", "cumulative_length", value=-5),
     "length a string": put("layer", "cumulative_length", value="many"),
     "length another": put("layer", "cumulative_length", value=7),
-    "window another": put("layer", "sliding_window", value=3),
 }
 
 

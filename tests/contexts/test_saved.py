@@ -366,12 +366,17 @@ def test_an_exact_context_has_nothing_to_select_by(tmp_path: Path) -> None:
         assert cache.config.exact is True
 
 
-def test_nothing_to_save() -> None:
-    with DiskSwapCache(tiny("llama"), **SPARSE) as cache:
-        for use in (cache.fork, lambda: cache.save("nowhere"), lambda: copy.deepcopy(cache)):
-            with pytest.raises(ValueError, match="nothing"):
-                use()
-    assert not Path("nowhere").exists()
+def test_nothing_to_save(tmp_path: Path) -> None:
+    """A fork of nothing is a new cache."""
+    model = tiny("llama")
+    with DiskSwapCache(model, exact=True, **SMALL) as cache:
+        with pytest.raises(ValueError, match="nothing to save"):
+            cache.save(tmp_path / "context")
+        with copy.deepcopy(cache) as twin:
+            expected = generate(model, DynamicCache(config=model.config), ids_of(model))
+            assert_exact(expected, generate(model, twin, ids_of(model)))
+        assert cache.tokens == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_context_is_not_replaced_unasked(tmp_path: Path) -> None:

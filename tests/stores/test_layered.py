@@ -405,7 +405,13 @@ def test_what_is_stored_already_may_be_taken_in() -> None:
 def test_freezing_nothing_adds_no_part(tmp_path: Path) -> None:
     before = open_descriptors()
     part, _ = frozen(3, 0)
-    with closing(LayeredStore([part], lambda: MappedStore(tmp_path, RECORD_BYTES, "layer 3"))) as store:
+    made: list[Store] = []  # held here: nothing is closed by being forgotten
+
+    def make() -> Store:
+        made.append(MappedStore(tmp_path, RECORD_BYTES, "layer 3"))
+        return made[-1]
+
+    with closing(LayeredStore([part], make)) as store:
         store.freeze()
         assert store.parts == (part,)
         store.free(store.allocate(5))
@@ -436,12 +442,19 @@ def test_a_share_that_fails_closes_what_it_made(tmp_path: Path) -> None:
         def share(self, ring: object) -> Store:
             raise StoreError(24, "no descriptor left")
 
-    good = frozen(3, 0, lambda: MappedStore(tmp_path, RECORD_BYTES, "layer 3"))[0]
+    made: list[Store] = []  # held here: nothing is closed by being forgotten
+
+    class Shares(WrapperStore):
+        def share(self, ring: object) -> Store:
+            made.append(MappedStore(tmp_path, RECORD_BYTES, "layer 3"))
+            return made[-1]
+
+    good = Shares(frozen(3, 0)[0])
     before = open_descriptors()
     with closing(LayeredStore([good, NoShare(frozen(2, 1)[0])], in_memory)) as store:
         with pytest.raises(StoreError, match="no descriptor"):
             store.share(None)
-        assert open_descriptors() == before
+        assert len(made) == 1 and open_descriptors() == before
 
 
 def test_all_are_closed_when_one_raises(tmp_path: Path) -> None:
@@ -460,9 +473,12 @@ def test_all_are_closed_when_one_raises(tmp_path: Path) -> None:
 def test_parts_that_do_not_fit_together() -> None:
     with pytest.raises(ValueError, match=r"\[8192, 4096\]"):
         LayeredStore([frozen(2, 0)[0], MemoryStore(4096, "layer 3")], in_memory)
-    store = LayeredStore([frozen(2, 0)[0]], lambda: MemoryStore(4096, "layer 3"))
+    wrong = MemoryStore(4096, "layer 3")
+    fill(wrong, 1)
+    store = LayeredStore([frozen(2, 0)[0]], lambda: wrong)
     with pytest.raises(ValueError, match="8192 bytes, got 4096"):
         store.allocate(1)
+    assert wrong.memory_bytes == 0, "it is closed"
 
 
 def test_a_failing_own_store_is_reported_as_it_is(tmp_path: Path) -> None:

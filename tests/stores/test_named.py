@@ -275,6 +275,22 @@ def test_content_is_synced_before_it_has_a_name(tmp_path: Path, folder: int, mon
     assert order == ["fsync", "link"]
 
 
+def test_copies_are_synced_too(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, int]] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        synced.append((os.fstat(fd).st_ino, os.fstat(fd).st_size))
+
+    store, _ = frozen(tmp_path)
+    with closing(store):
+        monkeypatch.setattr(os, "link", raising(errno.EXDEV))
+        monkeypatch.setattr(os, "fsync", fsync)
+        store.export(folder, "saved")
+        assert synced[-1] == (os.stat("saved", dir_fd=folder).st_ino, 6 * RECORD_BYTES)
+
+
 def test_to_another_file_system(tmp_path: Path) -> None:
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("no other file system at a known place")
@@ -366,7 +382,9 @@ def test_closing_a_share_leaves_the_reads_of_another_alone(tmp_path: Path) -> No
     store = UringStore(tmp_path, RECORD_BYTES, "layer 3", ring)
     ids, records = fill(store, 8)
     store.freeze()
+    before = open_descriptors()
     share, last = store.share(ring), store.share(ring)
+    assert open_descriptors() == before, "neither a descriptor nor a ring of its own"
     into, out = np.zeros(512, np.uint8), aligned_empty(4, RECORD_BYTES)
     reading, writing = os.pipe()
     stalled = ring.read(reading, np.zeros(1, np.int64), np.array([into.ctypes.data]), np.array([512]), into)
@@ -419,3 +437,26 @@ def test_memory_is_saved_without_what_it_never_held(tmp_path: Path, folder: int)
     assert guard.written.tolist() == [False] * 3 + [True] * 2
     assert store.memory_bytes == 4 * 2**20
     assert guard.check(ids, pattern(2)).tolist() == []
+
+
+def test_every_file_of_a_store_in_memory_has_tags_of_its_own(tmp_path: Path, folder: int) -> None:
+    """What is saved later does not change what described the first file."""
+    store = MemoryStore(RECORD_BYTES, "layer 3", Encryption(KEY))
+    _, records = fill(store, 4)
+    store.freeze()
+    guards = {name: store.export(folder, name) for name in ("one", "two")}
+    for name, guard in guards.items():
+        opened = open_guard(guard.describe(), guard.tags, KEY, True)
+        with closing(open_named("mapped", folder, name, 4, RECORD_BYTES, "layer 3", guard=opened)) as again:
+            assert torch.equal(read(again, np.arange(4)), records)
+    assert guards["one"].describe() != guards["two"].describe(), "the same nonces need another key"
+
+
+def test_memory_behind_the_last_record_is_given_back() -> None:
+    store = MemoryStore(RECORD_BYTES, "layer 3")
+    ids, records = fill(store, 1200)
+    assert store.memory_bytes == 3 * 4 * 2**20
+    store.free(ids[400:])
+    store.freeze()
+    assert (store.memory_bytes, store.capacity) == (4 * 2**20, 400)
+    assert torch.equal(read(store, ids[:400]), records[:400])

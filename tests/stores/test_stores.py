@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.errors import StoreError
+from hf_offload_cache.errors import StalledError, StoreError
 from hf_offload_cache.stores import engines, io_uring, uring
 from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
@@ -222,7 +222,7 @@ def test_open_store(tmp_path: Path, engine: str, kind: type[Store]) -> None:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none"), (errno.ENOMEM, "ulimit"), (errno.EMFILE, "descriptor")],
+    [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none"), (errno.ENOMEM, "ulimit"), (errno.EMFILE, "left")],
 )
 def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
     refuse_rings(monkeypatch, number)
@@ -405,6 +405,27 @@ def test_a_batch_that_is_written_while_another_is_read_twice_is_whole(tmp_path: 
         new = pattern(32, seed=100 + round_)
         store.write(ids, new)
         assert torch.equal(read(store, ids), new)
+    store.close()
+
+
+def test_a_stalled_read_is_told_from_a_failed_one(
+    tmp_path: Path, needs_uring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says which records, and may be waited for again."""
+    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
+    ids, records = fill(store, 4)
+    out = aligned_empty(2, RECORD_BYTES)
+    transfer = store.start(ids[1:3], out)
+
+    def stall(self: Ring, batch: object) -> None:
+        raise StalledError(errno.ETIMEDOUT, "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "wait", stall)
+        with pytest.raises(StalledError, match=r"layer 3: reading records 1\.\.2 \(2\).*no answer"):
+            transfer.finish()
+    transfer.finish()
+    assert torch.equal(out, records[1:3])
     store.close()
 
 

@@ -1,0 +1,52 @@
+"""A process that saves a real cache is killed at every system call: the old context is there, or the new, in full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import crash_driver
+import pytest
+
+LEAST = 100
+"""Points at which a real cache is killed; those of test_publish.py come on top."""
+
+
+def kill(folder: Path, step: int) -> dict[str, Any]:
+    """What `crash_driver.py` found."""
+    here = Path(crash_driver.__file__).parent
+    paths = [str(here), str(here.parent), str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, crash_driver.__file__, str(folder), str(step)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(found: dict[str, Any], least: int) -> None:
+    assert found["points"] >= least
+    outcomes = found["found"]
+    for name, counts in outcomes.items():
+        assert set(counts) == ({"nothing", "new"} if name.startswith("new") else {"old", "new"}), (name, counts)
+    assert len(outcomes) == len(crash_driver.SCENARIOS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_killed_at_every_second_call(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    found = kill(tmp_path, 2)
+    record_property("kill points", found["points"])
+    print(found)
+    check(found, LEAST)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_killed_at_every_call(tmp_path: Path) -> None:
+    check(kill(tmp_path, 1), 2 * LEAST)

@@ -1,0 +1,252 @@
+"""Every call of a save or a removal fails, is interrupted, or is the last one: what is left is the old or the new."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import kill_points
+import pytest
+from kill_points import (
+    FailAt,
+    Neither,
+    NoExchange,
+    NoLocks,
+    Quick,
+    ShortWrites,
+    contents,
+    fails,
+    names_in,
+    save,
+    temporaries,
+    version_of,
+)
+
+from hf_offload_cache.contexts.file_system import FileSystem
+from hf_offload_cache.contexts.folder import entries, publish, remove, sweep
+from hf_offload_cache.errors import StoreError, StoreFullError
+
+FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_stays_open() -> Iterator[None]:
+    before = len(os.listdir("/dev/fd"))
+    yield
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is such: a hundred thousand files are made and removed."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+SAVING = [
+    pytest.param(before, file_system, id=f"{before} {type(file_system).__name__}")
+    for before in (None, "old")
+    for file_system in FILE_SYSTEMS
+    if before is not None or not isinstance(file_system, NoExchange)  # what is new exchanges nothing
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "after"), [(errno.EIO, False), (errno.EIO, True), (errno.ENOSPC, False), (errno.EINTR, True)]
+)
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_each_call_of_a_save_fails(
+    tmp_path: Path, before: str | None, file_system: FileSystem, number: int, after: bool
+) -> None:
+    target = tmp_path / "ctx"
+    failed = 0
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        faulty = FailAt(file_system, first, fails(number), after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        expected: str | None = "new"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                save(target, "new", faulty, overwrite=before is not None)
+            except StoreError as error:
+                failed += 1
+                assert error.errno == number
+                assert isinstance(error, StoreFullError) == (number == errno.ENOSPC)
+                kept = "is the new context nevertheless" in str(error)
+                assert not kept or isinstance(file_system, NoExchange)
+                expected = "new" if kept else before
+        assert version_of(target) == expected, faulty.called
+        assert expected is None or kept_names(target, expected), faulty.called
+        assert names_in(tmp_path) == ({"ctx"} if expected else set())
+        assert len(os.listdir("/dev/fd")) == descriptors
+        if expected is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert failed > 40
+    assert faulty.calls < first
+
+
+def kept_names(target: Path, version: str) -> bool:
+    """The files of `version` are there, and none but those and of the context that was replaced."""
+    return set(contents(version)) <= names_in(target) <= set(contents(version)) | set(contents("old"))
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_each_call_of_a_save_and_all_after_it_fail(
+    tmp_path: Path, before: str | None, file_system: FileSystem, kind: type[BaseException]
+) -> None:
+    """A device that dies, or a user who does not let go of Ctrl-C: nothing can be cleaned up, and nothing is lost."""
+    target = tmp_path / "ctx"
+    outcomes = set()
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        error = KeyboardInterrupt if kind is KeyboardInterrupt else fails(errno.EIO)
+        faulty = FailAt(file_system, first, error, last=10_000)
+        descriptors = len(os.listdir("/dev/fd"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            try:
+                save(target, "new", faulty, overwrite=before is not None)
+            except (StoreError, KeyboardInterrupt) as raised:
+                assert isinstance(raised, kind)
+        assert len(os.listdir("/dev/fd")) == descriptors
+        found = version_of(target)
+        outcomes.add(found)
+        assert found in (before, "new")
+        if not isinstance(file_system, NoLocks):
+            sweep(tmp_path)
+        else:
+            kill_points.age(tmp_path)
+            sweep(tmp_path, file_system=file_system)
+        assert names_in(tmp_path) == ({"ctx"} if found else set())
+        if found is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert outcomes == {before, "new"}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("before", "file_system"), SAVING)
+def test_control_c_at_each_call_of_a_save(
+    tmp_path: Path, before: str | None, file_system: FileSystem, after: bool
+) -> None:
+    target = tmp_path / "ctx"
+    for first in range(1, 1000):
+        if before is not None:
+            save(target, before)
+        faulty = FailAt(file_system, first, KeyboardInterrupt, after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        try:
+            save(target, "new", faulty, overwrite=before is not None)
+        except KeyboardInterrupt:
+            assert faulty.calls >= first
+        assert len(os.listdir("/dev/fd")) == descriptors
+        found = version_of(target)
+        assert found in (before, "new")
+        kill_points.age(tmp_path)
+        sweep(tmp_path, file_system=file_system)
+        assert names_in(tmp_path) == ({"ctx"} if found else set())
+        if found is not None:
+            remove(target)
+        if faulty.calls < first:
+            break
+    assert found == "new"
+
+
+@pytest.mark.parametrize("how", [Quick, NoExchange])
+def test_a_save_that_cannot_clean_up_is_a_save(tmp_path: Path, how: type[FileSystem]) -> None:
+    class NoRemoval(how):  # type: ignore[valid-type, misc]
+        def unlink(self, name: str, folder_fd: int) -> None:
+            raise OSError(errno.EIO, "stuck")
+
+        def rmdir(self, name: str, folder_fd: int) -> None:
+            raise OSError(errno.EIO, "stuck")
+
+    save(tmp_path / "ctx", "old")
+    with pytest.warns(UserWarning, match="could not be removed.*stuck") as caught:
+        save(tmp_path / "ctx", "new", NoRemoval())
+    assert {warning.filename for warning in caught} == {kill_points.__file__}  # who called, not the inside
+    assert version_of(tmp_path / "ctx") == "new"
+    assert entries(tmp_path) == [tmp_path / "ctx"]
+    save(tmp_path / "ctx", "last")
+    assert names_in(tmp_path) == {"ctx"}
+    assert names_in(tmp_path / "ctx") == set(contents("last"))
+
+
+def test_what_fill_raises_is_passed_on_and_nothing_is_left(tmp_path: Path) -> None:
+    save(tmp_path / "ctx", "old")
+
+    def fill(folder_fd: int) -> None:
+        kill_points.filling("new", Quick())(folder_fd)
+        raise error
+
+    for error in (ValueError("mine"), OSError(errno.EDOM, "mine"), KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)) as raised:
+            publish(tmp_path / "ctx", fill, overwrite=True)
+        assert raised.value is error
+        assert version_of(tmp_path / "ctx") == "old"
+        assert names_in(tmp_path) == {"ctx"}
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_short_writes_and_reads_are_taken_up_again(tmp_path: Path, most: int) -> None:
+    short = ShortWrites(Quick(), most)
+    save(tmp_path / "ctx", "new", short)
+    assert version_of(tmp_path / "ctx") == "new"
+    assert short.called.count("write") > sum(map(len, contents("new").values())) // (2 * most)
+
+
+@pytest.mark.parametrize("wipe", [False, True])
+@pytest.mark.parametrize("after", [False, True], ids=["without effect", "after its effect"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR], ids=errno.errorcode.get)
+def test_each_call_of_a_removal_fails(tmp_path: Path, number: int, after: bool, wipe: bool) -> None:
+    target = tmp_path / "ctx"
+    survived = 0
+    for first in range(1, 1000):
+        if not target.exists():
+            save(target, "old")
+        faulty = FailAt(Quick(), first, fails(number), after=after)
+        descriptors = len(os.listdir("/dev/fd"))
+        try:
+            remove(target, wipe=wipe, file_system=faulty)
+            survived += 1
+            assert names_in(tmp_path) == set()
+        except StoreError as error:
+            assert error.errno == number
+            assert version_of(target) in ("old", None)
+            sweep(tmp_path)
+            assert temporaries(tmp_path) == []
+        assert len(os.listdir("/dev/fd")) == descriptors
+        if faulty.calls < first:
+            break
+    assert survived > 10  # what fails once is tried again
+    assert faulty.calls < first
+
+
+# ---- every call is the last one
+
+
+def test_killed_at_every_call(tmp_path: Path) -> None:
+    script = kill_points.start_script("kill", str(tmp_path))
+    output, errors = script.communicate(timeout=250)
+    assert script.returncode == 0, errors
+    result = json.loads(output)
+    print(f"kill points tried: {result['points']}")
+    assert result["points"] >= 700
+    for name, outcomes in result["found"].items():
+        expected = {"old"} if name.startswith("sweep") else {"null", "new"} if " new" in name else {"old", "new"}
+        expected = {"old", "null"} if name.startswith(("remove", "wipe")) else expected
+        assert set(outcomes) == expected, name
+        assert sum(outcomes.values()) > 20, name

@@ -1,0 +1,407 @@
+"""Caches that are fed, changed, forked, saved and opened in any order, against what was given to each."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import COMMON, SMALL, TOLERANCE, build
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.testing import open_descriptors
+
+SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64}
+LONG = 530
+"""Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
+MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
+ENGINES = ("auto", "mapped", "memory")
+
+
+@functools.cache
+def model() -> Any:
+    fields = {**COMMON, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    return build(LlamaForCausalLM, LlamaConfig(**fields))
+
+
+def random_ids(seed: int, rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, COMMON["vocab_size"], (rows, length), generator=generator)
+
+
+class Held:
+    """What a cache was given and still has to hold: ids (B, T), and of each layer keys and values (B, H, T, D)."""
+
+    def __init__(self) -> None:
+        self.ids = torch.empty(0, 0, dtype=torch.int64)
+        self.layers: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    def take(self, layer_idx: int, *new: torch.Tensor) -> None:
+        old = self.layers.get(layer_idx)
+        parts = [part.detach().clone() for part in new]
+        joined = parts if old is None else [torch.cat(pair, 2) for pair in zip(old, parts, strict=True)]
+        self.layers[layer_idx] = joined
+
+    def take_ids(self, ids: torch.Tensor) -> None:
+        self.ids = torch.cat([self.ids, ids], 1) if self.rows else ids
+
+    def crop(self, length: int) -> None:
+        self.ids = self.ids[:, :length]
+        self.layers = {at: [part[:, :, :length] for part in parts] for at, parts in self.layers.items()}
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.ids = self.ids[rows]
+        self.layers = {at: [part[rows] for part in parts] for at, parts in self.layers.items()}
+
+
+class Caches(RuleBasedStateMachine):
+    """The rules. A subclass says how the first cache comes, and what else is compared."""
+
+    fields: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self.descriptors = open_descriptors()
+        self.folder = Path(tempfile.mkdtemp())
+        self.caches: list[tuple[DiskSwapCache, Held]] = []
+        self.saved: dict[str, Held] = {}
+        self.untouched: set[int] = set()  # caches, by id, that were given nothing since they were frozen
+        self.changed: set[int] = set()  # caches, by id, that the last rule was to change
+        self.compact: dict[int, list[torch.Tensor]] = {}  # compact keys of each, as they were then
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def add(self, cache: DiskSwapCache, held: Held) -> None:
+        """From now on, what its layers are given is kept in `held`."""
+        update = cache.update
+
+        def watched(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *rest: Any, **more: Any) -> Any:
+            held.take(layer_idx, keys, values)
+            return update(keys, values, layer_idx, *rest, **more)
+
+        cache.update = watched  # type: ignore[method-assign]
+        self.caches.append((cache, held))
+
+    def look(self, number: int) -> tuple[DiskSwapCache, Held]:
+        """One of the caches, which is not to be changed."""
+        return self.caches[number % len(self.caches)]
+
+    def pick(self, number: int) -> tuple[DiskSwapCache, Held]:
+        cache, held = self.look(number)
+        self.changed.add(id(cache))
+        return cache, held
+
+    def feed(self, cache: DiskSwapCache, held: Held, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model()(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        held.take_ids(ids)
+        self.untouched.discard(id(cache))
+        return logits
+
+    def frozen(self, *caches: DiskSwapCache) -> None:
+        self.untouched.update(id(cache) for cache in caches)
+
+    # --- rules ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), count=st.integers(1, 21), rows=st.integers(1, 2), seed=st.integers(0, 99))
+    def update(self, number: int, count: int, rows: int, seed: int) -> None:
+        cache, held = self.pick(number)
+        if held.length + count <= MOST_TOKENS:
+            self.feed(cache, held, random_ids(seed, held.rows or rows, count))
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), count=st.integers(1, 40), positive=st.booleans())
+    def crop(self, number: int, count: int, positive: bool) -> None:
+        cache, held = self.pick(number)
+        keep = held.length - count
+        if keep > 0:
+            cache.crop(keep if positive else -count)
+            held.crop(keep)
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), seed=st.integers(0, 99))
+    def reorder(self, number: int, seed: int) -> None:
+        cache, held = self.pick(number)
+        if held.rows:
+            rows = torch.randint(0, held.rows, (held.rows,), generator=torch.Generator().manual_seed(seed))
+            cache.reorder_cache(rows)
+            held.select(rows)
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), repeats=st.integers(1, 3))
+    def repeat(self, number: int, repeats: int) -> None:
+        cache, held = self.pick(number)
+        if 0 < held.rows * repeats <= MOST_ROWS:
+            own = cache.own_disk_bytes
+            cache.batch_repeat_interleave(repeats)
+            held.select(torch.arange(held.rows).repeat_interleave(repeats))
+            assert cache.own_disk_bytes <= own, "repeating rows stores something"
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), seed=st.integers(0, 99), mask=st.booleans())
+    def choose(self, number: int, seed: int, mask: bool) -> None:
+        cache, held = self.pick(number)
+        if held.rows:
+            order = torch.randperm(held.rows, generator=torch.Generator().manual_seed(seed))
+            rows = order[: 1 + seed % held.rows]
+            if mask:
+                chosen = torch.zeros(held.rows, dtype=torch.bool)
+                chosen[rows] = True
+                cache.batch_select_indices(chosen)
+                held.select(chosen.nonzero().reshape(-1))
+            else:
+                cache.batch_select_indices(rows)
+                held.select(rows)
+
+    @precondition(lambda self: 0 < len(self.caches) < MOST_CACHES)
+    @rule(number=st.integers(0, 3), deep=st.booleans())
+    def fork(self, number: int, deep: bool) -> None:
+        cache, held = self.look(number)
+        if deep:
+            watched = cache.__dict__.pop("update")
+            twin = copy.deepcopy(cache)
+            cache.update = watched  # type: ignore[method-assign]
+        else:
+            twin = cache.fork()
+        self.add(twin, copy.deepcopy(held))
+        self.frozen(cache, twin)
+        assert twin.disk_bytes == cache.disk_bytes
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), name=st.sampled_from("ab"))
+    def save(self, number: int, name: str) -> None:
+        cache, held = self.look(number)
+        if not held.length:
+            with pytest.raises(ValueError, match="nothing"):
+                cache.save(self.folder / name, overwrite=True)
+            return
+        if name in self.saved:
+            with pytest.raises(FileExistsError):
+                cache.save(self.folder / name)
+        cache.save(self.folder / name, overwrite=name in self.saved)
+        self.saved[name] = copy.deepcopy(held)
+        self.frozen(cache)
+
+    @precondition(lambda self: self.saved and len(self.caches) < MOST_CACHES)
+    @rule(number=st.integers(0, 1), engine=st.sampled_from(ENGINES))
+    def open(self, number: int, engine: str) -> None:
+        name = sorted(self.saved)[number % len(self.saved)]
+        cache = DiskSwapCache.open(self.folder / name, model(), engine=engine)
+        self.add(cache, copy.deepcopy(self.saved[name]))
+        self.frozen(cache)
+
+    @precondition(lambda self: self.saved)
+    @rule(number=st.integers(0, 1))
+    def remove(self, number: int) -> None:
+        name = sorted(self.saved)[number % len(self.saved)]
+        shutil.rmtree(self.folder / name)  # under whoever has it open
+        del self.saved[name]
+
+    @precondition(lambda self: len(self.caches) > 1)
+    @rule(number=st.integers(0, 3))
+    def close(self, number: int) -> None:
+        cache, held = self.pick(number)
+        cache.close()
+        assert cache.shared.account.current == 0
+        self.caches = [pair for pair in self.caches if pair[0] is not cache]
+        self.untouched.discard(id(cache))
+        self.compact.pop(id(cache), None)  # another one may have this id later
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), unlikely=st.integers(0, 3))
+    def reset(self, number: int, unlikely: int) -> None:
+        cache, held = self.pick(number)
+        if unlikely == 0:
+            cache.reset()
+            held.__init__()  # type: ignore[misc]
+            self.untouched.discard(id(cache))
+
+    @precondition(lambda self: 0 < len(self.caches) < MOST_CACHES)
+    @rule(number=st.integers(0, 3), token=st.integers(5, 190), engine=st.sampled_from(ENGINES))
+    def one_step_alike(self, number: int, token: int, engine: str) -> None:
+        """A cache, its fork, and what it saved and another opened give the same logits, to the last bit."""
+        cache, held = self.pick(number)
+        if not 0 < held.length < MOST_TOKENS:
+            return
+        ids = torch.full((held.rows, 1), token)
+        cache.save(self.folder / "passing", overwrite=True)
+        with cache.fork() as twin, DiskSwapCache.open(self.folder / "passing", model(), engine=engine) as third:
+            expected = [self.feed(one, Held(), ids) for one in (twin, third)]
+        self.frozen(cache)
+        shutil.rmtree(self.folder / "passing")
+        found = self.feed(cache, held, ids)
+        assert torch.equal(found, expected[0]), "a fork goes on in another way"
+        assert torch.equal(found, expected[1]), "an opened context goes on in another way"
+
+    # --- what holds always ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def holds_what_it_was_given(self) -> None:
+        for cache, held in self.caches:
+            assert cache.tokens == held.length
+            if not held.length:
+                continue
+            assert torch.equal(cache.input_ids, held.ids)
+            assert bool(cache.attention_mask.all()) and cache.attention_mask.shape == held.ids.shape
+            for layer_idx, parts in held.layers.items():
+                layer = cache.layers[layer_idx]
+                assert (layer.length, layer.batch) == (held.length, held.rows)
+                for found, expected in zip(layer.history.whole(), parts, strict=True):
+                    assert torch.equal(found, expected), f"layer {layer_idx} holds something else"
+
+    @invariant()
+    def nobody_else_changed(self) -> None:
+        """What is selected by is shared between forks until one of them changes."""
+        for cache, _ in self.caches:
+            summaries = [layer.summary for layer in cache.layers if layer.summary is not None]
+            keys = [summary._keys[:, : summary.tokens].clone() for summary in summaries]
+            before = self.compact.get(id(cache), keys)
+            if id(cache) not in self.changed:
+                assert len(before) == len(keys), "compact keys came or went"
+                assert all(torch.equal(*pair) for pair in zip(before, keys, strict=True)), "another cache changed them"
+            self.compact[id(cache)] = keys
+        self.changed.clear()
+
+    @invariant()
+    def books_are_right(self) -> None:
+        for cache, _ in self.caches:
+            account = cache.shared.account
+            assert cache.memory_bytes == sum(account.by_owner.values()) <= account.peak
+            assert min(account.by_owner.values(), default=0) >= 0, account.by_owner
+            assert 0 <= cache.own_disk_bytes <= cache.disk_bytes or cache.shared.engine == "memory"
+            if id(cache) in self.untouched:
+                assert cache.own_disk_bytes == 0, "something is stored that nobody gave it"
+
+    def teardown(self) -> None:
+        try:
+            for cache, held in self.caches:
+                if held.length:
+                    self.last_step(cache, held)
+        finally:
+            for cache, _ in self.caches:
+                cache.close()
+                cache.__dict__.pop("update", None)
+            shutil.rmtree(self.folder)
+        assert {cache.shared.account.current for cache, _ in self.caches} <= {0}
+        self.caches.clear()
+        gc.collect()
+        assert open_descriptors() == self.descriptors
+
+    def last_step(self, cache: DiskSwapCache, held: Held) -> None:
+        """One more step, and what is compared then."""
+
+
+class Exact(Caches):
+    @initialize(engine=st.sampled_from(ENGINES), exact=st.sampled_from([True, "bitwise"]))
+    def begin(self, engine: str, exact: Any) -> None:
+        cache = DiskSwapCache(model(), **{**SMALL, "exact": exact, "engine": engine})
+        self.add(cache, Held())
+
+    def last_step(self, cache: DiskSwapCache, held: Held) -> None:
+        """As the model answers without a cache of ours."""
+        ids = torch.full((held.rows, 1), 23)
+        with torch.no_grad():
+            whole = torch.cat([held.ids, ids], 1)
+            expected = model()(whole, past_key_values=DynamicCache(config=model().config)).logits[:, -1]
+        found = self.feed(cache, held, ids)
+        assert float((found - expected).abs().max() / expected.std()) < TOLERANCE
+
+
+class Sparse(Caches):
+    """Begins with a fork of a long context: prefilled once an engine."""
+
+    first: dict[str, tuple[DiskSwapCache, Held]]
+
+    @initialize(engine=st.sampled_from(ENGINES))
+    def begin(self, engine: str) -> None:
+        first, held = self.first[engine]
+        self.add(first.fork(), copy.deepcopy(held))
+
+    def last_step(self, cache: DiskSwapCache, held: Held) -> None:
+        """It still selects."""
+        layer = cache.layers[0]
+        before = cache.shared.counters.units_selected
+        self.feed(cache, held, torch.full((held.rows, 1), 23))
+        if layer.history.num_groups > 60 and layer.summary is not None:
+            selected = (cache.shared.counters.units_selected - before) / held.rows / len(cache.layers)
+            assert 0 < selected <= 24, "all is read"
+
+
+def run(machine: type[Caches], examples: int) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=20, derandomize=True, deadline=None, database=None,
+            suppress_health_check=list(HealthCheck), print_blob=False,
+        ),
+    )  # fmt: skip
+
+
+def run_sparse(examples: int) -> None:
+    """With the first caches made and closed around it."""
+
+    class Machine(Sparse):
+        first: dict[str, tuple[DiskSwapCache, Held]] = {}  # noqa: RUF012
+
+    try:
+        for engine in ENGINES:
+            cache, held = DiskSwapCache(model(), **{**SPARSE, "engine": engine}), Held()
+            Machine.first[engine] = cache, held
+            watcher = Caches()
+            watcher.add(cache, held)
+            watcher.feed(cache, held, random_ids(1, 1, LONG))
+            shutil.rmtree(watcher.folder)
+            assert cache.layers[0].summary is not None
+            cache.fork().close()
+        run(Machine, examples)
+    finally:
+        for cache, _ in Machine.first.values():
+            cache.close()
+            cache.__dict__.pop("update", None)
+
+
+def test_exact() -> None:
+    run(Exact, 10)
+
+
+def test_sparse() -> None:
+    run_sparse(8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_exact_for_long() -> None:
+    run(Exact, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sparse_for_long() -> None:
+    run_sparse(100)
