@@ -15,7 +15,7 @@ from .errors import AdapterError
 from .geometry import Geometry
 from .history import packing_bytes, piece_groups
 from .layer_budgets import LATEST_QUERIES, MOST
-from .predictors.low_rank import fitting_bytes
+from .predictors.directions import fitting_bytes
 from .records import RecordFormat
 from .stores.encryption import Encryption
 from .stores.file import LARGEST_STEP_BYTES, SMALLEST_STEP_RECORDS

@@ -11,7 +11,7 @@ from harness import generate, prompt
 from test_disk_swap import LONG, long_model, run, selections, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches.disk_swap import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.layer_budgets import MOST, spread
 from hf_offload_cache.selection_buffer import SelectionBuffer

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hf_offload_cache.buffers import Workspace
-from hf_offload_cache.predictors.low_rank import (
-    LowRankKeys,
+from hf_offload_cache.predictors.directions import (
     principal_directions,
     query_moment,
     reconstruction,
     roots_of,
     scaled_directions,
 )
+from hf_offload_cache.predictors.low_rank import LowRankKeys
 from hf_offload_cache.report import MemoryAccount
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4

@@ -25,7 +25,7 @@ from harness import PAD, generate, prompt, unchanged
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches.disk_swap import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
 from hf_offload_cache.history import History
 from hf_offload_cache.layer import OffloadLayer
 from hf_offload_cache.selection_buffer import SelectionBuffer

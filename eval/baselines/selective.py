@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.disk_swap import DiskSwapCache, DiskSwapLayer
+from hf_offload_cache.caches.disk_swap import DiskSwapCache
+from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
 
 from .compact_keys import CompactKeys
 

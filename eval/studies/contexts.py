@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.cache import OffloadCache
 from hf_offload_cache.layer import TAG, OffloadLayer
-from hf_offload_cache.predictors.low_rank import QUERIES_SEEN
+from hf_offload_cache.predictors.directions import QUERIES_SEEN
 
 LATEST = QUERIES_SEEN
 """Queries of the prompt's end that are kept: more than a cache looks at to spread its budget over layers."""

@@ -11,6 +11,7 @@ import torch
 from ..buffers import Workspace, lasting_empty
 from ..errors import ContextError
 from ..report import MemoryAccount
+from .directions import PART, parts
 
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
@@ -19,32 +20,6 @@ _CANDIDATES = 4
 """Times the groups wanted: of how many the mass is estimated."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
-_OTHER_QUERIES = 0.3
-"""Times the queries' mean energy, in every direction, is added to what was seen of them."""
-QUERIES_SEEN, _APART = 512, 8
-"""The latest of a call that tell in what metric keys are best approximated, and how far apart they are taken."""
-_PART = 128
-"""Tokens, of all rows together, that are taken to float32 at a time."""
-
-
-def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys (B, Hk, T, D) in pieces of as many tokens as are taken to float32 at a time."""
-    return keys.split(max(1, _PART // keys.shape[0]), 2)
-
-
-def fitting_bytes(width: int, batch: int) -> int:
-    """What making an adapter takes meanwhile: a moment, its eigenvectors, twice as much for LAPACK; a part in float32,
-    and masked."""
-    return 4 * 4 * width * width + 2 * 4 * max(batch, _PART) * width
-
-
-def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `rank` leading eigenvectors (W, rank), float32, of a second moment K^T K (W, W): the right singular vectors
-    of K (KVSwap, section 3.2), most energy first."""
-    vectors = torch.linalg.eigh(moment.float())[1]
-    return vectors[:, -rank:].flip(-1).contiguous()
-
-
 @dataclass(frozen=True)
 class Ranking:
     """How much each group matters to one query a row. Arrays of the host, the caller's own."""
@@ -56,46 +31,6 @@ class Ranking:
     """(B, n) groups whose mass was estimated, in no order."""
     rest: np.ndarray
     """(B,) estimated mass, summed over heads, of what is no group: the tail."""
-
-
-def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
-    """The second moment (Hk, D, D), float32, of queries (B, H, n, D) by key head; of the last 64, taken 8 apart."""
-    queries = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART]
-    grouped = queries.detach().float().unflatten(1, (num_key_heads, -1)).permute(1, 0, 2, 3, 4).flatten(1, 3)
-    return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
-
-
-def roots_of(moment: torch.Tensor) -> torch.Tensor:
-    """Square roots (Hk, D, D) of the second moment of queries: the metric that keys are to be approximated in.
-
-    A rank spent where queries never point is lost, however large the keys are there. A part of the identity is mixed
-    in, for what other queries may ask.
-    """
-    moment = moment.clone()
-    level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    moment += _OTHER_QUERIES * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device)
-    values, vectors = torch.linalg.eigh(moment)
-    return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
-
-
-def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> torch.Tensor:
-    """As `principal_directions`, in the metric of `roots` (Hk, D, D): a projection (W, rank) of keys, most energy of
-    scores first. With `reconstruction`, the best that scores of such queries can be approximated with at this rank."""
-    scaled, shape = moment, (roots.shape[0], roots.shape[1], moment.shape[0])
-    for _ in range(2):
-        scaled = (roots @ scaled.view(shape)).flatten(0, 1).t().contiguous()
-    directions = principal_directions(scaled, rank)
-    return (roots @ directions.view(*shape[:2], rank)).flatten(0, 1)
-
-
-def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
-    """(W, r): what compact keys k A (adapter A) times its transpose come nearest to the keys, in least squares under
-    the second moment. For orthonormal directions of largest energy, those themselves."""
-    product = moment @ adapter
-    gram = adapter.t() @ product
-    level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
-    gram = gram + level * torch.eye(gram.shape[0], device=gram.device)
-    return torch.linalg.solve(gram, product.t()).t().contiguous()
 
 
 class LowRankKeys:
@@ -204,7 +139,7 @@ class LowRankKeys:
         """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
         rows = rows.to(self._keys.device)
         if len(rows) == self._keys.shape[0] and not self._lent:
-            for part in self._keys[:, : self.tokens].split(_PART, 1):
+            for part in self._keys[:, : self.tokens].split(PART, 1):
                 part.copy_(part.index_select(0, rows))
             return
         old, shape = self._keys, (len(rows), *self._keys.shape[1:])

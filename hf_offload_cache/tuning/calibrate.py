@@ -12,7 +12,7 @@ from ..attach import inner_model
 from ..cache import OffloadCache
 from ..fingerprint import fingerprint
 from ..layer import OffloadLayer
-from ..predictors.low_rank import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
+from ..predictors.directions import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
 
 
 class KeyMoments:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..attach import inner_model
-from ..caches.disk_swap import DiskSwapCache, DiskSwapLayer
+from ..caches.disk_swap import DiskSwapCache
+from ..caches.disk_swap_layer import DiskSwapLayer
 from ..layer_budgets import MOST, spread
 
 

@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.testing import open_descriptors
 
-SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64}
+SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64, "layer_budgets": "measured"}
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
@@ -388,11 +388,11 @@ def run_sparse(examples: int) -> None:
 
 
 def test_exact() -> None:
-    run(Exact, 10)
+    run(Exact, 12)
 
 
 def test_sparse() -> None:
-    run_sparse(8)
+    run_sparse(12)
 
 
 @pytest.mark.slow
