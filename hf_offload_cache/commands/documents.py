@@ -39,8 +39,8 @@ def saved_ids(arguments: argparse.Namespace) -> torch.Tensor:
     """The tokens of the context, (1, T). Raises `ContextError`, `EncryptionKeyError`."""
     import torch
 
-    from ..contexts.open import read_manifest
     from ..contexts.prefixes import read_ids
+    from ..contexts.reader import read_manifest
     from ..errors import ConfigError
     from ..stores.encryption import load_key
 

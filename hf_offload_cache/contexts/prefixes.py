@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from .folder import entries, reading
 from .identity import FULL
 from .listing import look
 from .manifest import Manifest, StateFile
-from .open import _manifest, _Reader
+from .reader import ContextReader, read_manifest
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """What contexts in a library are called."""
@@ -108,8 +107,8 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
         raise EncryptionKeyError(f"the tokens of {str(path)!r} cannot be read: {what}")
 
     def read(folder_fd: int) -> np.ndarray:
-        reader = _Reader(folder_fd, str(path), key, True)
-        tree = reader.state(manifest.state, "cache", torch.device("cpu"), manifest.key_check is not None)
+        own = None if manifest.key_check is None else key
+        tree = ContextReader(folder_fd, str(path), own).state(manifest.state, "cache")
         ids = tree.get("ids") if isinstance(tree, dict) else None
         shape = (manifest.batch, manifest.tokens)
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.shape != shape:
@@ -120,7 +119,7 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
 
 
 def _read(path: Path) -> Known:
-    manifest = reading(path, functools.partial(_manifest, str(path)))
+    manifest = read_manifest(path)
     made_for, form = model_digest(manifest.identity), form_of(manifest.config)
     return Known(
         path, manifest.cache, made_for, form, manifest.batch, manifest.tokens, manifest.key_check, manifest.state, 0

@@ -14,6 +14,7 @@ import xxhash
 
 from ..kept import capture_kept
 from ..layer import OffloadLayer
+from ..report import MemoryAccount
 from ..stores.base import Store
 from ..stores.encryption import encrypt, key_check
 from .data_files import MANIFEST_NAME, write_file
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _LIMITS, _RUN = ("memory", "max_context", "max_batch"), ("trace", "engine", "verify", "io_timeout")
 NOT_SAVED = (*_LIMITS, *_RUN, "encryption_key", "adapter")
 """Fields of the configuration that are of a machine or a run, not of a context; an adapter is in the layers' states."""
+_SAVING = "saving"
+"""The owner in the account of what one layer's state takes meanwhile. It is not refused: a budget that is used up is no
+reason to lose a context."""
 
 
 def save(
@@ -41,7 +45,7 @@ def save(
     fields = {field.name: getattr(cache.config, field.name) for field in dataclasses.fields(cache.config)}
 
     def fill(folder_fd: int) -> None:
-        writer = _Writer(folder_fd, cache.shared.key)
+        writer = _Writer(folder_fd, cache.shared.key, cache.shared.account)
         manifest = Manifest(
             library=version("hf-offload-cache"),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,15 +60,19 @@ def save(
         )
         write_file(folder_fd, MANIFEST_NAME, [manifest.to_bytes()])
 
-    publish(directory, fill, overwrite=overwrite)
+    try:
+        publish(directory, fill, overwrite=overwrite)
+    finally:
+        cache.shared.account.observe(_SAVING, 0)
 
 
 class _Writer:
     """Puts the data files of one context into a directory that nobody else sees."""
 
-    def __init__(self, folder_fd: int, key: bytes | None) -> None:
+    def __init__(self, folder_fd: int, key: bytes | None, account: MemoryAccount) -> None:
         self._folder_fd = folder_fd
         self._key = key
+        self._account = account
         self._written: set[str] = set()
 
     def layer(self, layer_idx: int, layer: Any) -> LayerEntry:
@@ -89,6 +97,7 @@ class _Writer:
     def state(self, name: str, tree: Any) -> StateFile:
         """`tree` as a file under its digest; `name` is what an encrypted one is bound to."""
         data = pack(tree)
+        self._account.observe(_SAVING, len(data) if self._key is None else 2 * len(data))
         if self._key is not None:
             data = encrypt(self._key, data, name.encode())
         entry = StateFile(file=f"{xxhash.xxh3_128_hexdigest(data)}.state", bytes=len(data))

@@ -23,6 +23,10 @@ def pack(tree: Any) -> bytes:
     """The bytes of `tree`, whose tensors may be on any device: that is forgotten. `TypeError` for other leaves."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_without_tensors(tree, tensors)).encode()
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+    for name, tensor in tensors.items():  # safetensors refuses those that lie in one memory
+        if memory.count(tensor.untyped_storage().data_ptr()) > 1:
+            tensors[name] = tensor.clone()
     tensors[_TREE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return save(tensors)
 
@@ -41,7 +45,7 @@ def unpack(data: bytes, device: torch.device, place: str) -> Any:
 def _without_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = tree.detach().cpu().contiguous().clone() if tree.numel() else tree.detach().cpu()
+        tensors[name] = tree.detach().cpu().contiguous()
         return {"tensor": name}
     if isinstance(tree, dict):
         if not all(type(key) in (str, int) for key in tree):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import ContextError, EncryptionKeyError, StoreError
 from ..stores.base import aligned_empty
@@ -18,13 +17,13 @@ from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
 from .captured import check_cache
-from .data_files import MANIFEST_NAME, read_small, survey
+from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
 from .findings import Finding, Kind, VerifyResult
 from .folder import reading
 from .listing import expected_sizes
-from .manifest import MOST_MANIFEST_BYTES, LayerEntry, Manifest, RecordsFile, StateFile, records_name
-from .open import _check_key, _Reader
+from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
+from .reader import ContextReader, check_key, manifest_in
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of records that are read and checked at once."""
@@ -107,19 +106,17 @@ class _Check:
 
     def _manifest(self) -> Manifest | None:
         try:
-            data = read_small(self.folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES)
-            manifest = Manifest.parse(data, MANIFEST_NAME)
+            manifest = manifest_in(self.folder_fd, MANIFEST_NAME)
         except (ContextError, StoreError) as error:
             self._find("damaged", MANIFEST_NAME, "manifest", error)
             return None
-        _check_key(manifest, self.key, self.place)
+        check_key(manifest, self.key, self.place)
         self.total = manifest.record_bytes + manifest.state_bytes
         return manifest
 
     def _contents(self, manifest: Manifest, there: Mapping[str, os.stat_result]) -> None:
         sizes = expected_sizes(manifest)
-        encrypted = manifest.key_check is not None
-        tree = self._state(manifest.state, "cache", encrypted, there)
+        tree = self._state(manifest.state, "cache", there)
         if tree is not None:
             try:
                 check_cache(tree, manifest)
@@ -127,23 +124,21 @@ class _Check:
                 self._find("damaged", manifest.state.file, "cache", error)
         for layer_idx, layer in enumerate(manifest.layers):
             part = f"layer {layer_idx}"
-            tree = self._state(layer.state, part, encrypted, there)
+            tree = self._state(layer.state, part, there)
             guards = self._guards(layer, tree, part)
             first = 0
             for entry, guard in zip(layer.parts, guards, strict=True):
                 self._records(entry, guard, part, layer.record_bytes, first, sizes[entry.file], there)
                 first += entry.records
 
-    def _state(self, entry: StateFile, part: str, encrypted: bool, there: Mapping[str, os.stat_result]) -> Any:
+    def _state(self, entry: StateFile, part: str, there: Mapping[str, os.stat_result]) -> Any:
         """The tree of a state; None when it is not to be had."""
         tree = None
         if entry.file not in there:
             self._find("missing", entry.file, part, "its state is not there")
         else:
             try:
-                tree = _Reader(self.folder_fd, self.place, self.key, True).state(
-                    entry, part, torch.device("cpu"), encrypted
-                )
+                tree = ContextReader(self.folder_fd, self.place, self.key).state(entry, part)
             except (ContextError, StoreError, OSError, EncryptionKeyError) as error:
                 self._find("damaged", entry.file, part, error)
             self._drop(entry.file)

@@ -74,7 +74,7 @@ def test_saved_overwritten_and_removed(context: Path) -> None:
     before, memory, own = (), 0, 0
     with opened(context) as first:
         cache = first.fork()
-        for cycle in range(CYCLES // 2):
+        for cycle in range(CYCLES):
             feed(cache, more[:, cycle % 8 : cycle % 8 + 1])
             cache.save(target, overwrite=cycle % 3 != 0)
             if cycle % 3 == 2:

@@ -470,7 +470,7 @@ def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
 
 def test_config_fields_are_saved(tmp_path: Path) -> None:
     """All but those of a machine or a run."""
-    from hf_offload_cache.contexts.open import read_manifest
+    from hf_offload_cache.contexts.reader import read_manifest
     from hf_offload_cache.contexts.save import NOT_SAVED
 
     model = tiny("llama")

@@ -79,6 +79,12 @@ class Held:
         self.layers = {at: [part[rows] for part in parts] for at, parts in self.layers.items()}
 
 
+def compact_keys(cache: DiskSwapCache) -> list[torch.Tensor]:
+    """Copies of what each layer selects by. Taken without `capture`, after which the keys are kept from changes."""
+    summaries = [layer.summary for layer in cache.layers if layer.summary is not None]
+    return [summary._keys[:, : summary.tokens].clone() for summary in summaries]
+
+
 class Caches(RuleBasedStateMachine):
     """The rules. A subclass says how the first cache comes, and what else is compared."""
 
@@ -144,6 +150,16 @@ class Caches(RuleBasedStateMachine):
         if keep > 0:
             cache.crop(keep if positive else -count)
             held.crop(keep)
+
+    @precondition(lambda self: self.caches)
+    @rule(number=st.integers(0, 3), count=st.integers(20, 60), seed=st.integers(0, 99))
+    def crop_and_refill(self, number: int, count: int, seed: int) -> None:
+        """Other tokens take the places of old ones, in memory that a fork may share."""
+        cache, held = self.pick(number)
+        if count < held.length:
+            cache.crop(-count)
+            held.crop(held.length - count)
+            self.feed(cache, held, random_ids(seed, held.rows, count))
 
     @precondition(lambda self: self.caches)
     @rule(number=st.integers(0, 3), seed=st.integers(0, 99))
@@ -251,6 +267,7 @@ class Caches(RuleBasedStateMachine):
         if not 0 < held.length < MOST_TOKENS:
             return
         ids = torch.full((held.rows, 1), token)
+        self.feed(cache, held, ids)  # of what the first step after a prefill decides, forks have to know
         cache.save(self.folder / "passing", overwrite=True)
         with cache.fork() as twin, DiskSwapCache.open(self.folder / "passing", model(), engine=engine) as third:
             expected = [self.feed(one, Held(), ids) for one in (twin, third)]
@@ -280,8 +297,7 @@ class Caches(RuleBasedStateMachine):
     def nobody_else_changed(self) -> None:
         """What is selected by is shared between forks until one of them changes."""
         for cache, _ in self.caches:
-            summaries = [layer.summary for layer in cache.layers if layer.summary is not None]
-            keys = [summary._keys[:, : summary.tokens].clone() for summary in summaries]
+            keys = compact_keys(cache)
             before = self.compact.get(id(cache), keys)
             if id(cache) not in self.changed:
                 assert len(before) == len(keys), "compact keys came or went"
@@ -380,7 +396,10 @@ def run_sparse(examples: int) -> None:
             shutil.rmtree(watcher.folder)
             assert cache.layers[0].summary is not None
             cache.fork().close()
+        before = [compact_keys(cache) for cache, _ in Machine.first.values()]
         run(Machine, examples)
+        after = [compact_keys(cache) for cache, _ in Machine.first.values()]
+        assert all(torch.equal(*pair) for pairs in zip(before, after, strict=True) for pair in zip(*pairs, strict=True))
     finally:
         for cache, _ in Machine.first.values():
             cache.close()

@@ -1,0 +1,80 @@
+"""What a saved context says, read and checked: the manifest, and the trees of its states."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import xxhash
+
+from ..errors import ContextError, CorruptRecordError, EncryptionKeyError
+from ..machine import free_memory
+from ..stores.encryption import decrypt, key_check
+from .data_files import MANIFEST_NAME, read_small
+from .folder import reading
+from .manifest import MOST_MANIFEST_BYTES, Manifest, StateFile
+from .state import unpack
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the context in `directory`. Raises `ContextError`, and `StoreError` where it cannot be read."""
+    return reading(directory, lambda folder_fd: manifest_in(folder_fd, os.fspath(directory)))
+
+
+def manifest_in(folder_fd: int, place: str) -> Manifest:
+    """As `read_manifest`, of the context that `folder_fd` is open on; errors call it `place`."""
+    return Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), place)
+
+
+def check_key(manifest: Manifest, key: bytes | None, place: str) -> None:
+    """Raises `EncryptionKeyError` unless `key` is what the context was saved with; None: not encrypted."""
+    if manifest.key_check is None:
+        if key is not None:  # what such a cache saved would hold these records as they are
+            raise EncryptionKeyError(f"{place}: the context is not encrypted: leave encryption_key out")
+        return
+    if key is None:
+        raise EncryptionKeyError(f"{place}: the context is encrypted: give encryption_key, the one it was saved with")
+    if key_check(key) != manifest.key_check:
+        raise EncryptionKeyError(f"{place}: encryption_key is not the one that the context was saved with")
+
+
+class ContextReader:
+    """Reads the states of the context that `folder_fd`, the caller's, is open on; errors call it `place`.
+
+    `key` is the right one, or None where nothing is encrypted. `taking` is told the bytes that a state takes in host
+    memory while it is read, before they are taken.
+    """
+
+    def __init__(
+        self, folder_fd: int, place: str, key: bytes | None, taking: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
+        self.folder_fd = folder_fd
+        self.place = place
+        self.key = key
+        self._taking = taking
+
+    def state(self, entry: StateFile, name: str, device: torch.device | str = "cpu") -> Any:
+        """The tree of one state, its tensors on `device`; `name` is what it was saved as.
+
+        Raises `CorruptRecordError` where it is not what was written, `ContextError` where it does not fit into memory.
+        """
+        free = free_memory()
+        if free is not None and entry.bytes > free:
+            message = f"{name}: its state in {self.place!r} takes {entry.bytes:,} bytes of memory, {free:,} are free"
+            raise ContextError(f"{message}: the manifest is damaged, or made elsewhere")
+        self._taking(2 * entry.bytes)  # the bytes, and the tensors made of them
+        try:
+            data: Any = read_small(self.folder_fd, entry.file, entry.bytes)
+        except FileNotFoundError as error:
+            message = f"{name}: its state {entry.file} in {self.place!r} is missing; save the context anew"
+            raise CorruptRecordError(errno.ENOENT, message) from error
+        if len(data) != entry.bytes or f"{xxhash.xxh3_128_hexdigest(data)}.state" != entry.file:
+            raise CorruptRecordError(
+                errno.EIO, f"{name}: its state {entry.file} in {self.place!r} is not what was written; save it anew"
+            )
+        if self.key is not None:
+            data = decrypt(self.key, data, name.encode())
+        return unpack(data, torch.device(device), f"{name} in {self.place}")
