@@ -15,10 +15,10 @@ from .buffers import Workspace, lasting_empty
 from .config import DiskSwapConfig
 from .errors import ContextError
 from .layer import OffloadLayer
-from .prefetch import Ticket
 from .shared import Shared
 from .slots import ABSENT, SlotTable
 from .staging import Staging
+from .tickets import Ticket
 
 
 @dataclass

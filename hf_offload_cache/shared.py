@@ -13,7 +13,7 @@ import torch
 
 from .config import OffloadConfig, parse_size
 from .errors import CacheClosedError, SeamLostError, StalledError
-from .prefetch import Prefetcher, Ticket
+from .prefetch import Prefetcher
 from .process import Process
 from .report import Counters, MemoryAccount
 from .staging import Staging
@@ -22,6 +22,7 @@ from .stores.encryption import load_key, make_guard
 from .stores.engines import choose_engine, open_store
 from .stores.layered import LayeredStore
 from .stores.ring import Ring
+from .tickets import Ticket
 from .timeline import NO_TIMELINE, Timeline
 from .trace import Trace
 

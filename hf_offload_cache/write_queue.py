@@ -58,6 +58,8 @@ class WriteQueue:
         batch = _Batch(store, ids, records)
         with self._changed:
             self._check_open()
+            if not self._alive:
+                self._fail_all()  # before there is another thread, which would not know of what this one had begun
             line = self._line(store)
             self._raise_failure(line)
             if batch.nbytes == 0:
@@ -82,8 +84,12 @@ class WriteQueue:
         """Queued and being written. Counted anew each time: an exception of a signal cannot leave it wrong."""
         return sum(batch.nbytes for line in list(self._lines.values()) for batch in line.batches)
 
+    @property
+    def _alive(self) -> bool:
+        return bool(self.threads) and self.threads[0].is_alive()
+
     def _need_writer(self, store: Store) -> None:
-        if self.threads and self.threads[0].is_alive():
+        if self._alive:
             return
         try:
             self.threads[:] = [start_worker("writer", self._jobs)]
@@ -183,7 +189,7 @@ class WriteQueue:
             elif passed(deadline):
                 raise self.patience.give_up(self._doing())
             self._changed.wait(left(deadline, LOOK_SECONDS))
-            if not any(thread.is_alive() for thread in self.threads):
+            if not self._alive:
                 self._fail_all()
 
     def _doing(self) -> str:
@@ -193,7 +199,7 @@ class WriteQueue:
         return doing("writing", batches[-1].store, batches[-1].ids)
 
     def _fail_all(self) -> None:
-        """The thread has died: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
+        """No thread is left: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
         why = self.threads[0].ended_by if self.threads else "it was not started"
         for line in list(self._lines.values()):
             for batch in list(line.batches):

@@ -23,7 +23,8 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.layer import OffloadLayer
-from hf_offload_cache.prefetch import Prefetcher, Ticket
+from hf_offload_cache.prefetch import Prefetcher
+from hf_offload_cache.tickets import Ticket
 
 __all__ = ["checked_gathers", "one_thread"]  # fixtures
 

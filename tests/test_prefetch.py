@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -536,10 +537,12 @@ def test_a_forgotten_prefetcher_ends_its_threads(account: MemoryAccount, store: 
     prefetcher.read(LatencyStore(store, 0.0), ids, rows(8)).wait()
     mine = [t for t in threading.enumerate() if t.name.startswith("hf_offload_cache-")]
     assert len(mine) >= 2
+    held = weakref.ref(prefetcher._readers)
     del prefetcher
     for thread in mine:
         thread.join(LONG)
         assert not thread.is_alive()
+    assert held() is None, "no exit handler is left"
 
 
 def test_idle_threads_hold_no_store(prefetcher: Prefetcher, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ _SETUP, _ENTER = 425, 426  # system calls, the same on every architecture but th
 OP_NOP, OP_READ = 0, 22
 GETEVENTS, _EXT_ARG = 1, 8  # flags of `enter`
 _FEATURE_EXT_ARG = 1 << 8
+WRAP = 0xFFFFFFFF  # the counters in the queues are 32 bits wide and run over
 _OFFSET_SQ, _OFFSET_CQ, _OFFSET_ENTRIES = 0, 0x8000000, 0x10000000
 ENTRY = np.dtype(
     [("opcode", "u1"), ("flags", "u1"), ("priority", "u2"), ("fd", "i4"), ("offset", "u8"), ("address", "u8"),
@@ -129,7 +130,6 @@ def open_ring(depth: int) -> tuple[int, Parameters]:
             errno.EMFILE: "this process has no descriptor left: raise the limit with `ulimit -n`",
         }
         raise OSError(number, f"io_uring refused: {reasons.get(number, os.strerror(number))}")
-    os.set_inheritable(fd, False)
     return fd, parameters
 
 

@@ -30,16 +30,15 @@ class Patience:
         """`time.monotonic()` when a wait that begins now is to be given up; None: never."""
         if self.stalled:
             return time.monotonic()
-        if self.at_exit:
-            return time.monotonic() + min(EXIT_SECONDS, EXIT_SECONDS if self.seconds is None else self.seconds)
-        return None if self.seconds is None else time.monotonic() + self.seconds
+        seconds = EXIT_SECONDS if self.at_exit else self.seconds
+        return None if seconds is None else time.monotonic() + seconds
 
     def answered(self) -> None:
         """The device did something."""
         self.stalled = False
 
     def hurry(self) -> None:
-        """The interpreter ends: waits are `EXIT_SECONDS` at most from now on."""
+        """The interpreter ends: waits are `EXIT_SECONDS` from now on."""
         self.at_exit = True
 
     def give_up(self, doing: str = "") -> StalledError:

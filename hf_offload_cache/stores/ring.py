@@ -15,14 +15,15 @@ import numpy as np
 from hf_offload_cache.errors import StalledError
 from hf_offload_cache.process import Process
 from hf_offload_cache.stores import io_uring
+from hf_offload_cache.stores.io_uring import WRAP
 from hf_offload_cache.stores.patience import Patience, passed
+from hf_offload_cache.stores.remains import Remains, close_when_done
 
 DEPTH = 256
 """Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with
 this many it stays busy while the next ones are put in (measured on a virtual NVMe disk: 128 is slower, 512 no faster).
 """
 
-_WRAP = 0xFFFFFFFF  # the counters in the ring are 32 bits wide and run over
 _PENDING = np.iinfo(np.int32).min  # no result of a read
 
 
@@ -93,9 +94,8 @@ class Ring:
         self._lock = threading.Lock()
         self._fence_lock = threading.Lock()
         hurry = self._patience.hurry
-        self._close = weakref.finalize(
-            self, _close, _Remains(fd, self._memory, self._waiter, self._open), self._patience, self._process, hurry
-        )
+        remains = Remains(fd, self._memory, self._waiter, self._open)
+        self._close = weakref.finalize(self, close_when_done, remains, self._patience, self._process, hurry)
         atexit.register(hurry)  # after `finalize` has registered itself: it is called before
 
     def read(
@@ -195,7 +195,7 @@ class Ring:
                 for batch in batches:
                     self.wait(batch)
             except StalledError:
-                pass  # `_close` finds what is left in flight, and does not wait any more
+                pass  # `close_when_done` finds what is left in flight, and does not wait any more
         self._memory = None
         self._close()
 
@@ -211,13 +211,13 @@ class Ring:
             batch._entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
 
     def _count_put(self, memory: io_uring.Queues) -> int:
-        self._put += (memory.sq[memory.sq_tail] - self._put) & _WRAP
+        self._put += (memory.sq[memory.sq_tail] - self._put) & WRAP
         return self._put
 
     def _fill(self, memory: io_uring.Queues) -> None:
         """Put entries that wait into the submission queue, up to the depth."""
         put = self._count_put(memory)
-        room = self._depth - ((put - memory.cq[memory.cq_head]) & _WRAP)
+        room = self._depth - ((put - memory.cq[memory.cq_head]) & WRAP)
         if not self._open or self._open[-1].end <= put or room <= 0:
             return
         for batch in self._open:
@@ -233,7 +233,7 @@ class Ring:
             put += count
             room -= count
         self._fence()
-        memory.sq[memory.sq_tail] = put & _WRAP
+        memory.sq[memory.sq_tail] = put & WRAP
         self._put = put
 
     def _submit(self, memory: io_uring.Queues) -> None:
@@ -244,14 +244,14 @@ class Ring:
     def _enter(self, memory: io_uring.Queues, wanted: int, deadline: float | None = None) -> None:
         """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
         `deadline`."""
-        waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & _WRAP
+        waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP
         done = self._waiter.wait(waiting, wanted, deadline) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
         if done >= 0:
             return
         number = ctypes.get_errno()
         if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request at the moment: it stays in the queue
             if wanted:
-                in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & _WRAP
+                in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & WRAP
                 if in_flight == 0 or self._waiter.wait(0, 1, deadline) < 0:
                     time.sleep(0.001)
         elif number != errno.EINTR:
@@ -264,7 +264,7 @@ class Ring:
             return False
         self._patience.answered()
         self._fence()
-        first, count = head & memory.cq_mask, (tail - head) & _WRAP
+        first, count = head & memory.cq_mask, (tail - head) & WRAP
         if first + count <= memory.cq_mask + 1:
             found = memory.completions[first : first + count]
         else:
@@ -292,54 +292,3 @@ class Ring:
             pass
         with self._fence_lock:
             pass
-
-
-class _Remains:
-    """What a ring leaves: its descriptor and queues, and the batches that hold the memory that is read into."""
-
-    def __init__(self, fd: int, memory: io_uring.Queues, waiter: io_uring.Waiter, kept: list[Batch]) -> None:
-        self.fd = fd
-        self._memory = memory
-        self._waiter = waiter
-        self._kept = kept
-
-    def wait(self, deadline: float | None) -> bool:
-        """Block until nothing is in flight, or until `deadline`; whether nothing is."""
-        memory = self._memory
-        sq, cq = memory.sq, memory.cq
-        while True:
-            try:
-                tail = cq[memory.cq_tail]
-                cq[memory.cq_head] = tail  # nobody asks for results any more
-                in_flight = (sq[memory.sq_head] - tail) & _WRAP  # submitted and not completed
-                if in_flight == 0:
-                    return True
-                if passed(deadline):
-                    return False
-                if self._waiter.wait(0, in_flight, deadline) < 0 and ctypes.get_errno() != errno.EINTR:
-                    time.sleep(0.001)
-            except KeyboardInterrupt:  # the kernel is still writing to memory that would be given back
-                continue
-
-    def wait_and_close(self) -> None:
-        self.wait(None)
-        self.close()
-
-    def close(self) -> None:
-        self._kept.clear()
-        os.close(self.fd)
-
-
-def _close(remains: _Remains, patience: Patience, process: Process, hurry: object) -> None:
-    """Give a ring back once nothing is in flight; also when it is forgotten, and at the end of the interpreter."""
-    atexit.unregister(hurry)  # type: ignore[arg-type]
-    if not process.is_here or remains.wait(patience.deadline()):
-        remains.close()
-        return
-    try:
-        if patience.at_exit:
-            raise RuntimeError("no thread outlives the interpreter")
-        threading.Thread(target=remains.wait_and_close, name="hf_offload_cache-ring", daemon=True).start()
-    except RuntimeError:
-        # The kernel may write to the memory as long as the process lives: one reference more keeps it that long.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))

@@ -410,6 +410,54 @@ def test_a_ring_that_is_forgotten_while_it_is_stalled(pipe: Pipe) -> None:
     assert (pipe.memory[0] == 1).all()
 
 
+@pytest.mark.parametrize("why", ["no thread can be started", "the interpreter ends"])
+def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
+    script = """
+        import gc, os, sys, threading, weakref
+        import numpy as np
+        from hf_offload_cache.stores.ring import Ring
+
+        class Kept:
+            pass
+
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+
+        out, into = os.pipe()
+        memory, kept = np.zeros(512, dtype=np.uint8), Kept()
+        held = weakref.ref(kept)
+        ring = Ring(4, timeout=0.05)
+        ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), (kept, memory))
+        if sys.argv[1] == "the interpreter ends":
+            ring._patience.hurry()
+        else:
+            threading.Thread.start = refuse
+        ring.close()
+        del ring, kept
+        gc.collect()
+        assert threading.active_count() == 1 and held() is not None
+        os.write(into, bytes([7]) * 512)
+        while not memory[-1]:
+            pass
+        print("it was still written to")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), why], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "it was still written to\n", "")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_of_a_ring_is_left(closed: bool) -> None:
+    """Its exit handler neither."""
+    rings = [Ring(4, timeout=60.0)]
+    patience = weakref.ref(rings[0]._patience)
+    if closed:
+        rings[0].close()
+    rings.clear()
+    assert patience() is None
+
+
 @pytest.mark.parametrize("timeout", ["None", "3600.0", "0.05"])
 def test_the_interpreter_ends_with_a_stalled_read(timeout: str) -> None:
     script = f"""
