@@ -38,6 +38,12 @@ class BlockTable:
         """A view (B, num_groups); valid until the next change."""
         return self._ids[:, : self.num_groups]
 
+    def named(self, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store some row names: (count,), bool."""
+        named = np.zeros(count, dtype=bool)
+        named[self.ids.reshape(-1)] = True
+        return named
+
     @property
     def nbytes(self) -> int:
         return self._ids.nbytes + self._owned.nbytes

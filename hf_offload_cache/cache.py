@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 import weakref
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
 from . import attach
 from .budget import parse_memory, plan_memory
 from .config import OffloadConfig, parse_size
+from .contexts.adapters import adapter_fields
 from .continuation import check_planned, check_positions, check_prompt, padding_of
 from .errors import BudgetError, ConfigError, PromptError, SeamLostError, UnsupportedModelError
 from .geometry import Geometry
@@ -34,7 +34,7 @@ from .lookahead import LookAhead
 from .machine import check_descriptors
 from .report import CacheReport
 from .shared import SEAM_LOST, Shared
-from .stores.engines import choose_engine
+from .stores.engines import resolve_engine
 from .token_log import TokenLog
 
 
@@ -73,6 +73,9 @@ class OffloadCache(Cache, attach.Attachable):
         self.timeline = self.shared.timeline
         self.warnings: list[str] = []
         self._model = weakref.ref(inner)
+        self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
+        self.adapters: dict[str, str] | None = None
+        """PEFT's adapters when what is held began: `contexts.adapters.adapter_fields`; None: nothing is held."""
         self._tokens = TokenLog(self.shared.account, self.config.max_context)
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
@@ -129,9 +132,7 @@ class OffloadCache(Cache, attach.Attachable):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         geometry = Geometry.of(model)
-        if fields.get("engine", "auto") == "auto":
-            directory = tempfile.gettempdir() if path is None else path
-            fields = {**fields, "engine": choose_engine("auto", directory)[0]}
+        fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.config_class.fit(geometry, limit, max_context, max_batch, fields)
         return cls(model, path=path, config=config)
@@ -190,6 +191,8 @@ class OffloadCache(Cache, attach.Attachable):
         if given is None:
             return
         history = max(lengths, default=self._tokens.length)
+        if not history:
+            self.adapters = adapter_fields(self.given_model, self.model)
         if history:
             batch = max((layer.batch for layer in self.offloaded), default=given.shape[0])
             if given.shape[0] != batch:
@@ -354,8 +357,15 @@ class OffloadCache(Cache, attach.Attachable):
         """The model that the cache is of. Raises `RuntimeError` when it is gone."""
         model = self._model()
         if model is None:
-            raise RuntimeError("the model of this cache is gone: open or fork with a live one")
+            raise RuntimeError("the model of this cache is gone: open what was saved with a live one")
         return model
+
+    @property
+    def given_model(self) -> Any:
+        """What the cache was constructed with: the model, or PEFT's or torch.compile's wrapper while there is one."""
+        model = self.model
+        given = self._given()
+        return model if given is None else given
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -453,11 +463,12 @@ class OffloadCache(Cache, attach.Attachable):
 
     def capture(self) -> dict[str, Any]:
         """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
-        return {"ids": self._tokens.capture()}
+        return {"ids": self._tokens.capture(self.sequences, self.tokens)}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured; for a new cache."""
         self._tokens.restore(tree["ids"])
+        self.adapters = adapter_fields(self.given_model, self.model)
         self._resumed = True
 
     # --- what users read ---------------------------------------------------------------------------------------
@@ -487,7 +498,8 @@ class OffloadCache(Cache, attach.Attachable):
 
     @property
     def own_disk_bytes(self) -> int:
-        """What of `disk_bytes` is shared with no fork and no saved context."""
+        """What of `disk_bytes` lies in files that only this cache ever had: nothing of what it was forked or saved
+        with."""
         return sum(store.own_disk_bytes for store in self.shared.stores)
 
     def report(self) -> CacheReport:
@@ -543,7 +555,10 @@ class OffloadCache(Cache, attach.Attachable):
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: its data lies in files of this process")
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: its data lies in files of this process; fork() or deepcopy it "
+            "in this process, save() it for another"
+        )
 
 
 def _shut_down(shared: Shared, model: weakref.ref[PreTrainedModel], token: int) -> None:

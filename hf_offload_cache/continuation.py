@@ -43,8 +43,9 @@ def check_positions(positions: Any, mask: Any, held: int) -> None:
 def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: bool) -> torch.Tensor | None:
     """Where the step's own tokens, [held, length), are padding: bool (B, t) in host memory, or None.
 
-    With `compare`, raises `PromptError` for a mask (B, length) that does not begin with the padding that is held; a
-    mask that is missing where there is some is always refused. Masks of other kinds are the model's own affair.
+    With `compare`, raises `PromptError` for a mask (B, length) that shows padding which is held; a mask that is missing
+    where there is some is always refused. To hide tokens that are held is right, and so is, for us, a mask of another
+    kind.
     """
     if mask is None:
         if held and tokens.padded and tokens.length == held:
@@ -56,14 +57,12 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
     if not isinstance(mask, torch.Tensor) or mask.shape[1:] != (length,):
         return None
     if compare and held and tokens.length == held:
-        given, visible = mask[:, :held].to("cpu") != 0, tokens.visible
-        different = (given != visible).nonzero()
-        if len(different):
-            row, position = different[0].tolist()
+        shown = ((mask[:, :held].to("cpu") != 0) & ~tokens.visible).nonzero()
+        if len(shown):
+            row, position = shown[0].tolist()
             raise PromptError(
-                f"attention_mask differs from what the cache was filled with: token {position} of sequence {row} is "
-                f"{'no padding' if given[row, position] else 'padding'} in it; pass the mask of the whole "
-                "conversation, as `cache.attention_mask` begins it"
+                f"attention_mask shows token {position} of sequence {row}, which is padding in what the cache holds: "
+                "pass the mask of the whole conversation, as `cache.attention_mask` begins it"
             )
     return mask[:, held:].detach().to("cpu") == 0
 

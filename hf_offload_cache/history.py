@@ -91,7 +91,8 @@ class History:
     def freeze(self) -> Sequence[Store]:
         """All that is stored is immutable from now on; what comes goes to a store of its own. Returns the frozen ones.
 
-        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed.
+        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed, and
+        as `LayeredStore.merge`, with all frozen and readable as before.
         """
         self._shared.prefetcher.flush(self.store)
         self.store.freeze()
@@ -100,7 +101,13 @@ class History:
             self.store = self._shared.layer_store([self.store], self.form.record_bytes, self._layer_idx)
             self.table.move(self.store)
         assert isinstance(self.store, LayeredStore)
+        self.store.merge(self.table.named(self.store.capacity))
         return self.store.parts
+
+    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+        """Of each of the frozen `parts`, as `freeze` gave them, which records some row names: (capacity,), bool."""
+        edges = np.cumsum([part.capacity for part in parts])
+        return np.split(self.table.named(self.store.capacity), edges[:-1])
 
     def capture(self) -> dict[str, Any]:
         """What is held beside the records, as a tree for `restore`: views, valid until the next change."""

@@ -279,6 +279,10 @@ class OffloadLayer(CacheLayerMixin):
             self.dropped(freed)
         return self.history.freeze()
 
+    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+        """See `History.live`; `parts` are what `freeze` gave."""
+        return self.history.live(parts) if self.is_initialized else []
+
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""

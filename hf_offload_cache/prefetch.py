@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from hf_offload_cache.errors import CacheClosedError, StalledError
-from hf_offload_cache.process import Process
 from hf_offload_cache.readers import ReaderPool
 from hf_offload_cache.report import MemoryAccount
 from hf_offload_cache.stores.base import Store
@@ -62,8 +61,8 @@ class Prefetcher:
         self._log = ReadLog(timeline)
         self._readers = ReaderPool(threads, Patience(timeout))
         self._writes = WriteQueue(account, write_queue_bytes, timeline, Patience(timeout))
-        at_exit = functools.partial(_end, self._readers, self._writes, self._log.process)
-        self._stop = weakref.finalize(self, _stop, self._readers, self._writes, self._log.process, at_exit)
+        at_exit = functools.partial(_end, self._readers, self._writes)
+        self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
         atexit.register(at_exit)
 
     @property
@@ -192,19 +191,20 @@ class Prefetcher:
                 self._account.observe(STALLED_READS, held)
 
 
-def _stop(readers: ReaderPool, writes: WriteQueue, process: Process, at_exit: functools.partial) -> None:
+# In a forked child, which has none of the threads, the two find nothing to wait for.
+
+
+def _stop(readers: ReaderPool, writes: WriteQueue, at_exit: functools.partial) -> None:
     """What a prefetcher that is closed or gone leaves to do; takes no lock."""
     atexit.unregister(at_exit)
-    if process.is_here:
-        readers.stop()
-        writes.stop()
+    readers.stop()
+    writes.stop()
 
 
-def _end(readers: ReaderPool, writes: WriteQueue, process: Process) -> None:
+def _end(readers: ReaderPool, writes: WriteQueue) -> None:
     """Before the interpreter ends."""
-    if process.is_here:
-        readers.patience.hurry()
-        writes.patience.hurry()
-        readers.stop()
-        writes.stop()
-        join_before_exit([*readers.threads, *writes.threads])
+    readers.patience.hurry()
+    writes.patience.hurry()
+    readers.stop()
+    writes.stop()
+    join_before_exit([*readers.threads, *writes.threads])

@@ -81,8 +81,7 @@ class ReaderPool:
 
     def join(self) -> None:
         """After `stop`: wait for the threads. Those that do not end in time are left to themselves."""
-        alive = join_all(self.threads, self.patience.deadline())
-        self.threads[:] = [thread for thread in self.threads if thread in alive]
+        join_all(self.threads, self.patience.deadline())
 
 
 class _SharedRead(Transfer):
@@ -130,7 +129,6 @@ class _SharedRead(Transfer):
                     self._pool.patience.answered()
                     if self._running == 0 and self._ending:
                         self.finished_at = time.perf_counter()
-                        self._work = None
                         self._changed.notify_all()
 
     @property
@@ -162,7 +160,7 @@ class _SharedRead(Transfer):
                     raise self._pool.patience.give_up(self._doing())
                 self._changed.wait(left(deadline, LOOK_SECONDS))
                 if not self._over and not any(thread.is_alive() for thread in self._pool.threads):
-                    self._running, self._error = 0, self._died()
+                    self._error = self._died()
             self._work = None
 
     def finish(self) -> None:
@@ -173,8 +171,7 @@ class _SharedRead(Transfer):
             raise CacheClosedError("the read was cancelled: its store was reset or closed")
 
     def _doing(self) -> str:
-        if self._work is None:
-            return "reading"
+        assert self._work is not None
         store, ids, _ = self._work
         return doing("reading", store, ids)
 

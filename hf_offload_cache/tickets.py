@@ -101,7 +101,6 @@ class Ticket:
                     raise
                 self.give_up()
             except StalledError as stalled:
-                self.drop()
                 self._log.trouble = stalled
                 return  # still under way: the log looks after it
         self._log.end(self)

@@ -27,7 +27,7 @@ class TokenLog:
         self._ids = torch.empty(0, 0, dtype=torch.int64)
         self.length = 0
         self.padded = False
-        """Some of what is held, or was, is padding."""
+        """Some of what is held is padding."""
 
     @property
     def batch(self) -> int:
@@ -55,14 +55,22 @@ class TokenLog:
         """What is no padding: bool (B, length)."""
         return self._ids[:, : self.length] >= self.UNKNOWN
 
-    def capture(self) -> torch.Tensor:
-        """What is held, for `restore`: a view, valid until the next change."""
-        return self._ids[:, : self.length]
+    def capture(self, batch: int, length: int) -> torch.Tensor:
+        """What is known of `length` tokens a sequence (models may hold other numbers of keys than they got ids), for
+        `restore`: a view, valid until the next change, or a copy."""
+        if (self.batch, self.length) == (batch, length):
+            return self._ids[:, :length]
+        held = torch.full((batch, length), self.UNKNOWN)
+        if self.batch == batch:
+            known = min(self.length, length)
+            held[:, :known] = self._ids[:, :known]
+        return held
 
     def restore(self, held: torch.Tensor) -> None:
         """Go on with what was captured, in a log that holds nothing."""
         self.append(held, 0)
-        self.padded = not bool(self.visible.all())
+        self.padded = True  # perhaps
+        self._look_for_padding()
 
     def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
         """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown. `padding`: bool
@@ -91,9 +99,17 @@ class TokenLog:
         self.length = min(self.length, length)
         if not self.length:
             self._forget()
+        self._look_for_padding()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
+        self._select_rows(rows)
+        self._look_for_padding()
+
+    def _look_for_padding(self) -> None:
+        self.padded = self.padded and not bool(self.visible.all())
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
         if self.length:
             old, rows = self._ids, rows.cpu()
             if rows.dtype == torch.bool:

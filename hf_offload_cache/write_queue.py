@@ -157,8 +157,7 @@ class WriteQueue:
     @property
     def stuck(self) -> bool:
         """A write that did not end in time is still under way."""
-        with self._changed:
-            return self.patience.stalled and any(b.started for line in self._lines.values() for b in line.batches)
+        return self._alive and self.patience.stalled
 
     def stop(self) -> None:
         """Let the thread drop what has not begun, and end."""
@@ -168,7 +167,6 @@ class WriteQueue:
     def join(self) -> None:
         """After `stop`: wait for the thread. Raises `StalledError` when its last write does not end in time."""
         alive = join_all(self.threads, self.patience.deadline())
-        self.threads[:] = [thread for thread in self.threads if thread in alive]
         with self._changed:
             if alive:
                 raise self.patience.give_up(self._doing())
@@ -200,6 +198,7 @@ class WriteQueue:
 
     def _fail_all(self) -> None:
         """No thread is left: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
+        self.patience.answered()  # nothing is waited for any more
         why = self.threads[0].ended_by if self.threads else "it was not started"
         for line in list(self._lines.values()):
             for batch in list(line.batches):

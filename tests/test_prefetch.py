@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.prefetch import Prefetcher
+from hf_offload_cache.prefetch import Prefetcher, _end
 from hf_offload_cache.readers import split
 from hf_offload_cache.report import MemoryAccount
 from hf_offload_cache.staging import Staging
@@ -468,10 +468,73 @@ def test_cancel_ends_reads(prefetcher: Prefetcher, advises: bool) -> None:
 def test_cancel_forgets_failures(prefetcher: Prefetcher) -> None:
     store = FaultyStore(memory(), "write", 1)
     ids = store.allocate(1)
+    other = memory()
     prefetcher.write(store, ids, pattern(1))
+    prefetcher.write(other, other.allocate(1), pattern(1))
+    prefetcher.flush(other)  # first in, first out: the failing write is over
     prefetcher.cancel(store)
     prefetcher.read(store, ids, rows(1)).wait()
     prefetcher.flush(store)
+
+
+def test_the_first_failure_is_the_one_that_is_told(prefetcher: Prefetcher) -> None:
+    class Failing(WrapperStore):
+        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            if ids[0] == 0:  # the piece that ends last
+                gate.pass_through()
+            raise OSError(int(ids[0]), "made to fail")
+
+        def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
+            queued.pass_through()
+            raise OSError(int(ids[0]), "made to fail")
+
+    gate, queued, store = Gate(), Gate(), Failing(memory())
+    store.advises = False
+    store.start = lambda ids, out: None
+    ids = store.allocate(8)
+    ticket = prefetcher.read(store, ids[[0, 5]], rows(2))
+    gate.wait_for(1)
+    while ticket.transfers[0]._error is None:
+        pass
+    gate.open()
+    with pytest.raises(OSError, match="made to fail") as caught:
+        ticket.wait()
+    assert caught.value.errno == 5
+    other = memory()
+    for first in (3, 4):
+        prefetcher.write(store, ids[[first]], pattern(1))
+    queued.open()
+    prefetcher.write(other, other.allocate(1), pattern(1))
+    prefetcher.flush(other)
+    with pytest.raises(OSError, match="made to fail") as caught:
+        prefetcher.flush()
+    assert caught.value.errno == 3
+
+
+def test_a_write_that_is_interrupted_while_it_is_queued(
+    prefetcher: Prefetcher, account: MemoryAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when its job is there and the books do not know it yet: nothing was queued."""
+    store = SlowWrites(memory())
+    store.gate.open()
+    ids = store.allocate(2)
+    prefetcher.write(store, ids[:1], pattern(1))
+    prefetcher.flush()
+    jobs = prefetcher._writes._jobs
+
+    class Interrupted:
+        def put(self, job: Any) -> None:
+            jobs.put(job)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher._writes, "_jobs", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            prefetcher.write(store, ids[1:], pattern(1))
+    assert account.current == 0
+    prefetcher.write(store, ids[:1], pattern(1))
+    prefetcher.flush()
+    assert store.order == [0, 0], "the second was never written"
 
 
 def test_close_drops_writes_and_reads(account: MemoryAccount) -> None:
@@ -557,6 +620,29 @@ def test_idle_threads_hold_no_store(prefetcher: Prefetcher, tmp_path: Path) -> N
     while open_descriptors() != descriptors and time.monotonic() < end:
         time.sleep(0.001)
     assert open_descriptors() == descriptors
+
+
+def test_the_end_of_the_interpreter_waits_for_what_runs(
+    account: MemoryAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment: killed in a read, a thread could take the process down."""
+    monkeypatch.setattr("hf_offload_cache.workers.EXIT_SECONDS", LONG)
+    gate = Gate()
+    slow, store = LatencyStore(memory(), 1.0, sleep=gate.pass_through), SlowWrites(memory())
+    prefetcher = Prefetcher(account, 16 * RECORD_BYTES)
+    ids, _ = fill(slow.inner, 1)
+    prefetcher.read(slow, ids, rows(1))
+    gate.wait_for(1)
+    prefetcher.write(store, store.allocate(1), pattern(1))
+    store.gate.wait_for(1)
+    thread, outcome = in_background(lambda: _end(prefetcher._readers, prefetcher._writes))
+    for each in (gate, store.gate):
+        thread.join(0.05)
+        assert thread.is_alive()
+        each.open()
+    thread.join(LONG)
+    assert outcome == [None] and threads_of_ours() == []
+    prefetcher.close()
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -39,6 +39,7 @@ from hf_offload_cache.errors import (
 )
 from hf_offload_cache.machine import SPARE_DESCRIPTORS, check_descriptors, free_descriptors
 from hf_offload_cache.prefetch import STALLED_READS, Prefetcher
+from hf_offload_cache.readers import _SharedRead
 from hf_offload_cache.report import MemoryAccount
 from hf_offload_cache.shared import Shared
 from hf_offload_cache.stores.base import Store
@@ -200,6 +201,45 @@ def test_memory_lives_as_long_as_a_thread_that_is_stuck(account: MemoryAccount) 
     assert seen == [7 * RECORD_BYTES]
 
 
+def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two pieces of it: `out` is the caller's again when it comes out."""
+    gate, ended = Gate(), []
+
+    class Slow(SlowReads):
+        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            super().read(ids, out)
+            ended.append(len(ids))
+
+    store = Slow(memory(), gate)
+    ids, _ = fill(store, 8)
+    prefetcher = Prefetcher(account, 2**20, threads=2)
+    jobs, put, wait = prefetcher._readers._jobs, [], _SharedRead.wait
+
+    class Interrupted:
+        get = jobs.get
+
+        def put(self, job: Any) -> None:
+            put.append(job)
+            if len(put) == 2:
+                gate.wait_for(1)
+                raise KeyboardInterrupt
+            jobs.put(job)
+
+    def opening(transfer: _SharedRead) -> None:
+        gate.open()
+        wait(transfer)
+
+    monkeypatch.setattr(_SharedRead, "wait", opening)
+    monkeypatch.setattr(prefetcher._readers, "_jobs", Interrupted())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        prefetcher.read(store, ids[1:8:2], rows(4))
+    assert ended == [2], "one piece had begun, and none begins afterwards"
+    assert prefetcher.trouble is caught.value
+    prefetcher.mend()
+    monkeypatch.undo()
+    prefetcher.close()
+
+
 @pytest.mark.parametrize("operation", ["flush", "flush all", "write", "cancel", "close"])
 def test_a_write_that_stalls(account: MemoryAccount, operation: str) -> None:
     store = SlowWrites(memory())
@@ -276,6 +316,91 @@ def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
     assert torch.equal(out, records)
     prefetcher.close()
     assert account.current == 0
+
+
+def test_after_a_write_that_stalled_the_next_has_its_time_again(account: MemoryAccount) -> None:
+    store = SlowWrites(memory())
+    ids = store.allocate(2)
+    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
+    prefetcher.write(store, ids[:1], pattern(1))
+    with pytest.raises(StalledError):
+        prefetcher.flush()
+    first, store.gate = store.gate, Gate()
+    first.open()
+    while prefetcher.trouble is not None:
+        with contextlib.suppress(StalledError):
+            prefetcher.mend()
+    prefetcher._writes.patience.seconds = LONG
+    prefetcher.write(store, ids[1:], pattern(1))
+    store.gate.wait_for(1)
+    thread, outcome = in_background(prefetcher.flush)
+    thread.join(SHORT)
+    assert thread.is_alive(), outcome
+    store.gate.open()
+    thread.join(LONG)
+    assert outcome == [None]
+    prefetcher.close()
+
+
+def test_a_write_in_time_does_not_keep_a_read_from_being_mended(account: MemoryAccount) -> None:
+    gate, store = Gate(), SlowWrites(memory())
+    slow = SlowReads(memory(), gate)
+    ids, _ = fill(slow, 1)
+    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
+    prefetcher.write(store, store.allocate(1), pattern(1))
+    store.gate.wait_for(1)
+    with pytest.raises(StalledError):
+        prefetcher.read(slow, ids, rows(1)).wait()
+    gate.open()
+    while prefetcher._log.stuck:
+        prefetcher.look()
+    prefetcher.mend()
+    assert prefetcher.trouble is None
+    store.gate.open()
+    prefetcher.close()
+
+
+def test_close_waits_for_a_write_beside_a_read_that_stalled(account: MemoryAccount) -> None:
+    gate, store = Gate(), SlowWrites(memory())
+    slow = SlowReads(memory(), gate)
+    ids, _ = fill(slow, 1)
+    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
+    prefetcher._writes.patience.seconds = LONG
+    prefetcher.write(store, store.allocate(1), pattern(1))
+    store.gate.wait_for(1)
+    with pytest.raises(StalledError):
+        prefetcher.read(slow, ids, rows(1)).wait()
+    thread, outcome = in_background(prefetcher.close)
+    thread.join(SHORT)
+    assert thread.is_alive()
+    store.gate.open()
+    thread.join(LONG)
+    assert outcome == [None] and store.order == [0]
+    gate.open()
+
+
+def test_what_is_given_up_behind_a_stall_is_held_no_longer(account: MemoryAccount) -> None:
+    """Threads that are stuck hold what they work on, and nothing that waits behind it."""
+    gate, blocked = Gate(), SlowWrites(memory())
+    slow, behind = SlowReads(memory(), gate), SlowReads(memory(), gate)
+    ids, _ = fill(slow, 1)
+    prefetcher = Prefetcher(account, 2**20, threads=1, timeout=LONG)
+    prefetcher.write(blocked, blocked.allocate(1), pattern(1))
+    blocked.gate.wait_for(1)
+    first = prefetcher.read(slow, ids, rows(1))
+    gate.wait_for(1)
+    out, records = rows(1), pattern(1)
+    prefetcher.read(behind, fill(behind, 1)[0], out)
+    prefetcher.write(behind, behind.allocate(1), records)
+    prefetcher.cancel(behind)
+    held = [weakref.ref(one) for one in (behind, out, records)]
+    del behind, out, records
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
+    gate.open()
+    blocked.gate.open()
+    first.wait()
+    prefetcher.close()
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -421,6 +546,33 @@ def test_a_writer_that_died_while_nobody_waited(account: MemoryAccount) -> None:
     prefetcher.write(store, ids, pattern(3))
     prefetcher.flush()
     assert torch.equal(read(store, ids), pattern(3))
+    prefetcher.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
+    """Nothing is under way any more, and the next write has its time."""
+    store = SlowWrites(memory())
+    ids = store.allocate(1)
+    prefetcher = Prefetcher(account, 2**20, timeline=Lethal(SystemExit("enough")), timeout=SHORT)
+    prefetcher.write(store, ids, pattern(1))
+    with pytest.raises(StalledError):
+        prefetcher.flush()
+    first, store.gate = store.gate, Gate()
+    first.open()
+    prefetcher._writes.threads[0].join(LONG)
+    prefetcher.mend()
+    prefetcher._writes.patience.seconds = LONG
+    with pytest.raises(StoreError, match="enough"):
+        prefetcher.write(store, ids, pattern(1))
+    prefetcher.write(store, ids, pattern(1))
+    store.gate.wait_for(1)
+    thread, outcome = in_background(prefetcher.flush)
+    thread.join(SHORT)
+    assert thread.is_alive(), outcome
+    store.gate.open()
+    thread.join(LONG)
+    assert outcome == [None] and prefetcher.trouble is None
     prefetcher.close()
 
 

@@ -131,15 +131,38 @@ class DiskSwapLayer(OffloadLayer):
     def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
         summary = tree["summary"]
         if self.buffer is not None and summary is not None:
-            self._check_captured(summary, **tree["history"])
+            self._check_summary(summary, **tree["history"])
             self.summary = LowRankKeys.restore(summary, self.shared.account, self.buffer.workspace)
             self.summary.reserve(self.settings.max_context or 0)
+        if self.buffer is not None and tree["history"] is not None:
+            self._check_learnt(tree["adapter"], tree["latest_queries"], **tree["history"])
         self.adapter = tree["adapter"]
         self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
         self.latest_queries, self.scaling = tree["latest_queries"], tree["scaling"]
         super().restore(tree, parts, device)
 
-    def _check_captured(self, summary: dict[str, Any], form: dict[str, Any], table: torch.Tensor, **rest: Any) -> None:
+    def _check_learnt(
+        self,
+        adapter: torch.Tensor | None,
+        queries: torch.Tensor | None,
+        form: dict[str, Any],
+        table: torch.Tensor,
+        **rest: Any,
+    ) -> None:
+        """Raises `ContextError` unless a captured adapter and the latest queries are for the captured keys."""
+        heads, dim = form["num_key_heads"], form["key_dim"]
+        shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (adapter, queries)]
+        right = adapter is None or (adapter.ndim == 2 and adapter.shape[0] == heads * dim)
+        if queries is not None:
+            right = right and queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (len(table), dim)
+            right = right and queries.shape[1] % heads == 0
+        if not right:
+            raise ContextError(
+                f"layer {self.layer_idx} of the context does not hold together: adapter and latest queries are "
+                f"{shapes}, for {len(table)} sequences and {heads} key heads of {dim}"
+            )
+
+    def _check_summary(self, summary: dict[str, Any], form: dict[str, Any], table: torch.Tensor, **rest: Any) -> None:
         """Raises `ContextError` unless a captured summary belongs to the captured groups."""
         keys, adapter = summary["keys"], summary["adapter"]
         sealed, rank = table.shape[1] * form["group_size"], keys.shape[-1]

@@ -37,8 +37,10 @@ def check_layer(tree: Any, layer: Any, entry: LayerEntry, manifest: Manifest, na
     if not isinstance(layer, OffloadLayer):
         _check_alike(captured, capture_kept(layer), name, known=dir(type(layer)), rows=manifest.batch)
         holds = captured.get("is_initialized") and not isinstance(layer, DummyLayer)
-        if holds and any(captured.get(part, 0) is None for part in ("keys", "values")):
-            raise _wrong(name, "it has no keys and values")
+        for part in ("keys", "values") if holds else ():
+            held = captured.get(part, torch.empty(0))
+            if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                raise _wrong(name, f"its {part} are {_short(held)}")
         return
     like = layer.capture()
     linear = like.pop("linear", None)
@@ -73,8 +75,8 @@ def _check_tags(tags: Sequence[Any], entry: LayerEntry, name: str) -> None:
 
 def _check_history(tree: Any, layer: OffloadLayer, entry: LayerEntry, manifest: Manifest, name: str) -> None:
     if tree is None:
-        if entry.parts or not hasattr(layer, "conv_states"):
-            raise _wrong(name, "it holds no history")
+        if entry.parts:
+            raise _wrong(name, "it holds no history, and has records")
         return
     size, tail, length = layer.shared.config.group_size, tree["tail"], tree["length"]
     if type(length) is not int or length != manifest.tokens:
@@ -118,8 +120,7 @@ def _fits(value: Any, expected: Any, rows: int | None, numbered: bool) -> bool:
     if isinstance(expected, torch.Tensor):
         return isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (expected.shape, expected.dtype)
     if isinstance(value, torch.Tensor):
-        full = value.is_floating_point() and value.ndim > 1 and value.numel() > 0
-        return expected is None and full and (rows is None or value.shape[0] == rows)
+        return expected is None and value.ndim > 0 and (rows is None or rows in value.shape)
     if expected is None:
         late = (dict,) if rows is None else (torch.dtype, torch.device, *([int] if numbered else []))
         return value is None or isinstance(value, late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +20,10 @@ Fork = TypeVar("Fork", bound="OffloadCache")
 def fork(cache: Fork) -> Fork:
     """See `OffloadCache.fork`."""
     cache.freeze()
-    config = dataclasses.replace(cache.config, engine=cache.shared.engine, trace=None)
-    twin = type(cache)(cache.model, path=cache.shared.directory, config=config)
+    key = cache.shared.key
+    own_key = None if key is None else (lambda: key)  # the user's function might give another one by now
+    config = dataclasses.replace(cache.config, engine=cache.shared.engine, trace=None, encryption_key=own_key)
+    twin = type(cache)(cache.given_model, path=cache.shared.directory, config=config)
     try:
         for layer, other in zip(cache.layers, twin.layers, strict=True):
             if isinstance(layer, OffloadLayer) and isinstance(other, OffloadLayer):
@@ -36,11 +39,11 @@ def fork(cache: Fork) -> Fork:
 
 
 def _fork_layer(layer: OffloadLayer, other: OffloadLayer) -> None:
-    parts = [part.share(other.shared.ring) for part in layer.freeze()]
-    try:
+    with contextlib.ExitStack() as undo:
+        parts = []
+        for part in layer.freeze():
+            parts.append(part.share(other.shared.ring))
+            undo.callback(parts[-1].close)
         device = layer.history.device if layer.is_initialized else torch.device("cpu")
         other.restore(layer.capture(), parts, device)
-    except BaseException:
-        for part in parts:
-            part.close()
-        raise
+        undo.pop_all()

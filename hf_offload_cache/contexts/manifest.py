@@ -8,11 +8,13 @@ A context is a directory:
 
 A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a
 record, or what authenticates it) are in the state of the records' layer. So the manifest's own digest, over its values
-in canonical form, vouches for every byte of a context, and a name leads nowhere but into its directory.
+in canonical form, tells any accident to any byte of a context, and a name leads nowhere but into its directory. That
+nobody wrote all of it anew can be told of an encrypted context only: see `Manifest.binding`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -124,6 +126,12 @@ class Manifest(_Checked):
             raise ContextError(f"{place}: the manifest is not valid: {where}: {first['msg']}") from None
 
     @property
+    def binding(self) -> bytes:
+        """What the state of the cache is encrypted for: a digest of all else that is in here. So whoever has not the
+        key cannot exchange a part for that of another context with the same key."""
+        return hashlib.sha256(_canonical(self.model_dump(mode="json", exclude={"state"}))).digest()
+
+    @property
     def file_names(self) -> set[str]:
         """Names of all data files."""
         states = [self.state, *(layer.state for layer in self.layers)]
@@ -148,5 +156,8 @@ def records_name(guard: RecordGuard, record_bytes: int) -> str:
 
 
 def _digest(values: dict[str, Any]) -> str:
-    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return xxhash.xxh3_128_hexdigest(canonical.encode())
+    return xxhash.xxh3_128_hexdigest(_canonical(values))
+
+
+def _canonical(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

@@ -19,7 +19,7 @@ from ..layer import OffloadLayer
 from ..machine import check_descriptors
 from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard
-from ..stores.engines import open_named
+from ..stores.engines import open_named, resolve_engine
 from .captured import check_cache, check_layer, check_whole
 from .folder import reading
 from .identity import check_identity
@@ -56,7 +56,7 @@ def open_context(
         if manifest.cache != cls.__name__:
             raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
         check_identity(manifest.identity, model, tokenizer)
-        config = _config(cls, manifest, model, memory, fields)
+        config = _config(cls, manifest, model, memory, path, fields)
         key = None if config.encryption_key is None else load_key(config.encryption_key)
         check_key(manifest, key, place)
         cache = cls(model, path=path, config=config)
@@ -73,7 +73,12 @@ def open_context(
 
 
 def _config(
-    cls: type[OffloadCache], manifest: Manifest, model: Any, memory: int | str | None, fields: dict[str, Any]
+    cls: type[OffloadCache],
+    manifest: Manifest,
+    model: Any,
+    memory: int | str | None,
+    path: str | Path | None,
+    fields: dict[str, Any],
 ) -> OffloadConfig:
     """The configuration saved, with the user's fields on top. Raises `ConfigError`, `BudgetError`."""
     saved = {**manifest.config, "adapter": None} if "rank" in manifest.config else dict(manifest.config)
@@ -92,7 +97,7 @@ def _config(
         saved["selection"] = "default"
     if memory is None:
         return cls.config_class.load(None, {**saved, **fields}, model)
-    geometry = Geometry.of(model)
+    fields, geometry = resolve_engine(fields, path), Geometry.of(model)
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
@@ -125,7 +130,7 @@ def _fill(cache: OffloadCache, reader: ContextReader, manifest: Manifest) -> Non
     check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + len(cache.offloaded))
     devices = attention_devices(cache.model)
     try:
-        whole = reader.state(manifest.state, "cache")
+        whole = reader.state(manifest.state, "cache", binding=manifest.binding)
         check_cache(whole, manifest)
         cache.restore(whole)
         for layer_idx, (entry, layer) in enumerate(zip(manifest.layers, cache.layers, strict=True)):

@@ -44,6 +44,7 @@ class Known:
     tokens: int
     key_check: str | None
     state: StateFile
+    binding: bytes
     last_used_ns: int
 
 
@@ -108,7 +109,7 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
 
     def read(folder_fd: int) -> np.ndarray:
         own = None if manifest.key_check is None else key
-        tree = ContextReader(folder_fd, str(path), own).state(manifest.state, "cache")
+        tree = ContextReader(folder_fd, str(path), own).state(manifest.state, "cache", binding=manifest.binding)
         ids = tree.get("ids") if isinstance(tree, dict) else None
         shape = (manifest.batch, manifest.tokens)
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.shape != shape:
@@ -122,7 +123,8 @@ def _read(path: Path) -> Known:
     manifest = read_manifest(path)
     made_for, form = model_digest(manifest.identity), form_of(manifest.config)
     return Known(
-        path, manifest.cache, made_for, form, manifest.batch, manifest.tokens, manifest.key_check, manifest.state, 0
+        path, manifest.cache, made_for, form, manifest.batch, manifest.tokens, manifest.key_check, manifest.state,
+        manifest.binding, 0,
     )
 
 

@@ -56,8 +56,11 @@ class ContextReader:
         self.key = key
         self._taking = taking
 
-    def state(self, entry: StateFile, name: str, device: torch.device | str = "cpu") -> Any:
-        """The tree of one state, its tensors on `device`; `name` is what it was saved as.
+    def state(
+        self, entry: StateFile, name: str, device: torch.device | str = "cpu", binding: bytes = b""
+    ) -> Any:
+        """The tree of one state, its tensors on `device`. `name`, and of the cache's the manifest's `binding`, are what
+        it was saved with.
 
         Raises `CorruptRecordError` where it is not what was written, `ContextError` where it does not fit into memory.
         """
@@ -76,5 +79,5 @@ class ContextReader:
                 errno.EIO, f"{name}: its state {entry.file} in {self.place!r} is not what was written; save it anew"
             )
         if self.key is not None:
-            data = decrypt(self.key, data, name.encode())
+            data = decrypt(self.key, data, name.encode() + binding)
         return unpack(data, torch.device(device), f"{name} in {self.place}")

@@ -7,11 +7,14 @@ import os
 import secrets
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 
+from ..errors import ContextError, ContextMismatchError
 from ..kept import capture_kept
 from ..layer import OffloadLayer
 from ..report import MemoryAccount
@@ -21,7 +24,7 @@ from .data_files import MANIFEST_NAME, write_file
 from .identity import identity
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .publish import publish
-from .state import pack
+from .state import pack, tensor_bytes
 
 if TYPE_CHECKING:
     from ..cache import OffloadCache
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _LIMITS, _RUN = ("memory", "max_context", "max_batch"), ("trace", "engine", "verify", "io_timeout")
 NOT_SAVED = (*_LIMITS, *_RUN, "encryption_key", "adapter")
 """Fields of the configuration that are of a machine or a run, not of a context; an adapter is in the layers' states."""
+_LATER = StateFile(file=f"{0:032x}.state", bytes=0)
 _SAVING = "saving"
 """The owner in the account of what one layer's state takes meanwhile. It is not refused: a budget that is used up is no
 reason to lose a context."""
@@ -38,9 +42,13 @@ def save(
     cache: OffloadCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
 ) -> None:
     """See `OffloadCache.save`."""
+    cache.shared.check_open()
+    if (Path(directory).parent / MANIFEST_NAME).exists():
+        raise ContextError(f"directory {os.fspath(directory)!r} lies in another context: save it beside that one")
     if not cache.tokens:
         raise ValueError("the cache holds nothing to save: run a prompt through it first")
-    made_for = identity(cache.model, tokenizer, full_digest=full_digest)
+    made_for = identity(cache.given_model, tokenizer, full_digest=full_digest)
+    _check_adapters(cache.adapters or {}, made_for)
     cache.freeze()
     fields = {field.name: getattr(cache.config, field.name) for field in dataclasses.fields(cache.config)}
 
@@ -55,15 +63,27 @@ def save(
             config={name: value for name, value in fields.items() if name not in NOT_SAVED},
             identity=made_for,
             key_check=None if cache.shared.key is None else key_check(cache.shared.key),
-            state=writer.state("cache", cache.capture()),
+            state=_LATER,
             layers=tuple(writer.layer(layer_idx, layer) for layer_idx, layer in enumerate(cache.layers)),
         )
+        state = writer.state("cache", cache.capture(), manifest.binding)
+        manifest = manifest.model_copy(update={"state": state})
         write_file(folder_fd, MANIFEST_NAME, [manifest.to_bytes()])
 
     try:
         publish(directory, fill, overwrite=overwrite)
     finally:
         cache.shared.account.observe(_SAVING, 0)
+
+
+def _check_adapters(before: dict[str, str], now: dict[str, str]) -> None:
+    """Raises `ContextMismatchError` where the adapters of now are not those that made what is held."""
+    for name, value in before.items():
+        if now.get(name) != value:
+            raise ContextMismatchError(
+                f"{name} is {now.get(name, 'absent')} now and was {value} when what the cache holds was made: save it "
+                "with the adapters as they were, or reset() it"
+            )
 
 
 class _Writer:
@@ -80,26 +100,27 @@ class _Writer:
         if not isinstance(layer, OffloadLayer):
             return LayerEntry(kind="kept", state=self.state(name, {"layer": capture_kept(layer), "tags": []}))
         stores = layer.freeze()
-        parts, tags = zip(*[self._records(store) for store in stores], strict=True) if stores else ((), ())
+        records = [self._records(*each) for each in zip(stores, layer.live(stores), strict=True)]
+        parts, tags = zip(*records, strict=True) if records else ((), ())
         state = self.state(name, {"layer": layer.capture(), "tags": list(tags)})
         record_bytes = stores[0].record_bytes if stores else 0
         return LayerEntry(kind="offloaded", state=state, record_bytes=record_bytes, parts=parts)
 
-    def _records(self, store: Store) -> tuple[RecordsFile, torch.Tensor]:
-        """The records of a frozen store under their digest; and their tags."""
+    def _records(self, store: Store, live: np.ndarray) -> tuple[RecordsFile, torch.Tensor]:
+        """The records of a frozen store that are `live`, under their digest; and their tags."""
         provisional = f"{secrets.token_hex(16)}.records"
-        guard = store.export(self._folder_fd, provisional)
+        guard = store.export(self._folder_fd, provisional, live)
         name = records_name(guard, store.record_bytes)
         os.rename(provisional, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
         entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe())
         return entry, torch.from_numpy(guard.tags.copy())
 
-    def state(self, name: str, tree: Any) -> StateFile:
-        """`tree` as a file under its digest; `name` is what an encrypted one is bound to."""
+    def state(self, name: str, tree: Any, binding: bytes = b"") -> StateFile:
+        """`tree` as a file under its digest; an encrypted one is bound to `name` and `binding`."""
+        self._account.observe(_SAVING, (2 if self._key is None else 3) * tensor_bytes(tree))
         data = pack(tree)
-        self._account.observe(_SAVING, len(data) if self._key is None else 2 * len(data))
         if self._key is not None:
-            data = encrypt(self._key, data, name.encode())
+            data = encrypt(self._key, data, name.encode() + binding)
         entry = StateFile(file=f"{xxhash.xxh3_128_hexdigest(data)}.state", bytes=len(data))
         if entry.file not in self._written:  # layers that hold nothing are alike
             write_file(self._folder_fd, entry.file, [data])

@@ -31,6 +31,14 @@ def pack(tree: Any) -> bytes:
     return save(tensors)
 
 
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of all tensors of `tree`."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return sum(tensor_bytes(part) for part in parts)
+
+
 def unpack(data: bytes, device: torch.device, place: str) -> Any:
     """The tree of `pack(tree)`, with its tensors on `device`, the caller's own. Raises `ContextError` that names
     `place`."""

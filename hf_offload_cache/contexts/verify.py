@@ -116,7 +116,7 @@ class _Check:
 
     def _contents(self, manifest: Manifest, there: Mapping[str, os.stat_result]) -> None:
         sizes = expected_sizes(manifest)
-        tree = self._state(manifest.state, "cache", there)
+        tree = self._state(manifest.state, "cache", there, manifest)
         if tree is not None:
             try:
                 check_cache(tree, manifest)
@@ -131,14 +131,17 @@ class _Check:
                 self._records(entry, guard, part, layer.record_bytes, first, sizes[entry.file], there)
                 first += entry.records
 
-    def _state(self, entry: StateFile, part: str, there: Mapping[str, os.stat_result]) -> Any:
+    def _state(
+        self, entry: StateFile, part: str, there: Mapping[str, os.stat_result], whole: Manifest | None = None
+    ) -> Any:
         """The tree of a state; None when it is not to be had."""
         tree = None
         if entry.file not in there:
             self._find("missing", entry.file, part, "its state is not there")
         else:
             try:
-                tree = ContextReader(self.folder_fd, self.place, self.key).state(entry, part)
+                binding = b"" if whole is None else whole.binding
+                tree = ContextReader(self.folder_fd, self.place, self.key).state(entry, part, binding=binding)
             except (ContextError, StoreError, OSError, EncryptionKeyError) as error:
                 self._find("damaged", entry.file, part, error)
             self._drop(entry.file)

@@ -104,6 +104,17 @@ class Store(ABC):
     def capacity(self) -> int:
         """Records that exist, taken or not: ids are below it."""
 
+    @property
+    @abstractmethod
+    def written(self) -> np.ndarray:
+        """Which records of a frozen store hold something: (capacity,), bool; the caller's."""
+
+    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:  # noqa: B027  (as a rule `read` has done it)
+        """Raise `CorruptRecordError` unless `records`, which `read` gave for `ids`, are what was written.
+
+        For who is about to vouch for them: it checks what `read` was told to trust. What is wrong is overwritten.
+        """
+
     @abstractmethod
     def freeze(self) -> None:
         """Make all records immutable for good, and give the unused end back. Idempotent.
@@ -120,10 +131,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def export(self, folder_fd: int, name: str) -> RecordGuard:
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
 
-        A hard link where the file system lets us, else a copy. What the file holds is on the device when this returns;
+        A hard link where the file system lets us, else a copy. `live` ((capacity,), bool; None: all) says which of them
+        may be in the file: where others hold something, it is a copy without them, which has holes in their place. What the file holds is on the device when this returns;
         its name is when the directory is synced. Returns the guard whose tags describe it. Raises `StoreError`
         (`StoreFullError` with the numbers, before anything is copied): nothing of that name is there then.
         """

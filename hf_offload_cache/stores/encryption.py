@@ -91,6 +91,9 @@ class Encryption(RecordGuard):
     def fresh(self) -> Encryption:
         return Encryption(self._key)
 
+    def only(self, live: np.ndarray) -> Encryption:
+        return Encryption(self._key, self._salt, self._tags_of(live))
+
 
 def make_guard(key: bytes | None, verify: bool) -> RecordGuard:
     """The guard of a new store. With a key it encrypts, and always checks."""

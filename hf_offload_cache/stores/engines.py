@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +96,15 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
     if kind in ("tmpfs", "ramfs"):
         why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
     return chosen, why
+
+
+def resolve_engine(fields: dict[str, Any], path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """`fields` of a configuration with the engine that "auto" is in the folder `path` (None: the temporary one): what a
+    cache takes in memory depends on it."""
+    if fields.get("engine", "auto") != "auto":
+        return fields
+    directory = tempfile.gettempdir() if path is None else path
+    return {**fields, "engine": choose_engine("auto", directory)[0]}
 
 
 def open_store(

@@ -161,13 +161,25 @@ class FileStore(Store):
         """A store of this engine that takes `frozen` over."""
         return type(self)(frozen, self.record_bytes, self.name)
 
-    def export(self, folder_fd: int, name: str) -> RecordGuard:
+    @property
+    def written(self) -> np.ndarray:
+        return self._guard.written
+
+    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        self._refuse(self._guard.recheck(ids, records), ids, records)
+
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen("exported")
+        size = self._capacity * self.record_bytes
         try:
+            if live is not None and (self._guard.written & ~live).any():
+                guard = self._guard.only(live)
+                named.copy(self._file, size, self._ranges(np.flatnonzero(guard.written)), folder_fd, name)
+                return guard
             self._wipe_holes()
             self._file.sync()
             if not named.link(self._file, folder_fd, name):
-                named.copy(self._file, self._capacity * self.record_bytes, folder_fd, name)
+                named.copy(self._file, size, [(0, size)], folder_fd, name)
         except OSError as error:
             raise self._failure(f"saving as {name!r}", error) from error
         return self._guard
@@ -175,11 +187,15 @@ class FileStore(Store):
     def _wipe_holes(self) -> None:
         """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
         zeros = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
-        for start, stop in runs(self._holes):
-            first, end = int(self._holes[start]) * self.record_bytes, int(self._holes[stop - 1] + 1) * self.record_bytes
+        for first, end in self._ranges(self._holes):
             for offset in range(first, end, BOUNCE_BYTES):
                 self._file.write(zeros[: min(BOUNCE_BYTES, end - offset)], offset)
         self._holes = self._holes[:0]
+
+    def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
+        """Where each run of records begins and ends in the file, in bytes."""
+        edges = [(int(ids[start]), int(ids[stop - 1]) + 1) for start, stop in runs(ids)]
+        return [(first * self.record_bytes, end * self.record_bytes) for first, end in edges]
 
     def _check_frozen(self, done: str) -> None:
         if not self._frozen:
@@ -194,7 +210,10 @@ class FileStore(Store):
 
         Encrypted ones are plain when this returns.
         """
-        wrong = self._guard.check(ids, out)
+        self._refuse(self._guard.check(ids, out), ids, out)
+
+    def _refuse(self, wrong: np.ndarray, ids: np.ndarray, out: torch.Tensor) -> None:
+        """Raise for the positions `wrong`, if there are any, and overwrite their rows."""
         if len(wrong) == 0:
             return
         out[torch.from_numpy(wrong)] = WRONG

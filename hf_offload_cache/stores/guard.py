@@ -63,6 +63,10 @@ class RecordGuard(ABC):
         wrong ones is undefined then.
         """
 
+    def recheck(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
+        """As `check`, of records that went through it: those that are wrong, and that it was told to trust."""
+        return NONE_WRONG
+
     @property
     def tags(self) -> np.ndarray:
         """A view (count, tag_bytes), uint8, valid until the next `resize`: what to save beside the records."""
@@ -85,6 +89,13 @@ class RecordGuard(ABC):
     @abstractmethod
     def fresh(self) -> RecordGuard:
         """A guard of the same kind and key without records, for another file."""
+
+    @abstractmethod
+    def only(self, live: np.ndarray) -> RecordGuard:
+        """A guard of its own that only checks, for a file that has the records `live` (count,), bool, and no others."""
+
+    def _tags_of(self, live: np.ndarray) -> np.ndarray:
+        return np.where(live[:, None], self._tags, np.uint8(0))
 
     def _set(self, tags: np.ndarray) -> None:
         self._tags = tags
@@ -113,8 +124,12 @@ class Checksums(RecordGuard):
         return records
 
     def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
-        if not self._verify:
-            return NONE_WRONG
+        return self._compare(ids, records) if self._verify else NONE_WRONG
+
+    def recheck(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
+        return NONE_WRONG if self._verify else self._compare(ids, records)
+
+    def _compare(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
         expected = self._digests[ids].tolist()
         found = _digests(records)
         if found == expected:
@@ -127,6 +142,9 @@ class Checksums(RecordGuard):
 
     def fresh(self) -> Checksums:
         return Checksums(self._verify)
+
+    def only(self, live: np.ndarray) -> Checksums:
+        return Checksums(self._verify, self._tags_of(live))
 
     def _set(self, tags: np.ndarray) -> None:
         self._tags = tags

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
+from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store
 from hf_offload_cache.stores.checks import check_batch, check_range, describe
 from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.joint import JointTransfer, give_up
+from hf_offload_cache.stores.merge import merge_parts, parts_that_stay
 from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.transfer import LateRead, Transfer
 
 
 def _total(name: str) -> Any:
-    """A counter: the sum over the stores and what was carried over. Only 0 may be assigned: it starts anew."""
+    """A counter: the sum over the stores. Only 0 may be assigned: it starts anew."""
 
     def get(store: LayeredStore) -> int:
         return sum(getattr(one, name) for one in store._stores())
@@ -192,6 +193,36 @@ class LayeredStore(Store):
             self._arrange(layout.parts, None)
             layout.own.close()
 
+    def merge(self, live: np.ndarray | None = None) -> None:
+        """Make one part of the latest ones where there are many, so that each `freeze` does not add a file for good.
+
+        Up to 4 parts stay as they are; else the latest are merged as far as one is at most twice as large as all behind
+        it together. There are then at most 4 + log2(records) parts, whatever was frozen when. A record is copied once,
+        and again each time that its part grows by half: some 4 times in all for 60 parts of one size. The first part, a
+        document as a rule, is never copied. A part that others hold, forks or contexts, stays on the disk for them, and
+        its copy takes disk beside it: that is why a few parts stay as they are.
+
+        Ids stay what they are. `live` ((capacity,), bool; None: all) says which records are needed: others are not
+        copied, and hold nothing from then on. Nothing may be allocated since the last `freeze`, no read under way.
+        Takes a MiB of host memory meanwhile. Where the disk has no room, nothing is merged. Raises `StoreError`,
+        `CorruptRecordError` for a damaged record that would have to be copied, also where reads trust the disk; nothing
+        has changed then.
+        """
+        self._check_frozen("merged")
+        parts = self.parts
+        first = parts_that_stay([part.capacity for part in parts])
+        latest = parts[first:]
+        if len(latest) < 2:
+            return
+        kept = None if live is None else live[self._layout.firsts[first] :]
+        try:
+            merged = merge_parts(latest, kept, self._make_own)
+        except StoreFullError:
+            return  # it may be tried again; the records are where they were
+        self._arrange((*parts[:first], merged), None)
+        for part in latest:
+            part.close()
+
     def share(self, ring: Ring | None) -> Store:
         """A layered store over the same parts, as its only ones. Its own store is made as this one's."""
         parts: list[Store] = []
@@ -205,13 +236,21 @@ class LayeredStore(Store):
             raise
         return LayeredStore(parts, self._make_own)
 
-    def export(self, folder_fd: int, name: str) -> RecordGuard:
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         """See `Store.export`; several parts with records are several files, to be exported one by one."""
         self._check_frozen("exported")
         full = [part for part in self.parts if part.capacity] or list(self.parts[:1])
         if len(full) != 1:
             raise StoreError(errno.EINVAL, f"{self.name}: {len(full)} parts are files of their own: export each")
-        return full[0].export(folder_fd, name)
+        return full[0].export(folder_fd, name, live)
+
+    @property
+    def written(self) -> np.ndarray:
+        return np.concatenate([store.written for store in self._stores()])
+
+    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        for store, some, (first, stop) in self._pieces(ids):
+            store.verify(some, records[first:stop])
 
     def _check_frozen(self, done: str) -> None:
         if self._layout.own is not None:

@@ -93,6 +93,8 @@ class MappedStore(FileStore):
             requests = self._drop(mapped, ids)
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
+        finally:
+            del mapped, records  # whoever keeps an error keeps this frame: not the map, nor its descriptor, with it
         self._count_read(requests, out.numel())
         self._checked(ids, out)
 

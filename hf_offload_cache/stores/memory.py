@@ -35,7 +35,8 @@ class MemoryStore(Store):
         self._free = FreeList(name)
         self._counters = threading.Lock()
         self._guard = Checksums() if guard is None else guard
-        self._taken: np.ndarray | None = None  # frozen: the records that hold something
+        self._written = np.zeros(0, dtype=bool)
+        self._frozen = False
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
@@ -44,11 +45,15 @@ class MemoryStore(Store):
         while self._free.available < count:
             self._chunks.append(aligned_empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
+            with self._counters:  # what another thread notes meanwhile is not to be lost
+                self._written = np.concatenate([self._written, np.zeros(self._chunk_records, dtype=bool)])
         return self._free.take(count)
 
     def free(self, ids: np.ndarray) -> None:
-        if self._taken is None:
+        if not self._frozen:
             self._free.give(ids)
+            with self._counters:
+                self._written[ids] = False
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
@@ -58,6 +63,7 @@ class MemoryStore(Store):
         for chunk, rows, positions in self._by_chunk(ids):
             chunk[rows] = source[positions]
         with self._counters:
+            self._written[ids] = True
             self.bytes_written += records.numel()
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
@@ -81,31 +87,36 @@ class MemoryStore(Store):
 
     @property
     def capacity(self) -> int:
-        if not self._chunks:
-            return 0
-        return len(self._chunks) * self._chunk_records if self._taken is None else len(self._taken)
+        return len(self._written)
+
+    @property
+    def written(self) -> np.ndarray:
+        return self._written.copy()
 
     def freeze(self) -> None:
-        if self._taken is not None:
+        if self._frozen:
             return
-        self._taken = self._free.taken
-        del self._chunks[-(-len(self._taken) // self._chunk_records) :]
+        count = len(self._free.taken)
+        self._written = self._written[:count].copy()
+        del self._chunks[-(-count // self._chunk_records) :]
         self._free = FreeList(self.name)
+        self._frozen = True
 
     def share(self, ring: Ring | None) -> Store:
         self._check_frozen("shared")
         other = type(self)(self.record_bytes, self.name, self._guard)
-        other._chunks, other._taken = list(self._chunks), self._taken
+        other._chunks, other._written, other._frozen = list(self._chunks), self._written, True
         return other
 
-    def export(self, folder_fd: int, name: str) -> RecordGuard:
-        taken = self._check_frozen("exported")
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
+        self._check_frozen("exported")
         guard = self._guard.fresh()
-        guard.resize(len(taken))
-        ids = np.flatnonzero(taken)
+        guard.resize(self.capacity)
+        ids = np.flatnonzero(self._written if live is None else self._written & live)
+        size, taken = self.capacity * self.record_bytes, len(ids) * self.record_bytes
         buffer = aligned_empty(max(1, CHUNK_BYTES // self.record_bytes), self.record_bytes)
         try:
-            with named.new_file(folder_fd, name, len(taken) * self.record_bytes) as file:
+            with named.new_file(folder_fd, name, size, taken) as file:
                 for first, stop in runs(ids):
                     for start in range(first, stop, len(buffer)):
                         some = ids[start : min(stop, start + len(buffer))]
@@ -118,13 +129,12 @@ class MemoryStore(Store):
             raise kind(error.errno, f"{self.name}: saving as {name!r}: {error.strerror}") from error
         return guard
 
-    def _check_frozen(self, done: str) -> np.ndarray:
-        if self._taken is None:
+    def _check_frozen(self, done: str) -> None:
+        if not self._frozen:
             raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
-        return self._taken
 
     def _check_not_frozen(self) -> None:
-        if self._taken is not None:
+        if self._frozen:
             raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
 
     @property
@@ -137,7 +147,8 @@ class MemoryStore(Store):
 
     @property
     def tables_bytes(self) -> int:
-        return self._free.capacity if self._taken is None else len(self._taken)
+        return self._free.capacity + self._written.nbytes
 
     def close(self) -> None:
         self._chunks.clear()
+        self._written = np.zeros(0, dtype=bool)

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
 from hf_offload_cache.stores.base import DEVICE_BLOCK
@@ -15,6 +15,14 @@ from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What linking fails with on another file system, one without links, a file that lost its last name, too many links."""
+
+
+_NOT_THERE = {
+    errno.ENOENT: "",
+    errno.ELOOP: "it is a symbolic link, which is not followed",
+    errno.ENXIO: "it is no regular file",  # a socket
+}
+"""What opening fails with where there is no file of ours, and what that means; empty: as the system says it."""
 
 
 class NamedFile(RecordFile):
@@ -31,9 +39,8 @@ class NamedFile(RecordFile):
         try:
             fd = os.open(file_name, flags, dir_fd=folder_fd)
         except OSError as error:
-            gone = error.errno in (errno.ENOENT, errno.ELOOP)
-            reason = "it is a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
-            kind = CorruptRecordError if gone else StoreError
+            kind = CorruptRecordError if error.errno in _NOT_THERE else StoreError
+            reason = _NOT_THERE.get(error.errno or 0) or error.strerror
             raise kind(error.errno, f"{name}: {place!r} cannot be opened: {reason}") from error
         super().__init__(fd, place)
         status = os.fstat(fd)
@@ -64,18 +71,20 @@ def link(file: RecordFile, folder_fd: int, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def new_file(folder_fd: int, name: str, size: int) -> Iterator[RecordFile]:
+def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[RecordFile]:
     """A new file `name` of `size` bytes in `folder_fd`, mode 0600, to be written inside; on the device after it.
 
-    Raises `StoreFullError` with the numbers, before anything is made, when it would not fit; other `OSError` as they
-    come. Whatever is raised, in here or inside, the name is gone then.
+    `taken` of the bytes are written, the others are holes. Raises `StoreFullError` with the numbers, before anything is
+    made, when those would not fit; other `OSError` as they come. Whatever is raised, in here or inside, the name is
+    gone then.
     """
     place = place_of(folder_fd, name)
     disk = os.fstatvfs(folder_fd)
     available = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and available < size:
+    if disk.f_blocks and available < taken:
         raise StoreFullError(
-            errno.ENOSPC, f"{place!r} needs {size:,} bytes and its disk has {max(0, available):,} free; make room there"
+            errno.ENOSPC,
+            f"{place!r} needs {taken:,} bytes and its disk has {max(0, available):,} free; make room there",
         )
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)
@@ -94,16 +103,20 @@ def new_file(folder_fd: int, name: str, size: int) -> Iterator[RecordFile]:
         file.close()
 
 
-def copy(file: RecordFile, size: int, folder_fd: int, name: str) -> None:
-    """A copy of the `size` bytes of `file` as `name`. Raises as `new_file`; `ShortReadError` when `file` is shorter."""
-    with new_file(folder_fd, name, size) as target:
+def copy(file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str) -> None:
+    """A file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
+
+    Raises as `new_file`; `ShortReadError` when `file` is shorter.
+    """
+    with new_file(folder_fd, name, size, sum(end - first for first, end in ranges)) as target:
         buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # anonymous memory starts on a page
-        for start in range(0, size, BOUNCE_BYTES):
-            piece = buffer[: min(BOUNCE_BYTES, size - start)]
-            file.read(piece, start)
-            target.write(piece, start)
-            if not file.direct:
-                file.drop(start, len(piece))
+        for first, end in ranges:
+            for start in range(first, end, BOUNCE_BYTES):
+                piece = buffer[: min(BOUNCE_BYTES, end - start)]
+                file.read(piece, start)
+                target.write(piece, start)
+                if not file.direct:
+                    file.drop(start, len(piece))
 
 
 def place_of(folder_fd: int, name: str) -> str:

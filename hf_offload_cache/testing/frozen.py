@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -120,6 +121,44 @@ class FrozenStoreTests:
             with closing(self.reopen(folder, guard, 20)) as again:
                 assert torch.equal(read(again, kept), records[torch.from_numpy(kept)])
 
+    def test_only_what_is_live_is_saved(self, tmp_path: Path) -> None:
+        """Others are nowhere in the file, and take no space; the store itself, and who shares it, has them still."""
+        with closing(self.make_store(tmp_path, RECORD_BYTES)) as store, self.folder(tmp_path) as folder:
+            ids, records = fill(store, 200)
+            store.free(ids[:3])
+            store.freeze()
+            assert np.flatnonzero(~store.written).tolist() == [0, 1, 2]
+            live = np.ones(200, dtype=bool)
+            live[:3] = live[100:150] = live[190:] = False
+            guard = store.export(folder, "saved", live)
+            assert np.array_equal(guard.written, live) and guard.tags[~live].max() == 0
+            content = (tmp_path / "saved").read_bytes()
+            status = os.stat("saved", dir_fd=folder)
+            assert len(content) == 200 * RECORD_BYTES and status.st_mode & 0o777 == 0o600
+            assert status.st_blocks * 512 <= (int(live.sum()) + 2) * RECORD_BYTES, "holes take no space"
+            rows = np.frombuffer(content, dtype=np.uint8).reshape(200, RECORD_BYTES)
+            assert rows[~live].max() == 0 and not any(row.numpy().tobytes() in content for row in records[100:103])
+            kept = np.flatnonzero(live)
+            with closing(self.reopen(folder, self.kept(guard), 200)) as again:
+                assert torch.equal(read(again, kept), records[torch.from_numpy(kept)])
+                assert np.array_equal(again.written, live)
+            assert torch.equal(read(store, ids[3:]), records[3:])
+            live[:] = True
+            assert store.export(folder, "all", live).written.sum() == 197
+
+    def test_records_that_are_not_live_are_not_missed_where_they_hold_nothing(self, tmp_path: Path) -> None:
+        """Where nothing is left out, the file itself gets a name, as without `live`."""
+        with closing(self.make_store(tmp_path, RECORD_BYTES)) as store, self.folder(tmp_path) as folder:
+            ids, _ = fill(store, 20)
+            store.free(ids[5:9])
+            store.freeze()
+            live = np.ones(20, dtype=bool)
+            live[5:9] = False
+            guards = [store.export(folder, "plain"), store.export(folder, "live", live)]
+            assert [np.array_equal(guard.written, live) for guard in guards] == [True, True]
+            if os.stat("plain", dir_fd=folder).st_nlink > 1:
+                assert os.path.samestat(os.stat("plain", dir_fd=folder), os.stat("live", dir_fd=folder))
+
     def test_a_name_that_is_taken(self, tmp_path: Path) -> None:
         import pytest
 
@@ -143,9 +182,11 @@ class FrozenStoreTests:
             os.symlink("saved", tmp_path / "link")
             os.mkdir(tmp_path / "folder")
             os.mkfifo(tmp_path / "pipe")
+            with closing(socket.socket(socket.AF_UNIX)) as listening:
+                listening.bind(f"/proc/self/fd/{folder}/socket")  # a short path: a socket's may have 107 bytes
             for name, reason in (
                 ("missing", "No such file"), ("link", "symbolic link"), ("folder", "no regular file"),
-                ("pipe", "no regular file"),
+                ("pipe", "no regular file"), ("socket", "no regular file"),
             ):  # fmt: skip
                 with pytest.raises(CorruptRecordError, match=f"layer.*{name}.*{reason}"):
                     self.reopen(folder, guard, 5, name)

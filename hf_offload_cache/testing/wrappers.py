@@ -76,8 +76,15 @@ class WrapperStore(Store):
     def share(self, ring: Ring | None) -> Store:
         return self.inner.share(ring)
 
-    def export(self, folder_fd: int, name: str) -> RecordGuard:
-        return self.inner.export(folder_fd, name)
+    @property
+    def written(self) -> np.ndarray:
+        return self.inner.written
+
+    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        self.inner.verify(ids, records)
+
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
+        return self.inner.export(folder_fd, name, live)
 
     @property
     def disk_bytes(self) -> int:

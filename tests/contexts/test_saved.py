@@ -31,8 +31,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache, OffloadCache
+from hf_offload_cache.contexts.reader import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
+    CacheClosedError,
     ConfigError,
     ContextError,
     ContextMismatchError,
@@ -411,7 +413,7 @@ def test_a_mask_that_shows_padding_is_refused(tmp_path: Path) -> None:
         new = torch.full((2, 1), 9)
         with pytest.raises(PromptError, match="attention_mask is missing"):
             model(new, past_key_values=cache)
-        with pytest.raises(PromptError, match="token 0 of sequence 1"):
+        with pytest.raises(PromptError, match="shows token 0 of sequence 1"):
             model(new, attention_mask=torch.ones(2, LONG + 1), past_key_values=cache)
         with torch.no_grad():
             model(new, attention_mask=torch.cat([mask, new.clamp(max=1)], 1), past_key_values=cache)
@@ -470,7 +472,6 @@ def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
 
 def test_config_fields_are_saved(tmp_path: Path) -> None:
     """All but those of a machine or a run."""
-    from hf_offload_cache.contexts.reader import read_manifest
     from hf_offload_cache.contexts.save import NOT_SAVED
 
     model = tiny("llama")
@@ -503,3 +504,84 @@ def test_linear_states_and_shared_keys(name: str, tmp_path: Path) -> None:
         assert_exact(expected, turns(cache, between))
     for cache in made:
         cache.close()
+
+
+def test_parts_of_two_encrypted_contexts_cannot_be_mixed(tmp_path: Path) -> None:
+    """Whoever has not the key may write anything, digests included, and gets an error."""
+    pytest.importorskip("cryptography")
+    model, texts = tiny("llama"), (ids_of(tiny("llama")), prompt(tiny("llama"), 1, PROMPT, seed=3))
+    for name, ids in zip("ab", texts, strict=True):
+        with OffloadCache(model, encryption_key=lambda: bytes(32), **SMALL) as cache:
+            generate(model, cache, ids, max_new_tokens=1)
+            cache.save(tmp_path / name)
+    one, other = read_manifest(tmp_path / "a"), read_manifest(tmp_path / "b")
+    layers = (one.layers[0], other.layers[1], *one.layers[2:])
+    mixed = one.model_copy(update={"layers": layers})
+    for name in other.layers[1].state.file, *(part.file for part in other.layers[1].parts):
+        (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
+    (tmp_path / "a" / "manifest.json").write_bytes(mixed.to_bytes())
+    with pytest.raises(CorruptRecordError, match="cache"):
+        OffloadCache.open(tmp_path / "a", model, encryption_key=lambda: bytes(32))
+    (tmp_path / "a" / "manifest.json").write_bytes(one.to_bytes())
+    OffloadCache.open(tmp_path / "a", model, encryption_key=lambda: bytes(32)).close()
+
+
+def test_a_context_is_not_saved_into_another(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+        with pytest.raises(ContextError, match="lies in another"):
+            cache.save(tmp_path / "context" / "inner")
+    with pytest.raises(CacheClosedError):
+        cache.save(tmp_path / "other")
+
+
+def test_adapters_that_changed_since(tmp_path: Path) -> None:
+    """What is held was made with the adapter; it cannot be saved as if it had not been."""
+    peft = pytest.importorskip("peft")
+    model = fresh("llama")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights=False))
+    with OffloadCache(wrapped, **SMALL) as cache:
+        expected = generate(wrapped, cache, ids_of(model))
+        cache.save(tmp_path / "context")
+        with wrapped.disable_adapter(), pytest.raises(ContextMismatchError, match=r"adapters[.]disabled"):
+            cache.save(tmp_path / "other")
+        turn = torch.cat([expected.tokens, ids_of(model)], 1)
+        following = generate(wrapped, cache, turn)
+    with wrapped.disable_adapter(), pytest.raises(ContextMismatchError, match=r"adapters[.]disabled"):
+        OffloadCache.open(tmp_path / "context", wrapped)
+    with OffloadCache.open(tmp_path / "context", wrapped) as cache:
+        assert_exact(following, generate(wrapped, cache, turn))
+
+
+def test_soft_prompts_are_told(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = fresh("llama")
+    wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with OffloadCache(wrapped, **SMALL) as cache:
+        with torch.no_grad():
+            wrapped(ids_of(model), past_key_values=cache)
+        cache.save(tmp_path / "context")
+    with pytest.raises(ContextMismatchError, match="adapters"):
+        OffloadCache.open(tmp_path / "context", model)
+    OffloadCache.open(tmp_path / "context", wrapped).close()
+
+
+def test_a_mask_may_hide_more_and_padding_may_go() -> None:
+    model, mask = tiny("llama"), padding(2)
+    ids = prompt(model, 2).masked_fill(mask == 0, PAD)
+    reference = DynamicCache(config=model.config)
+    with OffloadCache(model, **SMALL) as cache, torch.no_grad():
+        for each in (cache, reference):
+            model(ids, attention_mask=mask, past_key_values=each)
+        more = torch.cat([mask, torch.ones(2, 3).long()], 1)
+        more[:, 20:30] = 0
+        results = [
+            model(prompt(model, 2, 3), attention_mask=more, past_key_values=each).logits for each in (cache, reference)
+        ]
+        assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].std()
+        for each in (cache, reference):
+            each.batch_select_indices(torch.tensor([0]))
+        assert bool(cache.attention_mask.all())
+        results = [model(prompt(model, 1, 3), past_key_values=each).logits for each in (cache, reference)]
+        assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].std()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_offload_cache.errors import CacheClosedError, CorruptRecordError, StalledError, StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store, aligned_empty, runs
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.layered import LayeredStore
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
@@ -117,10 +118,14 @@ class _Shifted(WrapperStore):
     def share(self, ring: object) -> Store:
         return _Shifted(self.inner.share(None), self.base)  # type: ignore[arg-type]
 
-    def export(self, folder_fd: int, name: str):  # type: ignore[no-untyped-def]
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         if len(self.parts) == 1:
-            return self.inner.export(folder_fd, name)
-        return self.parts[1].export(folder_fd, name)
+            return self.inner.export(folder_fd, name, live)
+        return self.parts[1].export(folder_fd, name, live)
+
+    @property
+    def written(self) -> np.ndarray:
+        return self.inner.written[self.base :]
 
 
 ENGINES = ("memory", "mapped", "auto")

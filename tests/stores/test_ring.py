@@ -7,6 +7,7 @@ import errno
 import gc
 import linecache
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -225,6 +226,7 @@ def test_a_forked_child_keeps_off(ring: Ring, file: tuple[int, np.ndarray], pipe
     stalled, parent = pipe.stall(ring), os.getpid()
     child = os.fork()
     if child == 0:
+        signal.alarm(int(LONG))  # it does not wait for ever
         code = 1
         try:
             for call in (
@@ -285,9 +287,22 @@ def test_another_error_of_the_kernel(
         patch.setattr(io_uring, "enter", refuse)
         with pytest.raises(OSError, match="io_uring_enter"):
             queue(ring, fd, np.arange(6), out)
-    ring.release(fd)
-    ring.wait(queue(ring, fd, np.arange(6), out))
-    assert np.array_equal(out, content[:6])
+    again = np.zeros((6, 512), np.uint8)
+    ring.wait(queue(ring, fd, np.arange(6), again))
+    assert np.array_equal(again, content[:6])
+    assert not out[4:].any(), "what was not submitted then is not read later"
+
+
+def test_closing_gives_up_what_has_not_begun(file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    ring, out = Ring(1), np.zeros((3, 512), np.uint8)
+    pipe.stall(ring)
+    behind = queue(ring, file[0], np.arange(3), out)
+    thread = in_background(ring.close)
+    while not behind.dropped and thread.is_alive():
+        pass
+    pipe.feed()
+    thread.join(LONG)
+    assert not thread.is_alive() and behind.dropped and not out.any()
 
 
 def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndarray]) -> None:
@@ -408,6 +423,22 @@ def test_a_ring_that_is_forgotten_while_it_is_stalled(pipe: Pipe) -> None:
     pipe.feed()
     keepers[0].join(LONG)
     assert (pipe.memory[0] == 1).all()
+
+
+def test_ctrl_c_while_a_forgotten_ring_is_waited_for(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    rings, real, calls = [Ring(4)], io_uring.Waiter.wait, []
+    pipe.stall(rings[0])
+
+    def interrupted_once(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        pipe.feed()
+        return real(*arguments)
+
+    monkeypatch.setattr(io_uring.Waiter, "wait", interrupted_once)
+    rings.clear()
+    assert (pipe.memory[0] == 1).all(), "the kernel was not left to write to memory that is given back"
 
 
 @pytest.mark.parametrize("why", ["no thread can be started", "the interpreter ends"])
