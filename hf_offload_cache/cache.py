@@ -458,8 +458,14 @@ class OffloadCache(Cache, attach.Attachable):
         self.shared.check_open()
         self.shared.check_seam()
         self._check_whole([layer.get_seq_length() for layer in self._with_length()])
-        for layer in self.offloaded:
-            layer.freeze()
+        try:
+            for layer in self.offloaded:
+                layer.freeze()
+        except Exception:
+            raise
+        except BaseException:  # a signal's can come between two lines
+            self.shared.broken = True
+            raise
 
     def capture(self) -> dict[str, Any]:
         """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""

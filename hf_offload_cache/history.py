@@ -91,15 +91,17 @@ class History:
     def freeze(self) -> Sequence[Store]:
         """All that is stored is immutable from now on; what comes goes to a store of its own. Returns the frozen ones.
 
-        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed, and
-        as `LayeredStore.merge`, with all frozen and readable as before.
+        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed, as
+        long as a record that was lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before.
         """
         self._shared.prefetcher.flush(self.store)
+        self._shared.prefetcher.check_written(self.store, np.unique(self.table.ids).astype(np.int64))
         self.store.freeze()
         if not isinstance(self.store, LayeredStore):
-            self._shared.stores.remove(self.store)
-            self.store = self._shared.layer_store([self.store], self.form.record_bytes, self._layer_idx)
+            alone = self.store
+            self.store = self._shared.layer_store([alone], self.form.record_bytes, self._layer_idx)
             self.table.move(self.store)
+            self._shared.stores.remove(alone)
         assert isinstance(self.store, LayeredStore)
         self.store.merge(self.table.named(self.store.capacity))
         return self.store.parts

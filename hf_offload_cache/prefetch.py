@@ -111,17 +111,12 @@ class Prefetcher:
         except BaseException as error:
             if not isinstance(error, Exception):  # a signal's: a part may have begun that nobody knows of
                 self._log.trouble = error
-            self._give_up(ticket)
+            self._log.begin(store, ticket)
+            with self._log.noticing():
+                self._log.end_all([ticket])
             raise
         self._log.begin(store, ticket)
         return ticket
-
-    def _give_up(self, ticket: Ticket) -> None:
-        try:
-            ticket.give_up()
-        except StalledError as stalled:
-            self._log.trouble = stalled
-            raise
 
     def look(self) -> None:
         """See what has come to an end, and let reads that wait for a place in a queue go. Does not block; cheap."""
@@ -145,6 +140,11 @@ class Prefetcher:
         self.look()
         with self._log.noticing():
             self._writes.flush(store)
+
+    def check_written(self, store: Store, ids: np.ndarray) -> None:
+        """Raises `StoreError` where one of the records `ids` could not be written, however often it was told."""
+        self._log.process.check("this prefetcher")
+        self._writes.check_written(store, ids)
 
     def cancel(self, store: Store) -> None:
         """Drop what is queued for `store` and wait for what is running: nothing touches it from then on.

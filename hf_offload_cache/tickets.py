@@ -26,6 +26,7 @@ class Ticket:
     Attributes:
         transfers: what is under way, each for a part of the records; none once all has ended.
         error: what `wait` raises.
+        stalled: a wait for it took too long.
         out: the memory that is read into, as long as there are transfers.
         started: `time.perf_counter()` when the read was asked for.
     """
@@ -36,6 +37,7 @@ class Ticket:
         self.bytes = records * store.record_bytes
         self.transfers: list[Transfer] = []
         self.error: BaseException | None = None
+        self.stalled = False
         self.out: torch.Tensor | None = out
         self.started = time.perf_counter()
         self._traceback: TracebackType | None = None
@@ -101,7 +103,7 @@ class Ticket:
                     raise
                 self.give_up()
             except StalledError as stalled:
-                self._log.trouble = stalled
+                self.stalled, self._log.trouble = True, stalled
                 return  # still under way: the log looks after it
         self._log.end(self)
         self.let_go()
@@ -170,7 +172,7 @@ class ReadLog:
             try:
                 ticket.give_up()
             except StalledError as error:
-                stalled = stalled or error
+                ticket.stalled, stalled = True, stalled or error
             else:
                 self.end(ticket)
                 if ticket.error is not None:
@@ -189,7 +191,7 @@ class ReadLog:
     @property
     def stuck(self) -> bool:
         """A read that did not end in time is still under way, unless `look` has seen it end."""
-        return any(isinstance(ticket.error, StalledError) for ticket in self._running)
+        return any(ticket.stalled for ticket in self._running)
 
     @property
     def held_bytes(self) -> int:

@@ -124,6 +124,14 @@ class WriteQueue:
             for line in lines:
                 self._raise_failure(line)
 
+    def check_written(self, store: Store, ids: np.ndarray) -> None:
+        """Raises what a write of `store` failed with that was not reported yet, or that hit one of `ids`."""
+        with self._changed:
+            self._check_open()
+            line = self._lines.get(store)
+            if line is not None:
+                self._raise_failure(line, ids)
+
     def drop(self, store: Store) -> None:
         """Forget what is queued for `store` and has not begun. Does not block on a write."""
         with self._changed:

@@ -608,6 +608,20 @@ def test_a_forgotten_prefetcher_ends_its_threads(account: MemoryAccount, store: 
     assert held() is None, "no exit handler is left"
 
 
+def test_a_forgotten_prefetcher_writes_no_more(account: MemoryAccount) -> None:
+    prefetcher = Prefetcher(account, 16 * RECORD_BYTES)
+    store = SlowWrites(memory())
+    ids = store.allocate(2)
+    for index in (0, 1):
+        prefetcher.write(store, ids[[index]], pattern(1))
+    store.gate.wait_for(1)
+    thread = prefetcher._writes.threads[0]
+    del prefetcher
+    store.gate.open()
+    thread.join(LONG)
+    assert store.order == [0], "what had begun, and nothing else"
+
+
 def test_idle_threads_hold_no_store(prefetcher: Prefetcher, tmp_path: Path) -> None:
     descriptors = open_descriptors()
     store = open_store("mapped", tmp_path, RECORD_BYTES, "layer 3")
@@ -645,10 +659,24 @@ def test_the_end_of_the_interpreter_waits_for_what_runs(
     prefetcher.close()
 
 
+def test_idle_threads_hold_no_store_whose_read_failed(prefetcher: Prefetcher) -> None:
+    store = LatencyStore(FaultyStore(memory(), "read", 1), 0.0)
+    ids = store.allocate(1)
+    with pytest.raises(StoreError, match="made to fail"):
+        prefetcher.read(store, ids, rows(1)).wait()
+    held = weakref.ref(store)
+    del store
+    deadline = time.monotonic() + LONG
+    while held() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert held() is None
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_the_interpreter_ends(closed: bool) -> None:
     script = f"""
-        import threading
+        import threading, weakref
+        from hf_offload_cache.errors import StalledError
         from hf_offload_cache.prefetch import Prefetcher
         from hf_offload_cache.report import MemoryAccount
         from hf_offload_cache.stores.memory import MemoryStore
@@ -662,6 +690,14 @@ def test_the_interpreter_ends(closed: bool) -> None:
         prefetcher = Prefetcher(MemoryAccount(), 2**20)
         store = LatencyStore(MemoryStore(4096, "layer 3"), 3600.0 if not {closed} else 0.0)
         ids, _ = fill(store, 8)
+
+        def close():
+            try:
+                prefetcher.close()
+            except StalledError:
+                print("stalled")
+
+        weakref.finalize(store, close)  # as a cache does that nobody closed: nothing is waited for without a limit
         ticket = prefetcher.read(store, ids[::2], aligned_empty(4, 4096))
         if {closed}:
             ticket.wait()
@@ -674,7 +710,7 @@ def test_the_interpreter_ends(closed: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n" if closed else "end\nstalled\n", "")
 
 
 @pytest.mark.parametrize("wrong", [{"write_queue_bytes": -1}, {"write_queue_bytes": 0, "threads": 0}])

@@ -10,6 +10,7 @@ import errno
 import gc
 import linecache
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ from hf_offload_cache.testing import (
     read,
 )
 from hf_offload_cache.timeline import Timeline
+from hf_offload_cache.workers import Jobs, join_all, start_worker
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -105,10 +107,10 @@ def model() -> Any:
 class SlowReads(WrapperStore):
     """Reads stop at a gate while it is closed. Cannot start reads by itself: threads do."""
 
-    def __init__(self, inner: Store, gate: Gate) -> None:
+    def __init__(self, inner: Store, gate: Gate | None) -> None:
         super().__init__(inner)
         self.advises = False
-        self.gate: Gate | None = gate
+        self.gate = gate
 
     def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
         return None
@@ -238,6 +240,161 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
     prefetcher.mend()
     monkeypatch.undo()
     prefetcher.close()
+
+
+def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did start has ended when the error comes out."""
+    gate = Gate()
+    ended: list[Any] = []
+
+    class Slow(SlowWrites):
+        def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            return None
+
+        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            gate.pass_through()
+            ended.append(ids.tolist())
+
+    store = Slow(memory())
+    store.advises = False
+    ids, _ = fill(store.inner, 3)
+    prefetcher = Prefetcher(account, 2**20)
+    prefetcher.write(store, ids[1:2], pattern(1))  # so that the other two are read apart
+    store.gate.wait_for(1)
+    start, wait = prefetcher._readers.start, _SharedRead.wait
+
+    def only_the_first(store: Store, part: np.ndarray, out: torch.Tensor) -> Any:
+        if part[0] == 2:
+            gate.wait_for(1)
+            raise StoreError(errno.EIO, "cannot start")
+        return start(store, part, out)
+
+    def opening(transfer: _SharedRead) -> None:
+        gate.open()
+        wait(transfer)
+
+    monkeypatch.setattr(_SharedRead, "wait", opening)
+    monkeypatch.setattr(prefetcher._readers, "start", only_the_first)
+    with pytest.raises(StoreError, match="cannot start"):
+        prefetcher.read(store, ids, rows(3))
+    assert ended == [[0]]
+    gate, ended = Gate(), []
+    monkeypatch.setattr(_SharedRead, "wait", wait)
+    prefetcher._readers.patience.seconds = SHORT
+    with pytest.raises(StalledError) as caught:
+        prefetcher.read(store, ids, rows(3))
+    assert prefetcher.trouble is caught.value
+    with pytest.raises(StalledError, match="still under way"):
+        prefetcher.mend()
+    gate.open()
+    store.gate.open()
+    while prefetcher._log.stuck:
+        prefetcher.look()
+    prefetcher.mend()
+    prefetcher.close()
+
+
+def test_cancel_drops_writes_behind_a_read_that_stalls(account: MemoryAccount) -> None:
+    gate, blocked = Gate(), SlowWrites(memory())
+    store = SlowReads(memory(), gate)
+    ids, records = fill(store, 2)
+    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
+    prefetcher.write(blocked, blocked.allocate(1), pattern(1))
+    blocked.gate.wait_for(1)
+    prefetcher.write(store, ids[1:], pattern(1, seed=7))
+    prefetcher.read(store, ids[:1], rows(1))
+    gate.wait_for(1)
+    with pytest.raises(StalledError):
+        prefetcher.cancel(store)
+    with pytest.raises(StalledError, match="still under way"):
+        prefetcher.mend()
+    blocked.gate.open()
+    prefetcher._writes.patience.seconds = LONG
+    prefetcher.flush()
+    gate.open()
+    assert torch.equal(read(store.inner, ids), records), "the write was dropped"
+    prefetcher.close()
+
+
+def test_a_read_of_which_a_part_fails(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other parts have ended when the error comes out."""
+    gate, ended, waits, wait = Gate(), [], [], _SharedRead.wait
+
+    class Slow(SlowWrites):
+        def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            return None
+
+        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            if ids[0] == 0:
+                raise StoreError(errno.EIO, "made to fail")
+            gate.pass_through()
+            ended.append(ids.tolist())
+
+    store = Slow(memory())
+    store.advises = False
+    ids, _ = fill(store.inner, 3)
+    prefetcher = Prefetcher(account, 2**20)
+    prefetcher.write(store, ids[1:2], pattern(1))  # so that the other two are read apart
+    store.gate.wait_for(1)
+
+    def opening(transfer: _SharedRead) -> None:
+        waits.append(transfer)
+        if len(waits) == 2:  # not for the part that failed
+            gate.open()
+        wait(transfer)
+
+    monkeypatch.setattr(_SharedRead, "wait", opening)
+    ticket = prefetcher.read(store, ids, rows(3))
+    gate.wait_for(1)
+    with pytest.raises(StoreError, match="made to fail"):
+        ticket.wait()
+    assert ended == [[2]]
+    gate.open()
+    store.gate.open()
+    prefetcher.close()
+
+
+def test_only_what_stalled_is_left_after_close(account: MemoryAccount) -> None:
+    gate, open_gate = Gate(), Gate()
+    open_gate.open()
+    slow, quick = SlowReads(memory(), gate), SlowReads(memory(), open_gate)
+    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
+    prefetcher.read(slow, fill(slow, 1)[0], rows(1))
+    gate.wait_for(1)
+    out = rows(64)
+    done = prefetcher.read(quick, fill(quick, 64)[0], out)
+    while not done.done():
+        pass
+    with pytest.raises(StalledError):
+        prefetcher.close()
+    assert 0 < account.by_owner[STALLED_READS] < out.nbytes
+    gate.open()
+
+
+def test_a_thread_does_not_wait_for_itself() -> None:
+    """A garbage collection may close a cache on any thread."""
+    outcome: list[Any] = []
+    jobs: Jobs = queue.SimpleQueue()
+    worker = start_worker("reader", jobs)
+    jobs.put(lambda: outcome.append(join_all([worker], None)))
+    jobs.put(None)
+    worker.join(LONG)
+    assert outcome == [[]] and worker.error is None
+
+
+def test_close_waits_for_its_threads(account: MemoryAccount) -> None:
+    store, gate = SlowReads(memory(), None), Gate()
+    ids, _ = fill(store, 1)
+    prefetcher = Prefetcher(account, 2**20)
+    prefetcher.read(store, ids, rows(1)).wait()
+    prefetcher._readers._jobs.put(gate.pass_through)
+    gate.wait_for(1)
+    thread, outcome = in_background(prefetcher.close)
+    thread.join(SHORT)
+    assert thread.is_alive()
+    gate.open()
+    thread.join(LONG)
+    assert outcome == [None] and threads_of_ours() == []
 
 
 @pytest.mark.parametrize("operation", ["flush", "flush all", "write", "cancel", "close"])
@@ -390,13 +547,15 @@ def test_what_is_given_up_behind_a_stall_is_held_no_longer(account: MemoryAccoun
     first = prefetcher.read(slow, ids, rows(1))
     gate.wait_for(1)
     out, records = rows(1), pattern(1)
-    prefetcher.read(behind, fill(behind, 1)[0], out)
+    kept = prefetcher.read(behind, fill(behind, 1)[0], out)
     prefetcher.write(behind, behind.allocate(1), records)
     prefetcher.cancel(behind)
     held = [weakref.ref(one) for one in (behind, out, records)]
     del behind, out, records
     gc.collect()
     assert [one() for one in held] == [None] * 3
+    with pytest.raises(CacheClosedError):
+        kept.wait()
     gate.open()
     blocked.gate.open()
     first.wait()
@@ -428,6 +587,9 @@ def test_a_cache_on_a_device_that_stalls(
     cache = sparse(model, engine=engine, path=tmp_path, io_timeout=LONG, **ALL)
     generate(model, cache, ids, max_new_tokens=2)
     cache.shared.prefetcher.flush()
+    prefetcher = cache.shared.prefetcher
+    used = [full_ring_patience(cache), prefetcher._readers.patience, prefetcher._writes.patience]
+    assert [patience.seconds for patience in used] == [LONG] * 3
     if engine == "uring":
         full = FullRing(cache.shared.ring)
         cache.shared.ring._patience.seconds = SHORT
@@ -711,11 +873,12 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
             lambda: prefetcher.cancel(store),
             prefetcher.mend,
         ]
-        for use in refused:
+        for number, use in enumerate(refused):
             try:
                 use()
             except ForkedProcessError as error:
-                assert f"parent process {parent}" in str(error), error
+                assert f"belongs to the parent process {parent}" in str(error), error
+                assert str(error).startswith("this cache") == (number < 4), error
             else:
                 raise AssertionError("the child used the parent's cache")
         with sparse(model, **fields) as own:
@@ -868,6 +1031,18 @@ class Interrupt:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise KeyboardInterrupt
         return self._line
+
+
+def test_an_interrupted_submission_is_told(model: Any) -> None:
+    """A part of a read may be under way that nobody knows of."""
+    with sparse(model, **ALL) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
+        cache.shared.prefetcher._log.trouble = KeyboardInterrupt()
+        assert cache.shared.broken
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset"):
+            cache.crop(-1)
+        cache.reset()
+        cache.shared.check_open()
 
 
 POINTS = 75

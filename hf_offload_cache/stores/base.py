@@ -135,9 +135,11 @@ class Store(ABC):
         """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
 
         A hard link where the file system lets us, else a copy. `live` ((capacity,), bool; None: all) says which of them
-        may be in the file: where others hold something, it is a copy without them, which has holes in their place. What the file holds is on the device when this returns;
-        its name is when the directory is synced. Returns the guard whose tags describe it. Raises `StoreError`
-        (`StoreFullError` with the numbers, before anything is copied): nothing of that name is there then.
+        may be in the file: where others hold something, it is a copy without them, which has holes in their place.
+
+        What the file holds is on the device when this returns; its name is when the directory is synced. Returns the
+        guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is
+        copied): nothing of that name is there then.
         """
 
     @property

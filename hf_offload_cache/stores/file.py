@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from dataclasses import dataclass
@@ -74,7 +73,9 @@ class FileStore(Store):
         missing = count - self._free.available
         if missing > 0:
             self._grow(missing)
-        return self._free.take(count)
+        ids = self._free.take(count)
+        self._guard.forget(ids)  # what was there before must not pass for what is to be written, should that fail
+        return ids
 
     def _grow(self, missing: int) -> None:
         step = min(max(SMALLEST_STEP_RECORDS, self._capacity // 8), LARGEST_STEP_BYTES // self.record_bytes)
@@ -148,9 +149,9 @@ class FileStore(Store):
             raise self._failure("freezing", error) from error
         self._frozen = True
         self._capacity = count
-        self._holes = np.flatnonzero(~taken)
         self._guard.resize(count)
-        self._guard.forget(self._holes)
+        self._guard.forget(np.flatnonzero(~taken))
+        self._holes = np.flatnonzero(~self._guard.written)
         self._free = FreeList(self.name)
 
     def share(self, ring: Ring | None) -> Store:
@@ -186,10 +187,8 @@ class FileStore(Store):
 
     def _wipe_holes(self) -> None:
         """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
-        zeros = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
         for first, end in self._ranges(self._holes):
-            for offset in range(first, end, BOUNCE_BYTES):
-                self._file.write(zeros[: min(BOUNCE_BYTES, end - offset)], offset)
+            self._file.wipe(first, end)
         self._holes = self._holes[:0]
 
     def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:

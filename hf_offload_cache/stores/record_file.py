@@ -130,6 +130,26 @@ class RecordFile:
             bounce[: len(piece)] = piece
             self.write(bounce[: len(piece)], offset + start)
 
+    def wipe(self, start: int, stop: int) -> None:
+        """Make the bytes [start, stop) zeros, both multiples of `DEVICE_BLOCK`; what is a hole there stays one."""
+        zeros = memoryview(mmap.mmap(-1, min(BOUNCE_BYTES, stop - start)))
+        while (start := self._data_from(start, stop)) < stop:
+            piece = zeros[: min(len(zeros), stop - start)]
+            self.write(piece, start)
+            start += len(piece)
+
+    def _data_from(self, start: int, stop: int) -> int:
+        """Where the first block in [start, stop) is that is no hole; `stop` or more: there is none."""
+        if start >= stop or not hasattr(os, "SEEK_DATA"):
+            return start
+        try:
+            found = os.lseek(self.fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return stop
+            raise
+        return max(start, found - found % DEVICE_BLOCK)
+
     def _sync(self, written: int) -> None:
         with self._lock:
             self.unsynced += written

@@ -18,7 +18,7 @@ from hf_offload_cache.stores.encryption import open_guard
 from hf_offload_cache.stores.engines import open_named
 from hf_offload_cache.stores.guard import RecordGuard
 
-from .records import RECORD_BYTES, fill, open_descriptors, read
+from .records import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 
 class FrozenStoreTests:
@@ -158,6 +158,25 @@ class FrozenStoreTests:
             assert [np.array_equal(guard.written, live) for guard in guards] == [True, True]
             if os.stat("plain", dir_fd=folder).st_nlink > 1:
                 assert os.path.samestat(os.stat("plain", dir_fd=folder), os.stat("live", dir_fd=folder))
+
+    def test_what_was_freed_and_taken_again_holds_nothing(self, tmp_path: Path) -> None:
+        """Until it is written again, which may fail: what was there before is not taken for it, nor saved."""
+        import pytest
+
+        with closing(self.make_store(tmp_path, RECORD_BYTES)) as store, self.folder(tmp_path) as folder:
+            ids, old = fill(store, 6)
+            store.free(ids[1:4])
+            again = store.allocate(3)
+            assert again.tolist() == [1, 2, 3]
+            store.write(again[:1], pattern(1, seed=5))
+            store.freeze()
+            assert store.written.tolist() == [True, True, False, False, True, True]
+            guard = store.export(folder, "saved", np.ones(6, dtype=bool))
+            assert old[2].numpy().tobytes() not in (tmp_path / "saved").read_bytes()
+            with closing(self.reopen(folder, self.kept(guard), 6)) as opened:
+                assert torch.equal(read(opened, again[:1]), pattern(1, seed=5))
+                with pytest.raises(CorruptRecordError, match="record 2"):
+                    read(opened, again[1:2])
 
     def test_a_name_that_is_taken(self, tmp_path: Path) -> None:
         import pytest

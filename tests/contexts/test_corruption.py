@@ -242,13 +242,12 @@ def check_base(saved: Saved) -> None:
 
 
 def try_all(base: dict[str, Saved], tmp_path: Path, seed: int, each: int, both: bool) -> Counter[tuple[str, str]]:
-    gc.collect()
+    gc.collect()  # what earlier tests left
     before = open_descriptors()
     total: Counter[tuple[str, str]] = Counter()
     for kind, saved in base.items():
         (tmp_path / kind).mkdir()
         total += sweep(saved, tmp_path / kind, seed, each, both)
-    gc.collect()  # an error holds the frames that it came through, and they hold maps
     assert open_descriptors() == before
     print(f"{sum(total.values())} corruptions: {dict(total)}")
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from harness import (
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache, OffloadCache
+from hf_offload_cache import DiskSwapCache, OffloadCache, verify
 from hf_offload_cache.contexts.reader import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
@@ -41,7 +42,10 @@ from hf_offload_cache.errors import (
     CorruptRecordError,
     EncryptionKeyError,
     PromptError,
+    StoreError,
 )
+from hf_offload_cache.stores.base import Store
+from hf_offload_cache.testing import FaultyStore
 
 Between = Callable[[Any, Path], Any]
 
@@ -585,3 +589,29 @@ def test_a_mask_may_hide_more_and_padding_may_go() -> None:
         assert bool(cache.attention_mask.all())
         results = [model(prompt(model, 1, 3), past_key_values=each).logits for each in (cache, reference)]
         assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].std()
+
+
+def test_what_could_not_be_written_is_never_saved(tmp_path: Path) -> None:
+    """However often it is tried; nor forked. After `reset` the cache is as new."""
+    model = tiny("llama")
+    with OffloadCache(model, **SMALL) as cache, torch.no_grad():
+        make, full = cache.shared.open_store, [1]
+
+        def open_store(record_bytes: int, layer_idx: int) -> Store:
+            store = make(record_bytes, layer_idx)
+            if layer_idx in full:
+                cache.shared.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
+            return store
+
+        cache.shared.open_store = open_store
+        model(ids_of(model), past_key_values=cache)
+        for _ in range(2):
+            for use in (cache.fork, lambda: cache.save(tmp_path / "context")):
+                with pytest.raises(StoreError, match=r"layer 1|could not be written"):
+                    use()
+        assert list(tmp_path.iterdir()) == []
+        full.clear()
+        cache.reset()
+        model(ids_of(model), past_key_values=cache)
+        cache.save(tmp_path / "context")
+    assert verify(tmp_path / "context").whole
