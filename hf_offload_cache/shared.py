@@ -43,7 +43,7 @@ class Shared:
         self.config = config
         self.process = Process()
         self.key = None if config.encryption_key is None else load_key(config.encryption_key)
-        self.directory = Path(tempfile.gettempdir() if path is None else path)
+        self.directory = Path(tempfile.gettempdir() if path is None else path).absolute()
         self.engine, self.store_description = choose_engine(config.engine, self.directory)
         self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
         self.counters = Counters()

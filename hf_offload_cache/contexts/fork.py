@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,7 +22,10 @@ def fork(cache: Fork) -> Fork:
     cache.freeze()
     key = cache.shared.key
     own_key = None if key is None else (lambda: key)  # the user's function might give another one by now
-    config = dataclasses.replace(cache.config, engine=cache.shared.engine, trace=None, encryption_key=own_key)
+    own: dict[str, Any] = {"adapter": None} if hasattr(cache.config, "adapter") else {}  # it is in the layers' states
+    config = dataclasses.replace(
+        cache.config, engine=cache.shared.engine, trace=None, encryption_key=own_key, **own
+    )
     twin = type(cache)(cache.given_model, path=cache.shared.directory, config=config)
     try:
         for layer, other in zip(cache.layers, twin.layers, strict=True):

@@ -179,7 +179,7 @@ def evict(
         try:
             freed = remove(oldest.path, wipe=wipe)
         except (ContextError, StoreError) as error:
-            if look(oldest.path) is not None:
+            if isinstance(error, StoreError) or look(oldest.path) is not None:  # what lost its name still takes room
                 refused.append((gone, error))
                 continue
         else:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ContextError
 
@@ -34,6 +35,11 @@ _Count = Annotated[int, Field(ge=0, lt=2**48)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _RecordsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.records$")]
 _StateName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.state$")]
+
+
+def _check_date(text: str) -> str:
+    datetime.fromisoformat(text)  # raises ValueError
+    return text
 
 
 class _Checked(BaseModel):
@@ -79,7 +85,7 @@ class Manifest(_Checked):
     version: Literal[1] = VERSION
     library: str
     """The version of this library that wrote it."""
-    created: str
+    created: Annotated[str, AfterValidator(_check_date)]
     """ISO 8601, UTC."""
     cache: str
     """Name of the class."""

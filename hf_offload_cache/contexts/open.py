@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..geometry import Geometry
 from ..kept import restore_kept
 from ..layer import OffloadLayer
 from ..machine import check_descriptors
+from ..memory_plan import default_rank, plan_memory
 from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named, resolve_engine
@@ -25,12 +27,17 @@ from .folder import reading
 from .identity import check_identity
 from .manifest import LayerEntry, Manifest, records_name
 from .reader import ContextReader, check_key, manifest_in
+from .save import NOT_SAVED
 
 if TYPE_CHECKING:
     from ..cache import OffloadCache
 
 Opened = TypeVar("Opened", bound="OffloadCache")
 
+_STAYS = ("group_size", "rank", "summary_dtype", "exact", "selection", "num_sinks", "target_mass")
+"""Fields that a budget does not change."""
+MOST_RECENT = 2**16
+"""Latest tokens that a saved configuration may ask to keep in memory: it is not the user's word."""
 FIXED = ("group_size", "rank", "summary_dtype", "adapter")
 """Fields of the configuration that lie in the stored format."""
 _OPENING = "opening"
@@ -80,8 +87,18 @@ def _config(
     path: str | Path | None,
     fields: dict[str, Any],
 ) -> OffloadConfig:
-    """The configuration saved, with the user's fields on top. Raises `ConfigError`, `BudgetError`."""
-    saved = {**manifest.config, "adapter": None} if "rank" in manifest.config else dict(manifest.config)
+    """The configuration saved, with the user's fields on top. Raises `ConfigError`, `BudgetError`, and `ContextError`
+    for a saved one that names what is the user's alone."""
+    own = {field.name for field in dataclasses.fields(cls.config_class)} - set(NOT_SAVED)
+    saved = dict(manifest.config)
+    try:
+        if strange := sorted(saved.keys() - own):
+            raise ConfigError(f"it has the field {strange[0]!r}")
+        config = cls.config_class.load(None, saved)
+        if config.num_recent > MOST_RECENT:
+            raise ConfigError(f"num_recent is {config.num_recent:,}, above {MOST_RECENT:,}")
+    except ConfigError as error:
+        raise ContextError(f"the configuration in the manifest is none that was saved: {error}") from error
     for name in FIXED:
         if name in fields and name in saved and fields[name] != saved[name]:
             raise ConfigError(
@@ -101,7 +118,13 @@ def _config(
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
-    stay = {name: saved[name] for name in (*FIXED, "exact", "selection") if saved.get(name) is not None}
+    limits = {"memory": limit, "max_context": context, "max_batch": batch}
+    whole = cls.config_class.load(None, {**saved, **fields, **limits}, model)
+    if plan_memory(geometry, whole, context, batch).peak_bytes <= limit:
+        return whole
+    if "rank" in saved and saved["rank"] is None and not exact:  # what its layers have, which is not to be chosen anew
+        saved["rank"] = max(default_rank(form) for form in geometry.forms(saved["group_size"]))
+    stay = {name: saved[name] for name in _STAYS if saved.get(name) is not None}
     return cls.config_class.fit(geometry, limit, context, batch, {**stay, **fields})
 
 

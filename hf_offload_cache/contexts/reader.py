@@ -79,5 +79,5 @@ class ContextReader:
                 errno.EIO, f"{name}: its state {entry.file} in {self.place!r} is not what was written; save it anew"
             )
         if self.key is not None:
-            data = decrypt(self.key, data, name.encode() + binding)
+            data = decrypt(self.key, data, name.encode() + b"\0" + binding)
         return unpack(data, torch.device(device), f"{name} in {self.place}")

@@ -49,6 +49,7 @@ def remove(path: str | os.PathLike[str], *, wipe: bool = False, file_system: Fil
             folder_fd = _open_existing(file_system, path, parent_fd)
             try:
                 freed = _check_removable(file_system, folder_fd, path)
+                file_system.fchmod(folder_fd, 0o700)  # a user may have made it read-only: told before it loses its name
                 try_lock(file_system, folder_fd)  # so that no sweeper takes it for a dead saver's
                 name = temporary_name(wiping=wipe)
                 file_system.rename(path.name, name, parent_fd)

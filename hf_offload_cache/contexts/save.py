@@ -120,7 +120,7 @@ class _Writer:
         self._account.observe(_SAVING, (2 if self._key is None else 3) * tensor_bytes(tree))
         data = pack(tree)
         if self._key is not None:
-            data = encrypt(self._key, data, name.encode() + binding)
+            data = encrypt(self._key, data, name.encode() + b"\0" + binding)
         entry = StateFile(file=f"{xxhash.xxh3_128_hexdigest(data)}.state", bytes=len(data))
         if entry.file not in self._written:  # layers that hold nothing are alike
             write_file(self._folder_fd, entry.file, [data])

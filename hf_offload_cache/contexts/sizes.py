@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..cache import OffloadCache
@@ -19,9 +20,12 @@ def bytes_of(cache: OffloadCache, kept: Collection[tuple[int, int]] = ()) -> int
     total = 0
     for layer in cache.layers:
         if isinstance(layer, OffloadLayer):
-            for store in layer.freeze():
-                linked = _inode(store) in kept
-                total += 0 if linked else store.capacity * store.record_bytes
+            stores = layer.freeze()
+            for store, live in zip(stores, layer.live(stores), strict=True):
+                if (store.written & ~live).any():  # it will be a copy without them
+                    total += int(np.count_nonzero(store.written & live)) * store.record_bytes
+                elif _inode(store) not in kept:
+                    total += store.capacity * store.record_bytes
             state: Any = layer.capture()
         else:
             state = capture_kept(layer)

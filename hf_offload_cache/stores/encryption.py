@@ -167,7 +167,8 @@ def key_check(key: bytes) -> str:
 def encrypt(key: bytes, data: bytes | bytearray | memoryview, context: bytes) -> bytes:
     """`data` (below 2 GiB) encrypted: 32 random bytes, the ciphertext, 16 bytes of GCM.
 
-    `context` is authenticated and not kept: `decrypt` needs the same, so that blobs cannot be exchanged. Every blob has
+    `context` is authenticated and not kept: `decrypt` needs the same, so that blobs cannot be exchanged; errors show it
+    up to the first zero byte. Every blob has
     a key of its own, from the random bytes, so that its nonce may be fixed.
     """
     if len(data) >= 2**31 - _TAG_BYTES:
@@ -185,8 +186,9 @@ def decrypt(key: bytes, blob: bytes | bytearray | memoryview, context: bytes) ->
     try:
         return cipher.decrypt(bytes(_NONCE_BYTES), sealed, context)
     except InvalidTag as error:
+        name = context.split(b"\0")[0].decode(errors="replace")
         raise CorruptRecordError(
-            errno.EIO, f"{context.decode(errors='replace')} fails authentication: either its bytes or the key are wrong"
+            errno.EIO, f"{name} fails authentication: either its bytes or the key are wrong, or it was exchanged"
         ) from error
 
 

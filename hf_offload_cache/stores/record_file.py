@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hf_offload_cache.stores.base import DEVICE_BLOCK
 
@@ -132,23 +132,29 @@ class RecordFile:
 
     def wipe(self, start: int, stop: int) -> None:
         """Make the bytes [start, stop) zeros, both multiples of `DEVICE_BLOCK`; what is a hole there stays one."""
-        zeros = memoryview(mmap.mmap(-1, min(BOUNCE_BYTES, stop - start)))
-        while (start := self._data_from(start, stop)) < stop:
-            piece = zeros[: min(len(zeros), stop - start)]
-            self.write(piece, start)
-            start += len(piece)
+        zeros = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+        for first, end in self._data(start, stop):
+            for offset in range(first, end, BOUNCE_BYTES):
+                self.write(zeros[: min(BOUNCE_BYTES, end - offset)], offset)
 
-    def _data_from(self, start: int, stop: int) -> int:
-        """Where the first block in [start, stop) is that is no hole; `stop` or more: there is none."""
-        if start >= stop or not hasattr(os, "SEEK_DATA"):
-            return start
-        try:
-            found = os.lseek(self.fd, start, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return stop
-            raise
-        return max(start, found - found % DEVICE_BLOCK)
+    def _data(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of whole blocks in [start, stop) that are no holes; all of it where the platform does not tell."""
+        if not hasattr(os, "SEEK_DATA"):
+            yield start, stop
+            return
+        while start < stop:
+            try:
+                first = os.lseek(self.fd, start, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but a hole up to the file's end
+                    return
+                raise
+            end = os.lseek(self.fd, first, os.SEEK_HOLE)
+            first, end = max(start, first - first % DEVICE_BLOCK), min(stop, -(-end // DEVICE_BLOCK) * DEVICE_BLOCK)
+            if first >= stop:
+                return
+            yield first, end
+            start = end
 
     def _sync(self, written: int) -> None:
         with self._lock:

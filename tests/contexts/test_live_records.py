@@ -13,6 +13,7 @@ from saved_contexts import FIELDS, LONG, answer, feed, ids, opened, prefilled, s
 from transformers import LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.contexts.sizes import bytes_of
 from hf_offload_cache.layer import OffloadLayer
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
@@ -53,10 +54,14 @@ def test_a_row_that_was_dropped_is_not_saved(tmp_path: Path, way: str, engine: s
         with twin:
             twin.batch_select_indices(torch.tensor([0]))
             twin.save(one)
+            inodes = {(path.stat().st_dev, path.stat().st_ino) for path in both.iterdir()}
+            expected_bytes = bytes_of(twin, inodes)
             assert same(answer(twin), expected), "the one that goes on reads on as before"
         assert len(gone) > 100 and all(record in content(both) for record in (gone[0], gone[-1], kept[0]))
         saved = content(one)
         assert all(record in saved for record in kept) and not any(record in saved for record in gone)
+        files = [path for path in one.iterdir() if path.suffix != ".json"]
+        assert abs(sum(path.stat().st_blocks * 512 for path in files) - expected_bytes) < 0.05 * expected_bytes
         assert records_on_disk(one) < 0.6 * records_on_disk(both)
         with opened(one) as again:
             assert same(answer(again), expected)

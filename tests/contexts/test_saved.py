@@ -615,3 +615,50 @@ def test_what_could_not_be_written_is_never_saved(tmp_path: Path) -> None:
         model(ids_of(model), past_key_values=cache)
         cache.save(tmp_path / "context")
     assert verify(tmp_path / "context").whole
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("trace", "victim"), ("verify", False), ("encryption_key", "victim"), ("max_context", 2**40), ("memory", 1),
+        ("io_timeout", 1e-9), ("num_recent", 2**30), ("adapter", "victim"), ("group_size", 0), ("nonsense", 1),
+    ],
+)  # fmt: skip
+def test_the_manifest_decides_nothing_that_is_the_users(field: str, value: Any, tmp_path: Path) -> None:
+    model, victim = tiny("llama"), tmp_path / "victim"
+    victim.write_text("mine")
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    there = read_manifest(tmp_path / "context")
+    config = {**there.config, field: str(victim) if value == "victim" else value}
+    forged = there.model_copy(update={"config": config})
+    (tmp_path / "context" / "manifest.json").write_bytes(forged.to_bytes())
+    with pytest.raises(ContextError, match=field):
+        DiskSwapCache.open(tmp_path / "context", model)
+    assert victim.read_text() == "mine"
+
+
+def test_a_budget_leaves_what_fits_as_it_was(tmp_path: Path) -> None:
+    model = long_model()
+    fields = {**SPARSE, "rank": None, "num_sinks": 8, "num_selected": 48}
+    with _prefilled(model, **fields) as cache:
+        cache.save(tmp_path / "context")
+        stored = cache.offloaded[0].summary.adapter.shape[-1]
+    with DiskSwapCache.open(tmp_path / "context", model, memory="100MiB", max_context=700) as cache:
+        assert (cache.config.num_sinks, cache.config.num_selected, cache.config.rank) == (8, 48, None)
+    least = "1/2"
+    with DiskSwapCache.open(tmp_path / "context", model, memory=least, max_context=700, engine="direct") as cache:
+        assert cache.config.num_sinks == 8 and cache.config.rank in (None, stored)
+        generate(model, cache, ids_of(model), max_new_tokens=40)
+        assert cache.report().peak_memory_bytes <= cache.report().memory_budget
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with OffloadCache(model, path="scratch", **SMALL) as cache:
+        generate(model, cache, ids_of(model), max_new_tokens=1)
+        with cache.fork() as twin:
+            monkeypatch.chdir("/")
+            generate(model, twin, torch.cat([ids_of(model), ids_of(model)], 1), max_new_tokens=1)

@@ -156,8 +156,10 @@ def test_a_merged_part_is_saved_and_opened(tmp_path: Path, engine: str, guard: C
         more = fill(store, 200, seed=9)[1]  # more than is copied at once
         store.freeze()
         counted = store.bytes_read, store.bytes_written, store.reads
+        parts = store.parts
         store.merge()
-        assert capacities(store) == [7, 212]
+        assert capacities(store) == [7, 212] and store.parts[0] is parts[0]
+        assert [part.disk_bytes + part.memory_bytes for part in parts[1:]] == [0] * 4, "they are closed"
         assert store.bytes_written == counted[1] + 212 * RECORD_BYTES
         assert store.bytes_read == counted[0] + 212 * RECORD_BYTES and store.reads > counted[2]
         saved = store.parts[1].export(context, "saved")

@@ -422,6 +422,28 @@ def test_copies_move_bounded_pieces(tmp_path: Path, folder: int, monkeypatch: py
     assert max(sizes) == BOUNCE_BYTES and sum(sizes) - 3 * BOUNCE_BYTES in (0, 4096)
 
 
+@pytest.mark.parametrize("seekable", [True, False])
+def test_a_range_is_wiped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seekable: bool) -> None:
+    """All of it and no more; a hole in it stays one where the platform tells."""
+    if not seekable:
+        monkeypatch.delattr(os, "SEEK_DATA", raising=False)
+    size, block = 4 * BOUNCE_BYTES, 4096
+    content = np.random.default_rng(0).integers(1, 256, size, dtype=np.uint8)
+    content[BOUNCE_BYTES : 2 * BOUNCE_BYTES] = 0
+    with closing(ScratchFile(tmp_path, "layer 3")) as file:
+        file.write(memoryview(content[:BOUNCE_BYTES]), 0)
+        file.write(memoryview(content[2 * BOUNCE_BYTES :]), 2 * BOUNCE_BYTES)
+        before = file.disk_bytes
+        file.wipe(3 * block, size - 5 * block)
+        content[3 * block : size - 5 * block] = 0
+        assert Path(f"/proc/self/fd/{file.fd}").read_bytes() == content.tobytes()
+        if seekable and before < size:
+            assert file.disk_bytes == before
+        file.resize(2 * size)
+        file.wipe(size, 2 * size)
+        assert file.size == 2 * size and (not seekable or file.disk_bytes == before)
+
+
 def test_memory_is_saved_without_what_it_never_held(tmp_path: Path, folder: int) -> None:
     """Records that were allocated and not written hold other memory of the process."""
     store = MemoryStore(RECORD_BYTES, "layer 3")
