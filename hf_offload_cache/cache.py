@@ -179,15 +179,16 @@ class OffloadCache(Cache, attach.Attachable):
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
         self.shared.check_open()
-        lengths, intact = [layer.get_seq_length() for layer in self._with_length()], attach.intact(model)
+        intact = attach.intact(model)
         if intact:  # else an interruption is not what kept keys from attention
-            self._check_whole(lengths)
+            self._check_whole()
         self.shared.check_seam()
         if not intact and any(layer.state == "tagged" for layer in self.offloaded):
             raise SeamLostError(SEAM_LOST)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        self._check_whole(lengths)
+        self._check_whole()
+        lengths = [layer.get_seq_length() for layer in self._with_length()]
         if given is None:
             return
         history = max(lengths, default=self._tokens.length)
@@ -264,13 +265,40 @@ class OffloadCache(Cache, attach.Attachable):
     def check_prompt(self, input_ids: torch.Tensor) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
         self.shared.check_open()
+        self._check_whole()
         check_prompt(self._tokens, self._held(), input_ids)
 
-    def _check_whole(self, lengths: list[int]) -> None:
-        """Raises `RuntimeError` where a forward that did not end has left layers of unlike `lengths`."""
-        if self._open is not None and (lengths != self._open or (self._entered and self._has_linear_state())):
+    def _take_back(self) -> bool:
+        """Take back what a forward that did not end has added to some layers; whether there was any.
+
+        Raises `RuntimeError` where that cannot be: something was interrupted while it changed, or a layer of
+        transformers' own is ahead, whose window or state does not go back.
+        """
+        lengths = [layer.get_seq_length() for layer in self._with_length()]
+        if self._open is None or (lengths == self._open and not (self._entered and self._has_linear_state())):
+            return False
+        pairs = zip(self._with_length(), self._open, strict=True)
+        ahead = [(layer, before) for layer, before in pairs if layer.get_seq_length() != before]
+        if self._has_linear_state() or not all(isinstance(layer, OffloadLayer) for layer, _ in ahead):
             self.shared.broken = True
-            self.shared.check_open()
+        self.shared.check_open()
+        with self.shared.changing():
+            for layer, before in ahead:
+                assert isinstance(layer, OffloadLayer)
+                if before:
+                    layer.crop(before - layer.length)
+                else:
+                    layer.reset()
+        self.shared.unseen = self.shared.front = self._open = None
+        return True
+
+    def _check_whole(self) -> None:
+        """Raises `RuntimeError`, once, where a forward was interrupted: whoever calls has counted on what it added."""
+        if self._take_back():
+            raise RuntimeError(
+                "an earlier forward was interrupted; what it had added to some layers was taken back, and the cache "
+                f"holds {self.tokens:,} tokens a sequence again, as before it: call again, with what follows these"
+            )
 
     def _has_linear_state(self) -> bool:
         """Some layer keeps a state whose length cannot be asked for."""
@@ -305,6 +333,7 @@ class OffloadCache(Cache, attach.Attachable):
     # --- batch operations: the layers', and the ids ------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
+        self._take_back()
         tokens_to_remove = int(tokens_to_remove)
         with self.shared.changing():
             super().crop(tokens_to_remove)
@@ -312,18 +341,21 @@ class OffloadCache(Cache, attach.Attachable):
             self._tokens.truncate(max(0, kept))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._take_back()
         self._check_rows(len(beam_idx))
         with self.shared.changing():
             super().reorder_cache(beam_idx)
             self._tokens.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._take_back()
         self._check_rows(self._tokens.batch * repeats)
         with self.shared.changing():
             super().batch_repeat_interleave(repeats)
             self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._take_back()
         indices = torch.as_tensor(indices)
         self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
         with self.shared.changing():
@@ -456,8 +488,8 @@ class OffloadCache(Cache, attach.Attachable):
     def freeze(self) -> None:
         """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""
         self.shared.check_open()
+        self._take_back()
         self.shared.check_seam()
-        self._check_whole([layer.get_seq_length() for layer in self._with_length()])
         try:
             for layer in self.offloaded:
                 layer.freeze()

@@ -446,22 +446,27 @@ def test_close_restores_the_model_after_an_exception() -> None:
     assert threading.active_count() == threads
 
 
-def test_an_interrupted_forward_is_told_and_reset_heals() -> None:
-    """Some layers hold a token more than others: no tokens come from such a cache until `reset`."""
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupted_forward_is_taken_back(at: int) -> None:
+    """Some layers hold more than others. They give it back, which is told once: `generate` has asked for lengths
+    before."""
     model = tiny("llama")
 
     def explode(*arguments: Any) -> None:
         raise Boom
 
     with ours(model) as cache, torch.no_grad():
-        model(prompt(model), past_key_values=cache)
-        handle = model.model.layers[1].self_attn.register_forward_pre_hook(explode)
-        with pytest.raises(Boom):
-            model(prompt(model, 1, 1), past_key_values=cache)
-        handle.remove()
-        with pytest.raises(RuntimeError, match=r"interrupted|seen"):
-            model(prompt(model, 1, 1), past_key_values=cache)
-        cache.reset()
+        given = prompt(model, 1, 40, seed=3), prompt(model)[:, :-1], prompt(model, 1, 1, seed=5), prompt(model, 1, 9)
+        for ids in given:
+            handle = model.model.layers[at].self_attn.register_forward_pre_hook(explode)
+            with pytest.raises(Boom):
+                model(ids, past_key_values=cache)
+            handle.remove()
+            if at:
+                with pytest.raises(RuntimeError, match=r"interrupted.*holds (0|55) tokens"):
+                    CASES["greedy"](model, cache)
+            if ids.shape[1] == harness.PROMPT - 1:
+                model(ids, past_key_values=cache)
         assert_exact(harness.reference("llama", "greedy"), CASES["greedy"](model, cache))
 
 

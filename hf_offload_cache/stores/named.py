@@ -59,8 +59,11 @@ class NamedFile(RecordFile):
 
 
 def link(file: RecordFile, folder_fd: int, name: str) -> bool:
-    """Give `file` the new name `name` in `folder_fd`; False where that cannot be. Raises `OSError`, e.g. `EEXIST`."""
+    """Give `file` the new name `name` in `folder_fd`; False where that cannot be, or where others than its owner may
+    use it: a link has the same rights. Raises `OSError`, e.g. `EEXIST`."""
     place_of(folder_fd, name)
+    if stat.S_IMODE(os.fstat(file.fd).st_mode) & 0o077:
+        return False
     try:
         os.link(f"/proc/self/fd/{file.fd}", name, dst_dir_fd=folder_fd, follow_symlinks=True)
     except OSError as error:

@@ -53,6 +53,7 @@ class RecordFile:
         self.direct = False
         self.unsynced = 0
         self._sync_error: OSError | None = None
+        self._doubtful = False
         self._lock = threading.Lock()
 
     def share(self) -> RecordFile:
@@ -97,7 +98,11 @@ class RecordFile:
             os.ftruncate(self.fd, 0)
 
     def check(self) -> None:
-        """Raise `OSError` when what was written before may be lost."""
+        """Raise `OSError` when what was written before may be lost already."""
+        if self._doubtful:
+            self._check_synced()
+
+    def _check_synced(self) -> None:
         if self._sync_error is not None:
             raise OSError(self._sync_error.errno, "earlier writes may be lost") from self._sync_error
 
@@ -162,20 +167,22 @@ class RecordFile:
             if self.unsynced < SYNC_BYTES:
                 return
             self.unsynced = 0
-        self._force(getattr(os, "fdatasync", os.fsync))
+        self._force(getattr(os, "fdatasync", os.fsync), doubtful=True)
 
     def sync(self) -> None:
         """All that was written, and the file's size, is on the device when this returns. Raises `OSError`."""
-        self.check()
+        self._check_synced()
         with self._lock:
-            self.unsynced = 0
-        self._force(os.fsync)
+            doubtful, self.unsynced = self.unsynced > 0, 0
+        self._force(os.fsync, doubtful)
 
-    def _force(self, sync: Callable[[int], None]) -> None:
+    def _force(self, sync: Callable[[int], None], doubtful: bool) -> None:
+        """`doubtful`: some of what was written is in the page cache alone."""
         try:
             sync(self.fd)
         except OSError as error:
-            self._sync_error = error  # the kernel forgets which pages failed: what was written before is doubtful too
+            self._sync_error = error  # the kernel says it once: a second try must not find all well
+            self._doubtful = self._doubtful or doubtful  # which pages failed is forgotten: any may be read as it was
             raise
         self.drop(0, 0)
 

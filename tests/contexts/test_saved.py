@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import errno
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -662,3 +663,32 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
         with cache.fork() as twin:
             monkeypatch.chdir("/")
             generate(model, twin, torch.cat([ids_of(model), ids_of(model)], 1), max_new_tokens=1)
+
+
+def test_a_context_that_others_may_read_is_copied_not_linked(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with _prefilled(model) as cache:
+        cache.save(tmp_path / "context")
+    for path in (tmp_path / "context").iterdir():
+        path.chmod(0o666)
+    with DiskSwapCache.open(tmp_path / "context", model) as cache:
+        cache.save(tmp_path / "second")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "second").iterdir()} == {0o600}
+
+
+def test_a_sync_that_fails_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    with _prefilled(model, cls=OffloadCache) as cache:
+        expected = generate(model, DynamicCache(config=model.config), ids_of(model))
+        if not cache.shared.store_description.endswith("O_DIRECT"):
+            pytest.skip("writes go through the page cache here, and are doubtful after that")
+        with monkeypatch.context() as patch:
+
+            def full(fd: int) -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(StoreError):
+                cache.save(tmp_path / "context")
+        assert list(tmp_path.iterdir()) == []
+        assert_exact(expected, generate(model, cache, ids_of(model)))
