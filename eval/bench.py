@@ -29,6 +29,7 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "needles_budget": (["-m", "eval.studies.quality_needles_budget"], ["--quick"]),
     "mass": (["-m", "eval.studies.quality_mass"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
+    "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),
     "walk": (["tests/walk.py"], ["llama", "qwen3", "gpt_neox"]),
 }
 """Name -> command, and what --quick adds to it."""
@@ -49,6 +50,14 @@ def _lost_share(method: str) -> Callable[[dict[str, Any]], float]:
     return lambda found: found["methods"][method]["lost"] / max(1, found["methods"][method]["of"])
 
 
+def _first_token(found: dict[str, Any]) -> float:
+    return found["first_token"]["one_token"]["faster_than_dynamic"]
+
+
+def _added_by_forks(found: dict[str, Any]) -> float:
+    return found["first_token"]["forks"]["added_share"]
+
+
 PROMISES: tuple[Promise, ...] = (
     Promise("architectures exact", ">= 130", "walk", lambda r: r["exact"], lambda v: v >= 130),
     Promise("architectures wrong", "0", "walk", lambda r: r["wrong"], lambda v: v == 0),
@@ -58,6 +67,10 @@ PROMISES: tuple[Promise, ...] = (
     Promise("needles lost, paper's selection", "-", "needles", _lost_share("paper"), lambda v: True),
     Promise("needles lost, random selection", "-", "needles", _lost_share("random"), lambda v: True),
     Promise("peak memory over full KV", "<= 1/6", "memory", lambda r: r["share_of_full_kv"], lambda v: v <= 1 / 6),
+    Promise("first token, saved context over prefill", ">= 20x", "contexts", _first_token, lambda v: v >= 20),
+    Promise("its growth over the lengths", "< 2x", "contexts", lambda r: r["growth"]["growth"], lambda v: v < 2),
+    Promise("8 forks and their answers, of the disk", "< 5%", "contexts", _added_by_forks, lambda v: v < 0.05),
+    Promise("checking reads, of a step", "< 3%", "contexts", lambda r: r["checking"]["cost"], lambda v: v < 0.03),
     Promise("account against process", "within 10%", "memory", lambda r: r["difference"], lambda v: abs(v) <= 0.1),
 )  # fmt: skip
 

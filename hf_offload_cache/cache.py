@@ -420,8 +420,9 @@ class OffloadCache(Cache, attach.Attachable):
     ) -> None:
         """Publish what is held as the directory `directory`, which `open` opens in another process without prefill.
 
-        On the file system of `path`, stored records are linked in and not copied; they are immutable from then on, and
-        this cache goes on with records of its own beside them. Published in one atomic step: whoever is killed at
+        On the file system of `path`, stored records are linked in and not copied (but where some of a file were given
+        up: these are never saved); they are immutable from then on, and this cache goes on with records of its own
+        beside them. Published in one atomic step: whoever is killed at
         whatever moment, there is the old context, or the new one, or none. The directory is for its owner only (0700),
         and encrypted where the cache has an `encryption_key`.
 
@@ -459,7 +460,8 @@ class OffloadCache(Cache, attach.Attachable):
             tokenizer: is compared with that of `save`, when both are given.
             **fields: fields of the configuration. Those that the stored format fixes (`group_size`, `rank`,
                 `summary_dtype`, `adapter`) are refused unless equal; those of a machine or a run (`engine`, `verify`,
-                `io_timeout`, `trace`, `encryption_key`, the limits) are not saved; others are as they were.
+                `io_timeout`, `trace`, `encryption_key`, the limits) are not saved; others are as they were, or as
+                `memory` allows.
 
         Raises `ContextMismatchError` where the model is not the one it was saved with, naming the field and both
         values; `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for other
