@@ -274,8 +274,10 @@ class OffloadCache(Cache, attach.Attachable):
         Raises `RuntimeError` where that cannot be: something was interrupted while it changed, or a layer of
         transformers' own is ahead, whose window or state does not go back.
         """
+        if self._open is None:
+            return False
         lengths = [layer.get_seq_length() for layer in self._with_length()]
-        if self._open is None or (lengths == self._open and not (self._entered and self._has_linear_state())):
+        if lengths == self._open and not (self._entered and self._has_linear_state()):
             return False
         pairs = zip(self._with_length(), self._open, strict=True)
         ahead = [(layer, before) for layer, before in pairs if layer.get_seq_length() != before]
