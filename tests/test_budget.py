@@ -478,9 +478,9 @@ def test_requests_that_are_wrong(arguments: dict[str, Any], words: str) -> None:
 
 def test_the_engine_is_known_before_it_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the map works, its pages are in the plan."""
-    from hf_offload_cache import cache as cache_module
+    from hf_offload_cache.stores import engines
 
-    monkeypatch.setattr(cache_module, "choose_engine", lambda engine, directory: ("mapped", "by the test"))
+    monkeypatch.setattr(engines, "choose_engine", lambda engine, directory: ("mapped", "by the test"))
     with DiskSwapCache.for_budget(tiny("llama"), "1/1", CONTEXT, BATCH) as cache:
         assert cache.config.engine == "mapped"
         run(tiny("llama"), cache, 600, 128, 3)
