@@ -291,6 +291,7 @@ class OffloadCache(Cache, attach.Attachable):
                     layer.crop(before - layer.length)
                 else:
                     layer.reset()
+            self._tokens.truncate(min(self._tokens.length, max(self._open)))  # the step's, if it was at its very end
         self.shared.unseen = self.shared.front = self._open = None
         return True
 

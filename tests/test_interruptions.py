@@ -790,3 +790,29 @@ def test_nothing_of_the_prompt_stays_in_memory(
                                           prompt(model, 2, 2, 8)], 1), max_new_tokens=3)  # fmt: skip
         gc.collect()
         assert sum(not storage.expired() for storage in seen) == 0
+
+
+def test_an_interruption_at_the_very_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers have the token, and the ids know of it; nobody got its logits."""
+    model = long_tiny("llama")
+    tokens = singles(model, 2, 6)
+    with sparse(model, **EXACT) as cache, sparse(model, **EXACT) as twin:
+        for held in (cache, twin):
+            step(model, held, prompt(model, 2, LENGTH))
+        expected = follow(model, twin, tokens)
+
+        step(model, cache, tokens[0])
+        append = cache._tokens.append
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+            def append_and_stop(*arguments: Any) -> None:
+                append(*arguments)
+                raise KeyboardInterrupt
+
+            patch.setattr(cache._tokens, "append", append_and_stop)
+            step(model, cache, tokens[1])
+        with pytest.raises(RuntimeError, match=f"holds {LENGTH + 1:,} tokens"):
+            step(model, cache, tokens[2])
+        assert cache.input_ids.shape == (2, LENGTH + 1)
+        result = follow(model, cache, tokens[1:])
+        assert_exact(Decoded(expected.tokens, expected.logits[1:]), Decoded(expected.tokens, result.logits))
