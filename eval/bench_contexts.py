@@ -42,7 +42,7 @@ class Opening:
 
 def _models(real: bool) -> Any:
     if real:
-        from hf_offload_cache.default_model import load_default_model
+        from hf_offload_cache.console.default_model import load_default_model
 
         return load_default_model()
     return build_model(SMOLLM2), None

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.cache import OffloadCache
+from hf_offload_cache.core.offload_cache import OffloadCache
 
 from .baselines.flexgen import FlexGenCache
 from .baselines.infinigen import InfiniGenCache

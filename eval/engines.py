@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from hf_offload_cache.prefetch import Prefetcher
-from hf_offload_cache.report import MemoryAccount
+from hf_offload_cache.fetch.prefetcher import Prefetcher
+from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
 

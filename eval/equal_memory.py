@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from hf_offload_cache.budget import fit_config
-from hf_offload_cache.config import DiskSwapConfig
-from hf_offload_cache.geometry import Geometry
-from hf_offload_cache.memory_plan import plan_memory
+from hf_offload_cache.caches.disk_swap_config import DiskSwapConfig
+from hf_offload_cache.memory.fit import fit_config
+from hf_offload_cache.memory.plan import plan_memory
+from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.stores.base import DEVICE_BLOCK
 
 from .synthetic import Shape

@@ -117,7 +117,7 @@ def child(run: Run) -> dict[str, Any]:
 
 def _model(run: Run) -> tuple[Any, int]:
     if run.real:
-        from hf_offload_cache.default_model import load_default_model
+        from hf_offload_cache.console.default_model import load_default_model
 
         model, _ = load_default_model()
         return model, model.config.vocab_size
@@ -128,7 +128,7 @@ def _model(run: Run) -> tuple[Any, int]:
 
 
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
-    from hf_offload_cache.generation import prefill
+    from hf_offload_cache.console.generation import prefill
 
     if run.filled:
         from .synthetic import Shape, fill

@@ -18,8 +18,8 @@ import numpy as np
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.cache import OffloadCache
-from hf_offload_cache.pace import Pace
+from hf_offload_cache.core.offload_cache import OffloadCache
+from hf_offload_cache.core.pace import Pace
 
 from .baselines.paged import PagedCache
 from .contenders import IN_MEMORY, RELOADS, Setting, make, models, synchronise

@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import Adapter
-    from .attach import detach
-    from .cache import OffloadCache
+    from .caches.adapter import Adapter
     from .caches.disk_swap import DiskSwapCache
-    from .config import DiskSwapConfig, OffloadConfig
+    from .caches.disk_swap_config import DiskSwapConfig
+    from .config import OffloadConfig
     from .contexts.library import ContextLibrary
     from .contexts.verify import verify
-    from .report import CacheReport
+    from .core.offload_cache import OffloadCache
+    from .model.attach import detach
+    from .report.cache_report import CacheReport
     from .tuning.calibrate import calibrate
     from .tuning.calibrate_budgets import calibrate_budgets
     from .tuning.tuner import tune
@@ -35,16 +36,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "Adapter": "adapter",
-    "CacheReport": "report",
+    "Adapter": "caches.adapter",
+    "CacheReport": "report.cache_report",
     "ContextLibrary": "contexts.library",
     "DiskSwapCache": "caches.disk_swap",
-    "DiskSwapConfig": "config",
-    "OffloadCache": "cache",
+    "DiskSwapConfig": "caches.disk_swap_config",
+    "OffloadCache": "core.offload_cache",
     "OffloadConfig": "config",
     "calibrate": "tuning.calibrate",
     "calibrate_budgets": "tuning.calibrate_budgets",
-    "detach": "attach",
+    "detach": "model.attach",
     "tune": "tuning.tuner",
     "verify": "contexts.verify",
 }

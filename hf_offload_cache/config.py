@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .tuning.tuned import is_tuned, tuned_fields
 
 if TYPE_CHECKING:
-    from .geometry import Geometry
+    from .model.geometry import Geometry
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -152,7 +152,7 @@ class OffloadConfig:
 
         `fields` are the user's and stay. Raises `BudgetError` with the least memory that would do.
         """
-        from .budget import fit_stream
+        from .memory.fit import fit_stream
 
         return fit_stream(cls, geometry, memory, max_context, max_batch, fields)
 
@@ -174,67 +174,3 @@ class OffloadConfig:
         value = getattr(self, name)
         if not any(value == v and type(value) is type(v) for v in values):
             raise ConfigError(f"{name} must be one of {values}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class DiskSwapConfig(OffloadConfig):
-    """KVSwap's fields (paper sections 3.2 to 3.4)."""
-
-    num_selected: int = 400
-    """Tokens attended beyond sinks and latest ones, rounded up to whole groups (the paper's M G)."""
-    reuse_capacity: int = 400
-    """Tokens of groups read before that stay resident in each layer; 0 for none (section 3.4.3)."""
-    rank: int | None = None
-    """Width of a compact key. None: a quarter of the joined key width, from 16 to 160."""
-    summary_dtype: str = "int8"
-    """Type of the compact keys: "int8", "bfloat16" or "float32"."""
-    selection: str = "default"
-    """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
-    "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
-    compare with."""
-    look_ahead: bool | None = None
-    """Guess the next layer's query and read ahead for it. None: where that is measured to be faster. The guess takes
-    processor time, which a fast disk does not give back; the selection is the true query's either way."""
-    adapter: str | None = None
-    """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
-    layer_budgets: str | tuple[int, ...] = "uniform"
-    """How `num_selected` and `reuse_capacity`, which are means over the layers, are spread: "uniform"; "measured": by
-    how dense each layer's attention is to the prompt's last queries; or tokens for each offloaded layer."""
-    target_mass: float | None = None
-    """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
-
-    @classmethod
-    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Self:
-        """As `OffloadConfig.fit`; `budget.fit_config` says what is best."""
-        from .budget import fit_config
-
-        return fit_config(geometry, memory, max_context, max_batch, fields, cls)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("num_selected", 1)
-        self._at_least("reuse_capacity", 0)
-        if self.rank is not None:
-            self._at_least("rank", 1)
-        self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
-        self._one_of("selection", ("default", "paper", "random"))
-        self._one_of("look_ahead", (None, True, False))
-        if isinstance(self.layer_budgets, list):  # as JSON gives it
-            object.__setattr__(self, "layer_budgets", tuple(self.layer_budgets))
-        if isinstance(self.layer_budgets, tuple):
-            if not all(isinstance(tokens, int) and tokens >= 1 for tokens in self.layer_budgets):
-                raise ConfigError(f"layer_budgets must be whole numbers of at least 1, got {self.layer_budgets!r}")
-        else:
-            self._one_of("layer_budgets", ("measured", "uniform"))
-        mass = self.target_mass
-        if mass is not None and not (isinstance(mass, int | float) and 0 < mass <= 1):
-            raise ConfigError(f"target_mass must be above 0 and at most 1, got {mass!r}: use 0.95, or None")
-        if self.selection == "paper" and self.look_ahead is False:
-            raise ConfigError('selection="paper" selects by look-ahead only, got look_ahead=False: leave it out')
-        if self.adapter is not None and not isinstance(self.adapter, str | Path):
-            raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")
-        if self.exact and (self.adapter is not None or self.selection != "default"):
-            raise ConfigError(
-                f"exact={self.exact!r} attends to everything, so adapter and selection have no effect: "
-                "leave them out, or use exact=False"
-            )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload_cache.buffers import lasting_empty
-from hf_offload_cache.report import MemoryAccount
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.buffers import lasting_empty
 
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side, as `LowRankKeys`' does."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.attention import AttentionFunction
-from hf_offload_cache.layer import TAG, Tag
+from hf_offload_cache.core.offload_layer import TAG, Tag
+from hf_offload_cache.model.attention import AttentionFunction
 
 from .selective import SelectiveCache, SelectiveLayer
 

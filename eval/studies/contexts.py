@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.cache import OffloadCache
-from hf_offload_cache.layer import TAG, OffloadLayer
+from hf_offload_cache.core.offload_cache import OffloadCache
+from hf_offload_cache.core.offload_layer import TAG, OffloadLayer
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 
 LATEST = QUERIES_SEEN

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_offload_cache.default_model import load_default_model
+from hf_offload_cache.console.default_model import load_default_model
 
 from ..needles import parse_setting
 from .common import Rows

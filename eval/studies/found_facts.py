@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.cache import OffloadCache
+from hf_offload_cache.console.generation import build_prompt, prefilled_tokens
+from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.generation import build_prompt, prefilled_tokens
 
 from ..needles import Needle
 from .common import Rows

@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from hf_offload_cache.cache import OffloadCache
-from hf_offload_cache.layer import OffloadLayer
+from hf_offload_cache.core.offload_cache import OffloadCache
+from hf_offload_cache.core.offload_layer import OffloadLayer
 
 
 @dataclass(frozen=True)

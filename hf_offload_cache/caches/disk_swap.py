@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..adapter import Adapter
-from ..cache import OffloadCache
-from ..config import DiskSwapConfig, OffloadConfig
+from ..config import OffloadConfig
+from ..core.offload_cache import OffloadCache
+from ..core.offload_layer import OffloadLayer
+from ..core.pace import Pace
 from ..errors import ConfigError
-from ..fingerprint import config_value
-from ..layer import OffloadLayer
-from ..layer_budgets import MOST, spread
-from ..lookahead import LookAhead
-from ..pace import Pace
-from ..selection_buffer import SelectionBuffer
+from ..fetch.selection_buffer import SelectionBuffer
+from ..model.fingerprint import config_value
+from ..model.look_ahead import LookAhead
+from ..predictors.layer_budgets import MOST, spread
+from .adapter import Adapter
+from .disk_swap_config import DiskSwapConfig
 from .disk_swap_layer import DiskSwapLayer
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention import AttentionFunction, attend_once, no_backward, visible_columns
-from ..config import DiskSwapConfig
+from ..core.offload_layer import OffloadLayer
+from ..core.shared import Shared
 from ..errors import ContextError
-from ..layer import OffloadLayer
-from ..layer_budgets import LATEST_QUERIES, SPACING
+from ..fetch.selection_buffer import SelectionBuffer
+from ..model.attention import AttentionFunction, attend_once, no_backward, visible_columns
 from ..predictors.directions import (
     fitting_bytes,
     parts,
@@ -22,10 +22,10 @@ from ..predictors.directions import (
     roots_of,
     scaled_directions,
 )
+from ..predictors.layer_budgets import LATEST_QUERIES, SPACING
 from ..predictors.low_rank import LowRankKeys, largest
-from ..selection_buffer import SelectionBuffer
-from ..shared import Shared
 from ..stores.base import Store
+from .disk_swap_config import DiskSwapConfig
 
 _REFIT = 8
 """An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers.cache_utils import DummyLayer
 
-from ..cache import OffloadCache
+from ..core.kept_layers import capture_kept
+from ..core.offload_cache import OffloadCache
+from ..core.offload_layer import OffloadLayer
 from ..errors import ContextError
-from ..kept import capture_kept
-from ..layer import OffloadLayer
 from .manifest import LayerEntry, Manifest
 
 _STATES = ("unknown", "tagged", "full")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..kept import capture_kept, restore_kept
-from ..layer import OffloadLayer
+from ..core.kept_layers import capture_kept, restore_kept
+from ..core.offload_layer import OffloadLayer
 
 if TYPE_CHECKING:
-    from ..cache import OffloadCache
+    from ..core.offload_cache import OffloadCache
 
 Fork = TypeVar("Fork", bound="OffloadCache")
 

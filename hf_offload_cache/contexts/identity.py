@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ..attach import inner_model
 from ..errors import ContextMismatchError
+from ..model.attach import inner_model
 from .adapters import adapter_fields
 from .fields import flat, plain, text
 from .weights import full_digest as _full_digest

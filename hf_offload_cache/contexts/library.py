@@ -12,17 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attach import inner_model
-from ..cache import OffloadCache
 from ..caches.disk_swap import DiskSwapCache
 from ..config import parse_size
-from ..errors import (
-    BudgetError,
-    ContextError,
-    ContextMismatchError,
-    CorruptRecordError,
-    EncryptionKeyError,
-)
+from ..core.offload_cache import OffloadCache
+from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError
+from ..model.attach import inner_model
 from ..stores.encryption import KeySource, key_check, load_key
 from .folder import remove
 from .identity import identity

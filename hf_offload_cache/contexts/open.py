@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..attach import attention_devices
 from ..config import OffloadConfig, parse_memory
+from ..core.kept_layers import restore_kept
+from ..core.offload_layer import OffloadLayer
 from ..errors import ConfigError, ContextError, ContextMismatchError
-from ..geometry import Geometry
-from ..kept import restore_kept
-from ..layer import OffloadLayer
-from ..machine import check_descriptors
-from ..memory_plan import default_rank, plan_memory
+from ..memory.machine import check_descriptors
+from ..memory.plan import default_rank, plan_memory
+from ..model.attach import attention_devices
+from ..model.geometry import Geometry
 from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named, resolve_engine
@@ -30,7 +30,7 @@ from .reader import ContextReader, check_key, manifest_in
 from .save import NOT_SAVED
 
 if TYPE_CHECKING:
-    from ..cache import OffloadCache
+    from ..core.offload_cache import OffloadCache
 
 Opened = TypeVar("Opened", bound="OffloadCache")
 

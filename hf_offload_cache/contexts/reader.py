@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from ..errors import ContextError, CorruptRecordError, EncryptionKeyError
-from ..machine import free_memory
+from ..memory.machine import free_memory
 from ..stores.encryption import decrypt, key_check
 from .data_files import MANIFEST_NAME, read_small
 from .folder import reading

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import xxhash
 
+from ..core.kept_layers import capture_kept
+from ..core.offload_layer import OffloadLayer
 from ..errors import ContextError, ContextMismatchError
-from ..kept import capture_kept
-from ..layer import OffloadLayer
-from ..report import MemoryAccount
+from ..memory.account import MemoryAccount
 from ..stores.base import Store
 from ..stores.encryption import encrypt, key_check
 from .data_files import MANIFEST_NAME, write_file
@@ -27,7 +27,7 @@ from .publish import publish
 from .state import pack, tensor_bytes
 
 if TYPE_CHECKING:
-    from ..cache import OffloadCache
+    from ..core.offload_cache import OffloadCache
 
 _LIMITS, _RUN = ("memory", "max_context", "max_batch"), ("trace", "engine", "verify", "io_timeout")
 NOT_SAVED = (*_LIMITS, *_RUN, "encryption_key", "adapter")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cache import OffloadCache
-from ..kept import capture_kept
-from ..layer import OffloadLayer
+from ..core.kept_layers import capture_kept
+from ..core.offload_cache import OffloadCache
+from ..core.offload_layer import OffloadLayer
 from ..stores.base import DEVICE_BLOCK
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..fingerprint import digest
+from ..model.fingerprint import digest
 
 SAMPLE = 64
 """Elements of every weight in the sampled digest: evenly spaced, the first and the last among them."""

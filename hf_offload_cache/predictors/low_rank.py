@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..buffers import Workspace, lasting_empty
 from ..errors import ContextError
-from ..report import MemoryAccount
+from ..memory.account import MemoryAccount
+from ..memory.buffers import Workspace, lasting_empty
 from .directions import PART, parts
 
 _CLIP = 5.0

@@ -18,9 +18,9 @@ from hf_offload_cache.stores.guard import Checksums, RecordGuard
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.named import NamedFile
-from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring import UringStore
+from hf_offload_cache.stores.uring.ring import Ring
+from hf_offload_cache.stores.uring.uring_store import UringStore
 
 ENGINES = ("auto", "uring", "direct", "mapped", "memory")
 

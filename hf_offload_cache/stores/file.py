@@ -17,8 +17,8 @@ from hf_offload_cache.stores.checks import check_batch, check_range, describe
 from hf_offload_cache.stores.freelist import FreeList
 from hf_offload_cache.stores.guard import Checksums, RecordGuard
 from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile, ShortReadError
-from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
+from hf_offload_cache.stores.uring.ring import Ring
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20

@@ -16,8 +16,8 @@ from hf_offload_cache.stores.checks import check_batch, check_range, describe
 from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.joint import JointTransfer, give_up
 from hf_offload_cache.stores.merge import merge_parts, parts_that_stay
-from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.transfer import LateRead, Transfer
+from hf_offload_cache.stores.uring.ring import Ring
 
 
 def _total(name: str) -> Any:

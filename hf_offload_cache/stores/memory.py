@@ -14,7 +14,7 @@ from hf_offload_cache.stores.base import Store, aligned_empty, runs
 from hf_offload_cache.stores.checks import check_batch, check_range
 from hf_offload_cache.stores.freelist import FreeList
 from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.ring import Ring
+from hf_offload_cache.stores.uring.ring import Ring
 
 CHUNK_BYTES = 4 * 2**20
 """Memory is taken in pieces of about this size, so that growing copies nothing."""

@@ -4,7 +4,7 @@ Importing this needs no pytest; running `StoreTests` does.
 """
 
 from .conformance import StoreTests
-from .records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
+from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 from .throttled import DeviceClock, ThrottledStore
 from .wrappers import FaultyStore, LatencyStore, WrapperStore
 

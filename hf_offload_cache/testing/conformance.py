@@ -13,7 +13,7 @@ from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.base import aligned_empty
 
 from .frozen import FrozenStoreTests
-from .records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
+from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 
 
 class StoreTests(FrozenStoreTests):

@@ -18,7 +18,7 @@ from hf_offload_cache.stores.encryption import open_guard
 from hf_offload_cache.stores.engines import open_named
 from hf_offload_cache.stores.guard import RecordGuard
 
-from .records import RECORD_BYTES, fill, open_descriptors, pattern, read
+from .sample_records import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 
 class FrozenStoreTests:

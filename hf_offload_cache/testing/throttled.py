@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.transfer import Transfer
+from hf_offload_cache.stores.uring.ring import Ring
 
 from .wrappers import WrapperStore
 

@@ -15,7 +15,7 @@ import torch
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores.base import Store
 from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.ring import Ring
+from hf_offload_cache.stores.uring.ring import Ring
 
 
 def _inner(name: str) -> Any:

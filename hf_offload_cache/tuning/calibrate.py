@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..adapter import Adapter
-from ..attach import inner_model
-from ..cache import OffloadCache
-from ..fingerprint import fingerprint
-from ..layer import OffloadLayer
+from ..caches.adapter import Adapter
+from ..core.offload_cache import OffloadCache
+from ..core.offload_layer import OffloadLayer
+from ..model.attach import inner_model
+from ..model.fingerprint import fingerprint
 from ..predictors.directions import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attach import inner_model
 from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_layer import DiskSwapLayer
-from ..layer_budgets import MOST, spread
+from ..model.attach import inner_model
+from ..predictors.layer_budgets import MOST, spread
 
 
 def calibrate_budgets(

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attach import inner_model
 from ..caches.disk_swap import DiskSwapCache
-from ..config import DiskSwapConfig
-from ..generation import prefill
-from ..layer import OffloadLayer
-from ..records import RecordFormat
-from ..slots import ABSENT, SlotTable
+from ..caches.disk_swap_config import DiskSwapConfig
+from ..console.generation import prefill
+from ..core.offload_layer import OffloadLayer
+from ..fetch.slot_table import ABSENT, SlotTable
+from ..history.record_format import RecordFormat
+from ..model.attach import inner_model
 from .calibrate import KeyMoments, ObservedCache, observed
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from ..caches.disk_swap import DiskSwapCache
-from ..config import DiskSwapConfig, parse_size
-from ..prefetch import Prefetcher
-from ..records import RecordFormat
-from ..report import MemoryAccount
+from ..caches.disk_swap_config import DiskSwapConfig
+from ..config import parse_size
+from ..fetch.prefetcher import Prefetcher
+from ..history.record_format import RecordFormat
+from ..memory.account import MemoryAccount
 from ..stores.base import Store, aligned_empty
 from ..stores.engines import open_store
 from .synthetic import attention_modules, fill, random_keys_and_values, two_blocks

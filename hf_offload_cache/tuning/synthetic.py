@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import attach
-from ..attach import inner_model
+from ..core.offload_layer import TAG, OffloadLayer
 from ..errors import UnsupportedModelError
-from ..fingerprint import config_value
-from ..layer import TAG, OffloadLayer
-from ..records import RecordFormat
+from ..history.record_format import RecordFormat
+from ..model import attach
+from ..model.attach import inner_model
+from ..model.fingerprint import config_value
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:

@@ -18,7 +18,7 @@ import xxhash
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..adapter import Adapter
+    from ..caches.adapter import Adapter
 
 FORMAT = "hf_offload_cache tuning 1"
 """The `format` of the object. The number goes up when a reader of the old one would read the new one wrong."""
@@ -157,7 +157,7 @@ def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, A
 
 
 def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
-    from ..fingerprint import fingerprint
+    from ..model.fingerprint import fingerprint
 
     for name, value in fingerprint(model).items():
         if made_for.get(name) != value:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ..adapter import Adapter
-from ..attach import inner_model
-from ..budget import Geometry, fit_config, parse_memory, plan_memory
-from ..config import DiskSwapConfig
+from ..caches.adapter import Adapter
+from ..caches.disk_swap_config import DiskSwapConfig
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
-from ..fingerprint import config_value, fingerprint
-from ..memory_plan import default_rank
-from ..records import RecordFormat
+from ..history.record_format import RecordFormat
+from ..memory.fit import Geometry, fit_config, parse_memory, plan_memory
+from ..memory.plan import default_rank
+from ..model.attach import inner_model
+from ..model.fingerprint import config_value, fingerprint
 from ..stores.base import DEVICE_BLOCK
 from ..stores.engines import choose_engine
 from .lookup import Reader

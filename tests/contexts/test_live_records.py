@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.contexts.sizes import bytes_of
-from hf_offload_cache.layer import OffloadLayer
+from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 

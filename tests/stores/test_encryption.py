@@ -14,21 +14,13 @@ from hypothesis import strategies as st
 from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
 from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
-from hf_offload_cache.stores.encryption import (
-    Encryption,
-    decrypt,
-    encrypt,
-    key_check,
-    load_key,
-    make_guard,
-    open_guard,
-)
+from hf_offload_cache.stores.encryption import Encryption, decrypt, encrypt, key_check, load_key, make_guard, open_guard
 from hf_offload_cache.stores.engines import probe_direct, probe_uring
 from hf_offload_cache.stores.guard import Checksums
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.record_file import BOUNCE_BYTES
-from hf_offload_cache.stores.uring import UringStore
+from hf_offload_cache.stores.uring.uring_store import UringStore
 from hf_offload_cache.testing import RECORD_BYTES, StoreTests, fill, pattern, read
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

@@ -23,9 +23,9 @@ from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
-from hf_offload_cache.stores.ring import Ring
 from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring import UringStore
+from hf_offload_cache.stores.uring.ring import Ring
+from hf_offload_cache.stores.uring.uring_store import UringStore
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 KEY = bytes(range(32))

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError
-from hf_offload_cache.stores import io_uring
 from hf_offload_cache.stores.base import aligned_empty, runs
 from hf_offload_cache.stores.engines import probe_uring
-from hf_offload_cache.stores.ring import Batch, Ring
-from hf_offload_cache.stores.uring import UringStore, _cut
+from hf_offload_cache.stores.uring import queues as io_uring
+from hf_offload_cache.stores.uring.ring import Batch, Ring
+from hf_offload_cache.stores.uring.uring_store import UringStore, _cut
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 LONG = 30.0
@@ -446,7 +446,7 @@ def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
     script = """
         import gc, os, sys, threading, weakref
         import numpy as np
-        from hf_offload_cache.stores.ring import Ring
+        from hf_offload_cache.stores.uring.ring import Ring
 
         class Kept:
             pass
@@ -494,7 +494,7 @@ def test_the_interpreter_ends_with_a_stalled_read(timeout: str) -> None:
     script = f"""
         import os
         import numpy as np
-        from hf_offload_cache.stores.ring import Ring
+        from hf_offload_cache.stores.uring.ring import Ring
 
         out, into = os.pipe()
         memory = np.zeros(512, dtype=np.uint8)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from eval.profiles import EMMC, PROFILES, SD, UFS
 from hf_offload_cache.stores.base import Store, aligned_empty

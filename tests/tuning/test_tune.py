@@ -15,9 +15,11 @@ import torch
 from tiny_llama import tiny_llama, token_ids
 from transformers import MistralConfig, MistralForCausalLM
 
-from hf_offload_cache import DiskSwapCache, OffloadCache, cli, generation, tune
-from hf_offload_cache.budget import Geometry, fit_config
+from hf_offload_cache import DiskSwapCache, OffloadCache, tune
+from hf_offload_cache.console import generation
+from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
+from hf_offload_cache.memory.fit import Geometry, fit_config
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import Tuned, profile, tuner
 

@@ -1,0 +1,61 @@
+"""A calibrated low-rank adapter: made once from sample text, saved beside the model's fingerprint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import AdapterError
+from ..model.fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Projections (Hk D, r) float32 by layer index, most energy first: the first s columns are that of rank s."""
+
+    projections: dict[int, torch.Tensor]
+    made_for: dict[str, str]
+
+    def save(self, path: str | Path) -> None:
+        """Write safetensors with the fingerprint as metadata."""
+        tensors = {f"layer.{index}": tensor.contiguous() for index, tensor in self.projections.items()}
+        save_file(tensors, path, metadata={"format": "hf_offload_cache adapter 1", "model": json.dumps(self.made_for)})
+
+    @classmethod
+    def load(cls, path: Path, model: torch.nn.Module) -> Adapter:
+        """Read an adapter for `model`. Raises `AdapterError`: unreadable, corrupt, or made for another model."""
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                projections = {int(name.rpartition(".")[2]): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            made_for = dict(json.loads(metadata["model"]))
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error
+        for name, value in fingerprint(model).items():
+            if made_for.get(name) != value:
+                raise AdapterError(
+                    f"adapter {str(path)!r} was made for another model: {name} is {value}, the adapter's is "
+                    f"{made_for.get(name)}; make one for this model with calibrate()"
+                )
+        return cls(projections, made_for)
+
+    def of_layer(self, layer_idx: int, rank: int | None, width: int | None = None) -> torch.Tensor:
+        """The projection of one layer, cut to `rank` columns; `width` is Hk D where it is known."""
+        projection = self.projections.get(layer_idx)
+        if projection is None:
+            raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
+        if projection.ndim != 2 or projection.shape[0] != (width or projection.shape[0]):
+            raise AdapterError(
+                f"the adapter of layer {layer_idx} has shape {tuple(projection.shape)}; it must be ({width or 'Hk D'}, "
+                "rank): make it for this model with calibrate()"
+            )
+        if not torch.isfinite(projection).all():
+            raise AdapterError(f"the adapter of layer {layer_idx} is not finite: make it anew with calibrate()")
+        if rank is not None and rank > projection.shape[1]:
+            raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use less")
+        return projection if rank is None else projection[:, :rank].contiguous()

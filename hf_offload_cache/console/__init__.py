@@ -1,0 +1,1 @@
+"""The command line: one verb a file, the answer to one question, and the default model."""

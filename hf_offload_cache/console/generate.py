@@ -1,0 +1,122 @@
+"""`hf-offload-cache generate`: answer a question about a document. The answer goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import saved_documents as documents
+from .arguments import add_field_argument, add_model_arguments, check_writable, positive, write_json
+
+if TYPE_CHECKING:
+    from .generation import Answer
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb among the console's `verbs`."""
+    parser = verbs.add_parser("generate", help="answer a question about a document")
+    parser.description = "Answer a question about a document; print what the cache held, read and waited for."
+    add_model_arguments(parser)
+    add_field_argument(parser)
+    add = parser.add_argument
+    add("--cache", choices=("disk-swap", "dynamic"), default="disk-swap", help="default: %(default)s")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt-file", metavar="FILE", type=Path, help="the document, UTF-8 text")
+    source.add_argument("--context", metavar="DIR", type=Path, help="or a context that --save made: no prefill")
+    add("--question", metavar="TEXT", required=True)
+    add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
+    add("--prefill-chunk", metavar="N", type=positive, default=1024, help="tokens a call (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="the most that the cache may hold: 300MiB, bytes, or of the full KV: 1/13")
+    add("--compare", action="store_true", help="run DynamicCache as well and print both, side by side")
+    add("--save", metavar="DIR", type=Path, help="keep the prefilled document as a context, for other questions")
+    add("--overwrite", action="store_true", help="replace the context that --save finds there")
+    add("--key", metavar="FILE", type=Path, help="encryption key of the context: 32 bytes or 64 hex digits")
+    add("--json", metavar="FILE", type=Path, help="write answers and reports as JSON")
+    add("--trace", metavar="FILE", type=Path, help="write what the cache does and when, for https://ui.perfetto.dev")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check_options(arguments)
+    text = None if arguments.prompt_file is None else documents.read_document(arguments.prompt_file)
+    if arguments.json is not None:
+        check_writable(arguments.json)
+    if arguments.trace is not None:
+        check_writable(arguments.trace, "--trace")
+    if arguments.save is not None:
+        documents.check_target(arguments)
+
+    import torch
+    from rich.console import Console
+
+    from . import generation
+    from .answers import PrefillBar, comparison
+    from .prompt_parts import document_part, question_part
+
+    fields = dict(arguments.fields)
+    if arguments.trace is not None:
+        fields["trace"] = str(arguments.trace)
+    if arguments.key is not None:
+        fields["encryption_key"] = str(arguments.key)
+    generation.check_fields(arguments.cache, fields, arguments.path, arguments.memory)
+    saved = None if arguments.context is None else documents.saved_ids(arguments)
+    console = Console(stderr=True)
+    console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
+    model, tokenizer = generation.load(arguments.model, arguments.dtype, arguments.device)
+    if text is not None and arguments.save is None:
+        held, input_ids = 0, generation.build_prompt(tokenizer, text, arguments.question)
+    else:
+        first = saved if text is None else document_part(tokenizer, text)
+        assert first is not None
+        rest = question_part(tokenizer, arguments.question)
+        held, input_ids = first.shape[1], torch.cat([first, rest], 1)
+    generation.check_length(model, input_ids.shape[1], arguments.max_new_tokens)
+    own = {"path": arguments.path, "fields": fields, "memory": arguments.memory}
+    own["max_context"] = input_ids.shape[1] + arguments.max_new_tokens
+    answers: list[Answer] = []
+    for name in ("dynamic", arguments.cache) if arguments.compare else (arguments.cache,):
+        ours = name == arguments.cache
+        opens, saves = ours and saved is not None, ours and arguments.save is not None
+        bar = PrefillBar(console, generation.prefilled_tokens(input_ids.shape[1]) - (held if opens else 0))
+        started = time.perf_counter()
+        if opens:
+            made = generation.open_cache(arguments.context, model, tokenizer, **own)
+        else:
+            made = generation.make_cache(name, model, **(own if ours else {}))
+        with made as cache, bar:
+            if arguments.compare:
+                console.print(f"[bold]{type(cache).__name__}")
+            save = functools.partial(documents.save, arguments, cache, tokenizer)
+            answer = generation.generate_answer(
+                model, tokenizer, input_ids, cache, arguments.max_new_tokens, arguments.prefill_chunk,
+                on_progress=bar.update, on_text=bar.print_text,
+                pause=(held, save) if saves else None, started=started,
+            )  # fmt: skip
+        print(flush=True)
+        answers.append(answer)
+    if arguments.compare:
+        console.print(comparison(answers))
+    if answers[-1].report is not None:
+        print(answers[-1].report, file=sys.stderr)
+    if arguments.json is not None:
+        write_json(arguments.json, [answer.to_dict() for answer in answers])
+    return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Exits with 2 where options contradict each other."""
+    error = arguments.parser.error
+    if arguments.cache == "dynamic":
+        if arguments.compare:
+            error("--compare sets another cache beside DynamicCache: name one with --cache")
+        for name in ("trace", "save", "context", "key"):
+            if getattr(arguments, name) is not None:
+                error(f"--{name} is of this library's caches, and --cache dynamic is not one: leave it out")
+    if arguments.save is not None and arguments.context is not None:
+        error("--save keeps a document that --prompt-file names: with --context it is saved already")
+    if arguments.overwrite and arguments.save is None:
+        error("--overwrite is for --save: name the folder with it")

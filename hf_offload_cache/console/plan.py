@@ -1,0 +1,111 @@
+"""`hf-offload-cache plan`: what a cache will hold, and whether this machine holds it. The table goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_field_argument, add_model_arguments, check_writable, positive, write_json
+
+if TYPE_CHECKING:
+    from ..caches.disk_swap_config import DiskSwapConfig
+    from ..memory.plan import MemoryPlan
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb among the console's `verbs`."""
+    parser = verbs.add_parser("plan", help="what a cache will hold in a given memory, before it runs")
+    parser.description = (
+        "Choose a cache's fields for a budget and print what it will hold, and whether this machine's memory and disk "
+        "hold it. Reads a model's configuration, not its weights. Exit codes: 0 it fits, 1 it does not."
+    )
+    add_model_arguments(parser)
+    add_field_argument(parser)
+    add = parser.add_argument
+    add("--context", metavar="TOKENS", type=positive, required=True, help="tokens a sequence, the answer included")
+    add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="300MiB, bytes, or of the full KV: 1/13 (default: what the fields take)")
+    add("--json", metavar="FILE", type=Path, help="write the plan as JSON")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: this machine holds it; 1: it does not. Raises the library's errors for a wrong request."""
+    if arguments.json is not None:
+        check_writable(arguments.json)
+
+    from ..caches.disk_swap_config import DiskSwapConfig
+    from ..errors import ConfigError
+    from ..memory.fit import fit_config, parse_memory, plan_memory
+    from ..memory.machine import free_disk, free_memory
+    from ..stores.engines import choose_engine
+    from . import generation
+
+    folder = tempfile.gettempdir() if arguments.path is None else arguments.path
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--path must be a folder that exists, got {str(folder)!r}")
+    fields = dict(arguments.fields)
+    generation.check_fields("disk-swap", fields, arguments.path, arguments.memory)
+    geometry = generation.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    if fields.get("engine", "auto") == "auto":
+        fields["engine"] = choose_engine("auto", folder)[0]
+    full = geometry.full_kv_bytes(arguments.context, arguments.batch)
+    if arguments.memory is None:
+        config = DiskSwapConfig.load(None, fields)
+    else:
+        memory = parse_memory(arguments.memory, full)
+        config = fit_config(geometry, memory, arguments.context, arguments.batch, fields)
+    plan = plan_memory(geometry, config, arguments.context, arguments.batch)
+    room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
+    needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
+    fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
+    _print(arguments, plan, config, needs, room, fits)
+    if arguments.json is not None:
+        chosen = dataclasses.asdict(config)
+        values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
+        machine = {"needs": needs, "free": room, "fits": fits, "path": str(folder)}
+        write_json(arguments.json, {**values, "config": chosen, "plan": plan.to_dict(), "machine": machine})
+    return 1 if False in fits.values() else 0
+
+
+def _print(
+    arguments: argparse.Namespace,
+    plan: MemoryPlan,
+    config: DiskSwapConfig,
+    needs: dict[str, int],
+    room: dict[str, int | None],
+    fits: dict[str, bool | None],
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..report.text import size_text
+
+    table = Table(title=f"{arguments.batch} x {arguments.context:,} tokens")
+    table.add_column("", style="bold")
+    table.add_column("prefill", justify="right")
+    table.add_column("decode", justify="right")
+    table.add_row("weights", *[size_text(plan.weight_bytes)] * 2)
+    table.add_row("full KV (DynamicCache)", *[size_text(plan.full_kv_bytes)] * 2, end_section=True)
+    for owner in dict.fromkeys((*plan.prefill, *plan.decode)):
+        table.add_row(owner, *(size_text(rows.get(owner, 0)) for rows in (plan.prefill, plan.decode)))
+    ratio = f" (1/{plan.full_kv_bytes / plan.peak_bytes:.1f} of the full KV)" if plan.peak_bytes else ""
+    table.add_section()
+    table.add_row("this cache", size_text(plan.prefill_bytes), size_text(plan.decode_bytes))
+    table.add_row("budget", *[size_text(int(config.memory)) if config.memory else "-"] * 2)
+    table.add_row("on disk", *[size_text(plan.disk_bytes)] * 2)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"peak: {size_text(plan.peak_bytes)}{ratio}")
+    default = type(config)()
+    names = [field.name for field in dataclasses.fields(config)]
+    chosen = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+    console.print("fields: " + (" ".join(f"{name}={value}" for name, value in chosen.items()) or "all default"))
+    words = {True: "fits", False: "[red]does not fit[/red]", None: "cannot be told here"}
+    for name, what in (("memory", "weights and cache"), ("disk", "records")):
+        held = room[name]
+        free = "unknown" if held is None else size_text(held)
+        console.print(f"{name}: {what} need {size_text(needs[name])}, free {free}: {words[fits[name]]}")

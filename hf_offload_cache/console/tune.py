@@ -1,0 +1,92 @@
+"""`hf-offload-cache tune`: measure model, machine and disk, and write the fields that suit them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .arguments import add_field_argument, add_model_arguments, check_writable, positive
+
+
+class SampleFileError(OSError):
+    """The sample text is missing, unreadable, or not UTF-8 text."""
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb among the console's `verbs`."""
+    parser = verbs.add_parser("tune", help="choose the fields that suit this model, machine and disk")
+    parser.description = (
+        "Measure reuse and compression on sample text, this disk and this machine; write the fields for each batch "
+        "size and context as JSON, for DiskSwapCache(model, config=FILE)."
+    )
+    add_model_arguments(parser)
+    add_field_argument(parser)
+    add = parser.add_argument
+    add("--memory", metavar="SIZE", required=True,
+        help="of the cache at the largest context and batch: bytes, 300MiB, or 1/13 of the full KV")  # fmt: skip
+    add("--context", metavar="N", type=positive, required=True, help="tokens a sequence, the most")
+    add("--batch", metavar="N", type=positive, default=1, help="sequences, the most (default: %(default)s)")
+    add("--out", metavar="FILE", type=Path, required=True, help="the JSON; the adapter goes beside it")
+    add("--text", metavar="FILE", type=Path, help="sample text, UTF-8 (default: Python's help texts)")
+    add("--quick", action="store_true", help="under 3 minutes for a small model instead of under 30, and coarser")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    text = None if arguments.text is None else _read(arguments.text)
+    check_writable(arguments.out, "--out")
+
+    from rich.console import Console
+
+    from ..tuning.tuner import tune
+    from . import generation
+
+    console = Console(stderr=True)
+    console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
+    model, tokenizer = generation.load(arguments.model, arguments.dtype, arguments.device)
+    tuned = tune(
+        model, tokenizer, memory=arguments.memory, max_context=arguments.context, max_batch=arguments.batch, texts=text,
+        path=arguments.path, quick=arguments.quick, **dict(arguments.fields),
+    )  # fmt: skip
+    tuned.save(arguments.out)
+    console.print(_table(tuned.rows))
+    for left in tuned.values["left_out"]:
+        console.print(f"left out: {left['why']}", highlight=False)
+    print(f"wrote {arguments.out} ({len(tuned.rows)} rows, {tuned.values['seconds']:.0f} s)", file=sys.stderr)
+    return 0
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    """The corners of the grid: least and most of batch and context, as columns of one table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = "smallest and largest (I/O, block: ms a layer; memory: MiB)"
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
+    for name in ("batch", "context", "group", "rank", "reuse", "hits", "I/O", "block", "hidden", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ends = [{row[name] for row in rows} for name in ("batch", "context")]
+    for row in rows:
+        if all(row[name] in (min(end), max(end)) for name, end in zip(("batch", "context"), ends, strict=True)):
+            fields = row["fields"]
+            table.add_row(
+                str(row["batch"]), str(row["context"]), str(fields["group_size"]), str(fields["rank"]),
+                str(fields["reuse_capacity"]), f"{row['reuse_rate']:.0%}", f"{row['io_seconds'] * 1e3:.2f}",
+                f"{row['model_seconds'] * 1e3:.2f}", f"{row['hidden_share']:.0%}" + ("" if row["hidden"] else " (no)"),
+                f"{row['planned_bytes'] / 2**20:.1f}",
+            )  # fmt: skip
+    return table
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise SampleFileError(f"--text {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SampleFileError(
+            f"--text {str(path)!r} is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}"
+        ) from error
+    return text

@@ -1,0 +1,1 @@
+"""What all methods are made of: the cache, its layers, and what decides in a step."""

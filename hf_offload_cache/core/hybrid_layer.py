@@ -1,0 +1,57 @@
+"""Layers of hybrid models: linear-attention state, kept as transformers keeps it, beside an offloaded history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from ..stores.base import Store
+from .kept_layers import capture_kept, restore_kept
+from .offload_layer import OffloadLayer
+
+
+class _HybridMethods:
+    """Puts transformers' own linear-attention state beside what an `OffloadLayer` offloads (see `hybrid`)."""
+
+    is_croppable = LinearAttentionLayer.is_croppable
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
+        else:
+            super().lazy_initialization(*args)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        states = self._states()
+        recording = getattr(self, "record_past", False)
+        LinearAttentionLayer.__init__(self, **states)  # type: ignore[arg-type]  # `reset` would keep the batch size
+        self.record_past = recording
+        super().reset()  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def capture(self) -> dict[str, Any]:
+        names = vars(LinearAttentionLayer(**self._states()))
+        return {**super().capture(), "linear": capture_kept(self, names)}  # type: ignore[misc]
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        super().restore(tree, parts, device)  # type: ignore[misc]
+        restore_kept(self, tree["linear"])
+
+    def _states(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
+
+
+def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:
+    """The class of layers that hold linear-attention states beside what `layer_class` offloads."""
+    bases = (_HybridMethods, layer_class, LinearAttentionAndFullAttentionLayer)
+    return type(f"Hybrid{layer_class.__name__}", bases, {})

@@ -1,0 +1,133 @@
+"""The token ids that a cache was fed, so that a prompt which does not continue them is told."""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+
+_PART = 2048
+"""Ids a row that are moved at a time, when rows change places."""
+
+
+class TokenLog:
+    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings; and which are padding.
+
+    Takes room for `max_context` ids a row at once where that is known.
+    """
+
+    # An id that is padding is kept as -3 minus itself: UNKNOWN has one too, and no second array has to follow changes.
+
+    UNKNOWN = -1
+
+    def __init__(self, account: MemoryAccount, max_context: int | None = None) -> None:
+        self._account = account
+        self._most = max_context
+        self._ids = torch.empty(0, 0, dtype=torch.int64)
+        self.length = 0
+        self.padded = False
+        """Some of what is held is padding."""
+
+    @property
+    def batch(self) -> int:
+        return self._ids.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, room to grow included."""
+        return self._ids.nbytes
+
+    def _forget(self) -> None:
+        """Hold nothing; a view of nothing would keep the memory."""
+        self._account.release("token ids", self._ids.nbytes)
+        self._ids = torch.empty(0, 0, dtype=torch.int64)
+        self.padded = False
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """A copy (B, length)."""
+        held = self._ids[:, : self.length]
+        return torch.where(held < self.UNKNOWN, -3 - held, held)
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """What is no padding: bool (B, length)."""
+        return self._ids[:, : self.length] >= self.UNKNOWN
+
+    def capture(self, batch: int, length: int) -> torch.Tensor:
+        """What is known of `length` tokens a sequence (models may hold other numbers of keys than they got ids), for
+        `restore`: a view, valid until the next change, or a copy."""
+        if (self.batch, self.length) == (batch, length):
+            return self._ids[:, :length]
+        held = torch.full((batch, length), self.UNKNOWN)
+        if self.batch == batch:
+            known = min(self.length, length)
+            held[:, :known] = self._ids[:, :known]
+        return held
+
+    def restore(self, held: torch.Tensor) -> None:
+        """Go on with what was captured, in a log that holds nothing."""
+        self.append(held, 0)
+        self.padded = True  # perhaps
+        self._look_for_padding()
+
+    def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
+        """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown. `padding`: bool
+        (B, t), where they are no tokens."""
+        stop = at + ids.shape[1]
+        self.length = min(self.length, at)
+        if stop > self._ids.shape[1] or ids.shape[0] != self.batch:
+            self.length = self.length if ids.shape[0] == self.batch else 0
+            if not self.length:
+                self._forget()
+            room = max(stop, self._most or stop + stop // 8 + 64)  # with a known most, once and no copy
+            self._account.hold("token ids", ids.shape[0] * room * 8)
+            grown = lasting_empty(ids.shape[0], room, dtype=torch.int64)
+            if self.length:
+                grown[:, : self.length] = self._ids[:, : self.length]
+            self._account.release("token ids", self._ids.nbytes)
+            self._ids = grown
+        self._ids[:, self.length : at] = self.UNKNOWN
+        ids = ids.detach()
+        self.padded = self.padded or (padding is not None and bool(padding.any()))
+        self._ids[:, at:stop] = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
+        self.length = stop
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` ids of every row."""
+        self.length = min(self.length, length)
+        if not self.length:
+            self._forget()
+        self._look_for_padding()
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self._select_rows(rows)
+        self._look_for_padding()
+
+    def _look_for_padding(self) -> None:
+        self.padded = self.padded and not bool(self.visible.all())
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        if self.length:
+            old, rows = self._ids, rows.cpu()
+            if rows.dtype == torch.bool:
+                rows = rows.nonzero().reshape(-1)
+            if len(rows) == self.batch:
+                for part in old[:, : self.length].split(_PART, 1):
+                    part.copy_(part.index_select(0, rows))
+                return
+            self._account.hold("token ids", len(rows) * old.shape[1] * 8)
+            self._ids = lasting_empty(len(rows), old.shape[1], dtype=torch.int64)
+            torch.index_select(old, 0, rows, out=self._ids)
+            self._account.release("token ids", old.nbytes)
+
+    def first_difference(self, ids: torch.Tensor) -> int | None:
+        """The first position where ids (B, t) differ from what is known of the first t, or None."""
+        if self.batch != ids.shape[0]:
+            return None
+        known = self.ids[:, : ids.shape[1]]
+        ids = ids[:, : known.shape[1]].to("cpu")
+        wrong = ((known != ids) & (known != self.UNKNOWN)).any(0).nonzero()
+        return int(wrong[0]) if len(wrong) else None

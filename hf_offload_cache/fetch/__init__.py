@@ -1,0 +1,1 @@
+"""A choice in, entries out: slots, staging, reads ahead and writes behind."""

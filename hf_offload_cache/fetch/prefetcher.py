@@ -1,0 +1,210 @@
+"""Reads ahead and writes behind, for the stores of one cache."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import CacheClosedError, StalledError
+from hf_offload_cache.fetch.reader_pool import ReaderPool
+from hf_offload_cache.fetch.ticket import ReadLog, Ticket
+from hf_offload_cache.fetch.workers import join_before_exit
+from hf_offload_cache.fetch.write_queue import WriteQueue
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.report.timeline import Timeline
+from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores.checks import check_batch
+from hf_offload_cache.stores.deadline import Patience
+
+STALLED_READS = "stalled reads"
+"""The owner under which the account keeps memory that a read may still write to after `Prefetcher.close`."""
+
+
+class Prefetcher:
+    """Starts reads and takes over writes, for the stores of one cache. All methods are for one thread.
+
+    Reads run as their store starts them (see `Store.start`): by the kernel; on the thread that waits, after advice; or,
+    where a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in the order
+    they came. Threads start when first needed and end with `close`, or soon after this object is gone. After `close`,
+    `read`, `write` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`, raise
+    `ForkedProcessError`, and `close` does nothing.
+
+    What does not end within `timeout` seconds (None: no limit) raises `StalledError` in whoever waits: `Ticket.wait`,
+    `write`, `flush`, `cancel`, `close`. What is stuck goes on by itself: a daemon thread, or the ring of the store,
+    holds the store and the memory until it ends. A read that a store does on the thread that waits (`LateRead`: a map)
+    has no such limit. A thread that dies, or cannot be started, is an error in whoever waits for it, too.
+
+    A write that failed is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading
+    one of its records raises until it is written again.
+
+    `timeline` is given a span "reads" for each read, from its submission until its last completion was seen, and a span
+    "writes" for each batch while it is being written.
+    """
+
+    def __init__(
+        self,
+        account: MemoryAccount,
+        write_queue_bytes: int,
+        threads: int = 8,
+        timeline: Timeline | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if write_queue_bytes < 0:
+            raise ValueError(f"write_queue_bytes must not be negative, got {write_queue_bytes}")
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self._account = account
+        self._log = ReadLog(timeline)
+        self._readers = ReaderPool(threads, Patience(timeout))
+        self._writes = WriteQueue(account, write_queue_bytes, timeline, Patience(timeout))
+        at_exit = functools.partial(_end, self._readers, self._writes)
+        self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
+        atexit.register(at_exit)
+
+    @property
+    def trouble(self) -> BaseException | None:
+        """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`."""
+        return self._log.trouble
+
+    def mend(self) -> None:
+        """Forget the trouble; for when all stores are about to be cancelled and closed.
+
+        Raises `StalledError` while something that did not end in time is still under way.
+        """
+        self._log.process.check("this prefetcher")
+        self.look()
+        if isinstance(self._log.trouble, StalledError) and (self._log.stuck or self._writes.stuck):
+            raise StalledError(
+                self._log.trouble.errno, f"still under way: {self._log.trouble.strerror}, or try again later"
+            ) from self._log.trouble
+        self._log.trouble = None
+
+    @property
+    def seconds_in_flight(self) -> float:
+        """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
+
+        A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object
+        or a ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read
+        that is only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
+        """
+        return self._log.seconds
+
+    def read(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> Ticket:
+        """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.
+
+        A record whose write is still queued is copied from the queue, now. Raises `StoreError` for a failed write of
+        this store (see above), and for records that do not exist where the store can tell at once.
+        """
+        check_batch(ids, out, store.record_bytes, aligned=True)
+        self._log.process.check("this prefetcher")
+        self.look()
+        missing = self._writes.copy_queued(store, ids, out)
+        ticket = Ticket(self._log, self._writes, store, out, sum(stop - start for start, stop in missing))
+        try:
+            for start, stop in missing:
+                part, rows = (ids, out) if stop - start == len(ids) else (ids[start:stop], out[start:stop])
+                ticket.transfers.append(store.start(part, rows) or self._readers.start(store, part, rows))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a signal's: a part may have begun that nobody knows of
+                self._log.trouble = error
+            self._log.begin(store, ticket)
+            with self._log.noticing():
+                self._log.end_all([ticket])
+            raise
+        self._log.begin(store, ticket)
+        return ticket
+
+    def look(self) -> None:
+        """See what has come to an end, and let reads that wait for a place in a queue go. Does not block; cheap."""
+        self._log.look()
+
+    def write(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+        """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes both over.
+
+        Blocks while the queue would hold more than `write_queue_bytes`; a batch larger than that waits for an empty
+        queue. Queued bytes are in the memory account as "write queue". When it raises, nothing was queued.
+        """
+        check_batch(ids, records, store.record_bytes)
+        self._log.process.check("this prefetcher")
+        self.look()
+        with self._log.noticing():
+            self._writes.add(store, ids, records)
+
+    def flush(self, store: Store | None = None) -> None:
+        """Block until the writes queued for `store` (None: for all) are done; raises the error of one that failed."""
+        self._log.process.check("this prefetcher")
+        self.look()
+        with self._log.noticing():
+            self._writes.flush(store)
+
+    def check_written(self, store: Store, ids: np.ndarray) -> None:
+        """Raises `StoreError` where one of the records `ids` could not be written, however often it was told."""
+        self._log.process.check("this prefetcher")
+        self._writes.check_written(store, ids)
+
+    def cancel(self, store: Store) -> None:
+        """Drop what is queued for `store` and wait for what is running: nothing touches it from then on.
+
+        For before `Store.close` and before its records are given up: their data, and errors about it, are forgotten.
+        Waiting on a read that had not finished raises `CacheClosedError`. The store may be used again afterwards. After
+        `close` there is nothing to do.
+
+        Raises `StalledError` where something of it does not end in time: the store is not to be closed then, but let go
+        of; whatever is stuck holds it, and its file goes with it.
+        """
+        self._log.process.check("this prefetcher")
+        with self._log.noticing():
+            self._writes.drop(store)
+            self.look()
+            tickets = self._log.of(store)
+            for ticket in tickets:
+                ticket.fail(CacheClosedError("the read was cancelled: its store was reset or closed"))
+            self._log.end_all(tickets)
+            self._writes.cancel(store)
+
+    def close(self) -> None:
+        """Drop queued writes and reads that have not started, wait for what is running, end the threads. Idempotent.
+
+        Raises `StalledError`, once all is done that can be, for what does not end in time and was not reported before.
+        """
+        if not self._log.process.is_here:
+            return
+        known = self._log.trouble
+        self._stop()
+        try:
+            with self._log.noticing():
+                self._writes.drop_all()
+                try:
+                    self._log.end_all(self._log.running())
+                finally:
+                    self._writes.join()
+        except StalledError:
+            if not isinstance(known, StalledError):
+                raise
+        finally:
+            self._readers.join()
+            if held := self._log.held_bytes:
+                self._account.observe(STALLED_READS, held)
+
+
+# In a forked child, which has none of the threads, the two find nothing to wait for.
+
+
+def _stop(readers: ReaderPool, writes: WriteQueue, at_exit: functools.partial) -> None:
+    """What a prefetcher that is closed or gone leaves to do; takes no lock."""
+    atexit.unregister(at_exit)
+    readers.stop()
+    writes.stop()
+
+
+def _end(readers: ReaderPool, writes: WriteQueue) -> None:
+    """Before the interpreter ends."""
+    readers.patience.hurry()
+    writes.patience.hurry()
+    readers.stop()
+    writes.stop()
+    join_before_exit([*readers.threads, *writes.threads])

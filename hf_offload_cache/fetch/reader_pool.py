@@ -1,0 +1,197 @@
+"""Reads of stores that can only block, by threads."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+from itertools import pairwise
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import CacheClosedError, StoreError
+from hf_offload_cache.fetch.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
+from hf_offload_cache.stores.base import Store, runs
+from hf_offload_cache.stores.deadline import Patience, left, passed
+from hf_offload_cache.stores.transfer import Transfer
+
+SMALLEST_PIECE_BYTES = 256 * 1024
+"""A run of adjacent records is split over threads only into pieces of at least this size."""
+
+
+class ReaderPool:
+    """Up to `most` threads that share reads. They start when first needed and end after `stop`.
+
+    `start` is for one thread; `stop` takes no lock, so that a garbage collection may call it. One that has died is
+    replaced by the next `start`.
+
+    Attributes:
+        threads: those that were started and have not been seen to end.
+        stopped: `stop` was called.
+        patience: how long a read may take.
+    """
+
+    def __init__(self, most: int, patience: Patience) -> None:
+        self.threads: list[Worker] = []
+        self.stopped = False
+        self.patience = patience
+        self._most = most
+        self._jobs: Jobs = queue.SimpleQueue()
+
+    def start(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> Transfer:
+        """Share the read of `ids` (at least one) into `out` among the threads.
+
+        Raises `StoreError` when there is no thread and none can be started; nothing is under way then.
+        """
+        pieces = split(ids, store.record_bytes, self._most)
+        self._hire(min(len(pieces), self._most), store)
+        transfer = _SharedRead(self, store, ids, out, pieces)
+        try:
+            for _ in pieces:
+                self._jobs.put(transfer.run)
+        except BaseException:  # a signal's: `out` is the caller's again
+            transfer.drop()
+            transfer.wait()
+            raise
+        return transfer
+
+    def _hire(self, wanted: int, store: Store) -> None:
+        if len(self.threads) >= wanted and all(thread.is_alive() for thread in self.threads):
+            return
+        self.threads[:] = [thread for thread in self.threads if thread.is_alive()]
+        while len(self.threads) < wanted:
+            try:
+                self.threads.append(start_worker(f"reader-{len(self.threads)}", self._jobs))
+            except RuntimeError as error:
+                if self.threads:
+                    return  # fewer do it too
+                raise StoreError(
+                    errno.EAGAIN,
+                    f"{store.name}: no thread can be started to read with ({error}): end other threads or processes, "
+                    "raise the limit with `ulimit -u`, or use another `engine`",
+                ) from error
+
+    def stop(self) -> None:
+        """Let the threads skip what has not begun, and end."""
+        self.stopped = True
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """After `stop`: wait for the threads. Those that do not end in time are left to themselves."""
+        join_all(self.threads, self.patience.deadline())
+
+
+class _SharedRead(Transfer):
+    """The pieces of one read. `run` is for the reader threads, the rest for the thread that started it.
+
+    Whether it is over is always told from what has begun and what runs, so that an exception of a signal in the middle
+    of a call leaves nothing to wait for in vain.
+    """
+
+    def __init__(
+        self, pool: ReaderPool, store: Store, ids: np.ndarray, out: torch.Tensor, pieces: list[tuple[int, int]]
+    ) -> None:
+        self._pool = pool
+        self._work: tuple[Store, np.ndarray, torch.Tensor] | None = store, ids, out
+        self._pieces = pieces
+        self._begun = 0
+        self._running = 0
+        self._changed = threading.Condition()  # guards the two, and what follows
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._dropped = False
+
+    def run(self) -> None:
+        """Read one piece after the other, until all have begun, one has failed, or `drop`."""
+        while True:
+            with self._changed:
+                if self._ending:
+                    return
+                start, stop = self._pieces[self._begun]
+                assert self._work is not None
+                store, ids, out = self._work
+                self._running += 1
+                self._begun += 1
+            error: BaseException | None = None
+            try:
+                store.read(ids[start:stop], out[start:stop])
+            except BaseException as failure:  # whatever it is belongs to whoever waits
+                error = failure
+            finally:
+                del store, ids, out
+                with self._changed:
+                    self._running -= 1
+                    if error is not None and self._error is None:
+                        self._error, self._traceback = error, error.__traceback__
+                    self._pool.patience.answered()
+                    if self._running == 0 and self._ending:
+                        self.finished_at = time.perf_counter()
+                        self._changed.notify_all()
+
+    @property
+    def _ending(self) -> bool:
+        """No piece begins any more."""
+        return self._dropped or self._pool.stopped or self._error is not None or self._begun == len(self._pieces)
+
+    @property
+    def _over(self) -> bool:
+        return self._ending and self._running == 0
+
+    def done(self) -> bool:
+        with self._changed:
+            return self._over
+
+    def drop(self) -> None:
+        with self._changed:
+            self._dropped = True
+
+    def wait(self) -> None:
+        """As in `Transfer`. What is stuck is held by its thread: the store and `out` live until that has returned.
+
+        Raises `StalledError` when it takes longer than the pool's patience.
+        """
+        with self._changed:
+            deadline = None if self._over else self._pool.patience.deadline()
+            while not self._over:
+                if passed(deadline):
+                    raise self._pool.patience.give_up(self._doing())
+                self._changed.wait(left(deadline, LOOK_SECONDS))
+                if not self._over and not any(thread.is_alive() for thread in self._pool.threads):
+                    self._error = self._died()
+            self._work = None
+
+    def finish(self) -> None:
+        self.wait()
+        if self._error is not None:
+            raise self._error.with_traceback(self._traceback)
+        if self._begun < len(self._pieces):
+            raise CacheClosedError("the read was cancelled: its store was reset or closed")
+
+    def _doing(self) -> str:
+        assert self._work is not None
+        store, ids, _ = self._work
+        return doing("reading", store, ids)
+
+    def _died(self) -> StoreError:
+        why = "; ".join(thread.ended_by for thread in self._pool.threads if thread.error is not None) or "they ended"
+        return StoreError(errno.EIO, f"{self._doing()}: no thread is left that could do it: {why}")
+
+
+def split(ids: np.ndarray, record_bytes: int, most: int) -> list[tuple[int, int]]:
+    """Half-open ranges of `ids` for up to `most` threads to read: whole runs, or large pieces of long ones."""
+    edges = runs(ids)
+    if len(edges) >= most:
+        stops = np.array([stop for _, stop in edges])
+        wanted = np.arange(1, most + 1) * len(ids) // most
+        cuts = np.unique(stops[np.searchsorted(stops, wanted)]).tolist()
+        return list(pairwise([0, *cuts]))
+    smallest = max(1, -(-SMALLEST_PIECE_BYTES // record_bytes))
+    pieces = []
+    for start, stop in edges:
+        count = max(1, min(most // len(edges), (stop - start) // smallest))
+        step = -(-(stop - start) // count)
+        pieces += [(low, min(low + step, stop)) for low in range(start, stop, step)]
+    return pieces

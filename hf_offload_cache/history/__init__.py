@@ -1,0 +1,1 @@
+"""What a layer holds: entries in records, the latest ones in memory, in an order of its own."""

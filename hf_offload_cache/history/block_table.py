@@ -1,0 +1,101 @@
+"""Where each row's sealed groups lie in the store: rows may share records, so that batch operations copy no data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..stores.base import Store
+
+
+class BlockTable:
+    """Record ids (B, num_groups), int32: group g of row b lies in record `ids[b, g]` of the layer's store.
+
+    Records are immutable; rows that come from one row share them. A record that no row names any more is given back
+    to the store by `sweep`, which the layer calls when it makes room.
+    """
+
+    def __init__(self, store: Store, batch: int) -> None:
+        self._store = store
+        self._ids = np.empty((batch, 0), dtype=np.int32)
+        self._owned = np.empty(0, dtype=np.int32)
+        self.num_groups = 0
+
+    @classmethod
+    def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
+        """A table whose rows name the records `ids` (B, num_groups) of `store`; copies them."""
+        table = cls(store, len(ids))
+        table._ids = np.array(ids, dtype=np.int32, order="C")
+        table._owned = np.unique(table._ids)
+        table.num_groups = ids.shape[1]
+        return table
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+
+    @property
+    def ids(self) -> np.ndarray:
+        """A view (B, num_groups); valid until the next change."""
+        return self._ids[:, : self.num_groups]
+
+    def named(self, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store some row names: (count,), bool."""
+        named = np.zeros(count, dtype=bool)
+        named[self.ids.reshape(-1)] = True
+        return named
+
+    @property
+    def nbytes(self) -> int:
+        return self._ids.nbytes + self._owned.nbytes
+
+    def append(self, count: int) -> np.ndarray:
+        """Allocate `count` groups behind the last of every row; returns their record ids (B, count), int64.
+
+        Raises `StoreFullError` with nothing changed.
+        """
+        batch = self._ids.shape[0]
+        records = self._store.allocate(batch * count).reshape(batch, count)
+        stop = self.num_groups + count
+        if stop > self._ids.shape[1]:
+            grown = np.empty((batch, max(stop, self._ids.shape[1] * 5 // 4 + 16)), dtype=np.int32)
+            grown[:, : self.num_groups] = self.ids
+            self._ids = grown
+        self._ids[:, self.num_groups : stop] = records
+        self.num_groups = stop
+        self._owned = np.append(self._owned, records.astype(np.int32))
+        return records
+
+    def drop_last(self, count: int) -> None:
+        """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
+        if count:
+            records = self.ids[:, self.num_groups - count :].reshape(-1).astype(np.int64)
+            self._store.free(records)
+            self._owned = self._owned[: len(self._owned) - len(records)]
+            self.num_groups -= count
+
+    def records(self, groups: np.ndarray) -> np.ndarray:
+        """Record ids (B, n), int64, of groups (B, n)."""
+        return np.take_along_axis(self.ids, groups, 1).astype(np.int64)
+
+    def truncate(self, num_groups: int) -> np.ndarray:
+        """Keep the first `num_groups` of every row; returns the records freed by that."""
+        self.num_groups = num_groups
+        return self.sweep()
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self._ids = np.ascontiguousarray(self._ids[rows])
+
+    def sweep(self) -> np.ndarray:
+        """Give back the records that no row names; returns them."""
+        live = np.unique(self.ids)
+        dead = np.setdiff1d(self._owned, live, assume_unique=True)
+        if len(dead):
+            self._store.free(dead.astype(np.int64))
+            self._owned = live
+        return dead.astype(np.int64)
+
+    @property
+    def garbage(self) -> int:
+        """Records owned beyond what one table without sharing would hold: a bound on what `sweep` may free."""
+        return max(0, len(self._owned) - self.ids.size)

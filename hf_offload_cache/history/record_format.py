@@ -1,0 +1,91 @@
+"""How keys and values lie in a record: one entry a token, all key heads and then all value heads, no gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..stores.base import DEVICE_BLOCK
+
+TARGET_RECORD_BYTES = 16 * 1024
+"""Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
+
+    Entries lie token after token, so that gathered records are attention's keys and values as strided views.
+    """
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+    group_size: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None) -> RecordFormat:
+        """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) of one dtype.
+
+        Without `group_size`: the power of two from 4 to 16 whose record comes nearest to 16 KiB from below.
+        """
+        if keys.dtype != values.dtype:
+            raise TypeError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
+        sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+        return cls.of_sizes(sizes, keys.dtype, group_size)
+
+    @classmethod
+    def of_sizes(cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None) -> RecordFormat:
+        """As `of`, for `sizes` (Hk, Dk, Hv, Dv)."""
+        if group_size is None:
+            entry = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * dtype.itemsize
+            group_size = 4
+            while group_size < 16 and 2 * group_size * entry <= TARGET_RECORD_BYTES:
+                group_size *= 2
+        return cls(*sizes, dtype, group_size)
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def entry_width(self) -> int:
+        """Elements of one token."""
+        return self.key_width + self.num_value_heads * self.value_dim
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.entry_width * self.dtype.itemsize
+
+    @property
+    def payload_width(self) -> int:
+        """Elements of one record, padding left out."""
+        return self.group_size * self.entry_width
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record on disk: the payload rounded up to the device's block."""
+        return -(-self.payload_width * self.dtype.itemsize // DEVICE_BLOCK) * DEVICE_BLOCK
+
+    def entries(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into `out` (B, T, entry_width); returns `out`."""
+        batch, _, tokens, _ = keys.shape
+        head, rest = out.split([self.key_width, self.entry_width - self.key_width], -1)
+        head.view(batch, tokens, self.num_key_heads, self.key_dim).copy_(keys.transpose(1, 2))
+        rest.view(batch, tokens, self.num_value_heads, self.value_dim).copy_(values.transpose(1, 2))
+        return out
+
+    def split(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
+        batch, tokens, _ = entries.shape
+        head, rest = entries.split([self.key_width, self.entry_width - self.key_width], -1)
+        keys = head.unflatten(-1, (self.num_key_heads, self.key_dim))
+        values = rest.unflatten(-1, (self.num_value_heads, self.value_dim))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def payload(self, records: torch.Tensor) -> torch.Tensor:
+        """The payload (n, payload_width) of raw records (uint8, (n, record_bytes)) as a view."""
+        return records.view(self.dtype)[:, : self.payload_width]

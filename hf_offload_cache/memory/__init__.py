@@ -1,0 +1,1 @@
+"""The account of what is held, and plans of what will be."""

@@ -1,0 +1,172 @@
+"""What of a model decides how much memory a cache needs: the shapes of its layers' keys and values."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..history.record_format import RecordFormat
+from .fingerprint import config_value
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One offloaded layer: heads and their widths, as its keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) come."""
+
+    num_heads: int
+    """Query heads, H."""
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """One layer that stays in memory: `fixed_bytes` a sequence, and `token_bytes` for each of the latest `most_tokens`
+    tokens (None: of all)."""
+
+    fixed_bytes: int = 0
+    token_bytes: int = 0
+    most_tokens: int | None = None
+
+    def nbytes(self, context: int) -> int:
+        """Bytes of one sequence of `context` tokens."""
+        held = context if self.most_tokens is None else min(context, self.most_tokens)
+        return self.fixed_bytes + held * self.token_bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What of a model decides memory: `Geometry.of(model)`, `Geometry.uniform(...)`, or made by hand."""
+
+    layers: tuple[LayerShape, ...]
+    """The offloaded layers, in order."""
+    dtype: torch.dtype
+    """Of keys and values."""
+    kept: tuple[KeptLayer, ...] = ()
+    """Layers with a sliding window or a linear state, and the linear states of hybrids."""
+    weight_bytes: int = 0
+    device: str = "cpu"
+    """Type of the device that attention runs on; on "cuda" what is read is held on both sides."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Of a `PreTrainedModel`, or of one on the meta device (a configuration without weights).
+
+        One token goes through a twin of the model on the meta device, which has no data: what it leaves in a
+        `DynamicCache` are the shapes, whatever the architecture. Where the twin cannot run, the fields of the
+        configuration decide. Nothing is kept. Raises `UnsupportedModelError` where neither says the shapes.
+        """
+        from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+        from .attach import inner_model
+
+        inner = inner_model(model)
+        if inner.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"model {type(inner).__name__} is an encoder-decoder: this library serves decoder-only models"
+            )
+        text = inner.config.get_text_config(decoder=True)
+        seen = DynamicCache(config=inner.config)
+        stated = _stated_shape(text)
+        try:
+            seen = _probe(inner)
+        except Exception as error:  # a model may fail in any way on tensors without data
+            if stated is None:
+                raise UnsupportedModelError(
+                    f"the shapes of {type(inner).__name__}'s keys cannot be known before it runs ({error}): "
+                    "construct the cache without a budget"
+                ) from error
+        heads = config_value(text, "num_attention_heads")
+        offloaded, kept = [], []
+        item = inner.dtype.itemsize
+        for layer in seen.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            shape = stated
+            if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
+                sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+                shape = LayerShape(heads if isinstance(heads, int) else sizes[0], *sizes)
+            fixed = _state_bytes(layer, item)
+            full = type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+            if full and shape is not None:
+                offloaded.append(shape)
+            elif not full and shape is not None and hasattr(layer, "keys"):
+                window = getattr(layer, "sliding_window", None)
+                entry = shape.num_key_heads * shape.key_dim + shape.num_value_heads * shape.value_dim
+                kept.append(KeptLayer(fixed, entry * item, window and max(1, window - 1)))
+                continue
+            if fixed:
+                kept.append(KeptLayer(fixed))
+        weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
+        device = getattr(inner, "device", torch.device("cpu")).type
+        return cls(
+            tuple(offloaded), inner.dtype, tuple(kept), sum(weights.values()), "cuda" if device == "cuda" else "cpu"
+        )
+
+    @classmethod
+    def uniform(
+        cls, num_layers: int, num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16,
+        **others: Any,
+    ) -> Self:  # fmt: skip
+        """`num_layers` equal offloaded layers; `others` are fields."""
+        shape = LayerShape(num_heads, num_key_heads, head_dim, num_key_heads, head_dim)
+        return cls(layers=(shape,) * num_layers, dtype=dtype, **others)
+
+    def forms(self, group_size: int | None) -> list[RecordFormat]:
+        """How the records of each offloaded layer lie."""
+        return [
+            RecordFormat.of_sizes(
+                (shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim), self.dtype, group_size
+            )
+            for shape in self.layers
+        ]
+
+    def kept_bytes(self, context: int, batch: int) -> int:
+        """Bytes of the layers that stay in memory."""
+        return batch * sum(layer.nbytes(context) for layer in self.kept)
+
+    def full_kv_bytes(self, context: int, batch: int) -> int:
+        """What `DynamicCache` holds for `batch` sequences of `context` tokens."""
+        entries = sum(form.entry_bytes for form in self.forms(1))
+        return batch * context * entries + self.kept_bytes(context, batch)
+
+
+def _probe(model: Any) -> Any:
+    """The `DynamicCache` that one token leaves in a twin of `model` on the meta device."""
+    from transformers.cache_utils import DynamicCache
+
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"), torch.no_grad():
+        # bfloat16, whatever the model's: on the meta device some kernels know no other
+        twin = type(model)._from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
+        cache = DynamicCache(config=config)
+        twin(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _stated_shape(config: Any) -> LayerShape | None:
+    """What the configuration says of every layer; None where it does not, or where keys are expanded from a latent."""
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    heads, key_heads, hidden, dim = (config_value(config, name) for name in names)
+    key_heads = key_heads or heads
+    dim = dim or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None)
+    if config_value(config, "kv_lora_rank"):
+        return None
+    if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(dim, int)):
+        return None
+    return LayerShape(heads, key_heads, dim, key_heads, dim)
+
+
+def _state_bytes(layer: Any, item: int) -> int:
+    """Bytes of a layer's linear-attention states, of one sequence; those of the twin's type come in the model's."""
+    held = [tensor for name in ("conv_states", "recurrent_states") for tensor in getattr(layer, name, {}).values()]
+    return sum(
+        tensor.numel() * (item if tensor.dtype == torch.bfloat16 else tensor.element_size())
+        for tensor in held
+        if isinstance(tensor, torch.Tensor)
+    )

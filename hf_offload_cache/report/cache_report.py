@@ -1,0 +1,154 @@
+"""What a cache did and what it holds: the report that users read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .text import share_text, size_text
+
+if TYPE_CHECKING:
+    from ..core.offload_cache import OffloadCache
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Figures since construction or `reset`; bytes, seconds, and shares from 0 to 1 (None: nothing to share)."""
+
+    cache: str
+    tokens: int
+    """Tokens a sequence that the cache holds."""
+    full_kv_bytes: int
+    """What `DynamicCache` would hold now: all rows, padding and layers that are not offloaded included."""
+    memory_bytes: int
+    """What the cache holds now in compute and host memory, layers that are not offloaded included."""
+    peak_memory_bytes: int
+    memory_by_owner: dict[str, int]
+    disk_bytes: int
+    bytes_read: int
+    """From the device, alignment included."""
+    bytes_written: int
+    reads: int
+    hit_rate: float | None
+    """Selected units resident before this step's prefetch, over selected."""
+    prefetch_hit_rate: float | None
+    """Selected units resident when attention asked, over selected."""
+    selected_fraction: float | None
+    """Tokens attended over tokens visible, in sparse steps."""
+    captured_mass: float | None
+    """With `target_mass`: the share of attention mass that steps are estimated to have attended to, on the mean."""
+    stall_seconds: float
+    """Waits, corrective reads and faulting gathers."""
+    decode_steps: int
+    """Single-query calls over a history."""
+    decode_seconds: float
+    decode_stall_seconds: float
+    """What of `stall_seconds` was in those."""
+    decode_flight_seconds: float
+    """How long the reads of those were under way, each counted by itself, from its submission: until its last byte was
+    there ("direct"); until that was noticed, at the latest when the next read was made or waited for ("uring"); until
+    the end of the gather that used it ("mapped", "memory": the kernel does not tell when advised pages come). The
+    latter two are the most that it can have been."""
+    overlap: float | None
+    """Share of `decode_flight_seconds` that nobody waited for: 1 where reads hide behind compute, 0 where each is
+    waited for as it is made. Prefill is left out: there reads are large, in order, and never in the way of a token. An
+    upper bound where the time under way is; what reading costs is `decode_stall_seconds` over `decode_seconds`. None:
+    no reads."""
+    store: str
+    """The read engine, and why it was taken."""
+    layers: dict[str, int]
+    """How many layers are in each state: unknown, tagged, full, kept (not offloaded)."""
+    warnings: list[str] = field(default_factory=list)
+    memory_budget: int | None = None
+    """The most that `memory_bytes` may ever be; None: no limit was given."""
+
+    @classmethod
+    def of(cls, cache: OffloadCache) -> CacheReport:
+        """What `cache` did since construction or `reset`, and what it holds now."""
+        shared = cache.shared
+        counters, account, stores = shared.counters, shared.account, shared.stores
+        states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(cache.offloaded)}
+        for layer in cache.offloaded:
+            states[layer.state] += 1
+        used = [layer for layer in cache.offloaded if layer.is_initialized]
+        memory = cache.memory_bytes  # before the peak
+        notes = list(cache.warnings)
+        if shared.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+            notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+        if (failure := cache.timeline.failure) is not None:
+            notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
+        return cls(
+            cache=type(cache).__name__,
+            tokens=cache.tokens,
+            full_kv_bytes=sum(layer.batch * layer.length * layer.history.form.entry_bytes for layer in used)
+            + cache.kept_bytes(),
+            memory_bytes=memory,
+            peak_memory_bytes=account.peak,
+            memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
+            disk_bytes=cache.disk_bytes,
+            bytes_read=sum(store.bytes_read for store in stores),
+            bytes_written=sum(store.bytes_written for store in stores),
+            reads=sum(store.reads for store in stores),
+            hit_rate=_ratio(counters.units_resident, counters.units_selected),
+            prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
+            selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
+            stall_seconds=counters.stall_seconds,
+            decode_steps=counters.decode_steps,
+            decode_seconds=counters.decode_seconds,
+            decode_stall_seconds=counters.decode_stall_seconds,
+            decode_flight_seconds=counters.decode_flight_seconds,
+            overlap=counters.overlap,
+            store=shared.store_description,
+            layers=states,
+            warnings=notes,
+            memory_budget=account.limit,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """The report as a table for a terminal."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"{self.cache}: {self.tokens:,} tokens", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        ratio = f" (1/{self.full_kv_bytes / self.memory_bytes:.1f} of the full KV)" if self.memory_bytes else ""
+        rows = {
+            "full KV": size_text(self.full_kv_bytes),
+            "memory now": size_text(self.memory_bytes) + ratio,
+            "memory peak": size_text(self.peak_memory_bytes),
+            "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
+            "  of it now": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
+            "on disk": size_text(self.disk_bytes),
+            "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}",
+            "resident before prefetch": share_text(self.hit_rate),
+            "resident when asked": share_text(self.prefetch_hit_rate),
+            "tokens attended": share_text(self.selected_fraction),
+            "attention mass, estimated": share_text(self.captured_mass),
+            "decode": f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
+            + (f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s a sequence)" if self.decode_seconds else ""),
+            "time waited": f"{self.stall_seconds:.3f} s, of it in decode steps {self.decode_stall_seconds:.3f} s"
+            + (f" ({self.decode_stall_seconds / self.decode_seconds:.1%} of them)" if self.decode_seconds else ""),
+            "reads overlapped": share_text(self.overlap),
+            "store": self.store,
+            "layers": ", ".join(f"{count} {state}" for state, count in self.layers.items() if count),
+        }
+        for name, value in rows.items():
+            table.add_row(name, value)
+        for warning in self.warnings:
+            table.add_row("[yellow]warning", warning)
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get()
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,1 @@
+"""Records read through io_uring."""

@@ -1,0 +1,294 @@
+"""Reads by io_uring: many requests in one system call, no thread, no interpreter lock while they are under way."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import os
+import threading
+import time
+import weakref
+
+import numpy as np
+
+from hf_offload_cache.errors import StalledError
+from hf_offload_cache.stores.deadline import Patience, passed
+from hf_offload_cache.stores.process import Process
+from hf_offload_cache.stores.uring import queues as io_uring
+from hf_offload_cache.stores.uring.orphans import Remains, close_when_done
+from hf_offload_cache.stores.uring.queues import WRAP
+
+DEPTH = 256
+"""Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with
+this many it stays busy while the next ones are put in (measured on a virtual NVMe disk: 128 is slower, 512 no faster).
+"""
+
+_PENDING = np.iinfo(np.int32).min  # no result of a read
+
+
+class Batch:
+    """Reads that were queued together.
+
+    Attributes:
+        lengths: bytes asked for, one entry a read.
+        results: bytes read or a negative errno, one entry a read; valid once `finished_at` is set. Fewer bytes than
+            asked for are the caller's to complete.
+        finished_at: `time.perf_counter()` when the last completion was seen, None before.
+        dropped: reads at the end were given up before they began; their results mean nothing.
+    """
+
+    __slots__ = ("_entries", "_fd", "_keep", "_left", "base", "dropped", "end", "finished_at", "lengths", "results")
+
+    def __init__(self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object) -> None:
+        self.base = base
+        self.end = base + len(entries)
+        self.lengths = lengths
+        self.results = np.empty(len(entries), dtype=np.int32)
+        self.results.fill(_PENDING)
+        self.finished_at: float | None = None
+        self.dropped = False
+        self._left = len(entries)  # that have not completed
+        self._fd = fd
+        self._entries = entries
+        self._keep = keep
+
+
+class Ring:
+    """Submits reads of files to the kernel and takes in what has completed.
+
+    The memory that is read into has to stay where it is: what is given as `keep` is held until the last read of the
+    batch has ended. `close` and a garbage collection of the ring wait for the reads in flight as `wait` does; what does
+    not end in time is left, with all that is kept for it and the ring's descriptor, to a daemon thread
+    ("hf_offload_cache-ring") that waits for the rest; where none can be started it is held until the process ends.
+
+    Any thread may call, one at a time does something. A signal's exception (Ctrl-C) may come out of any method; the
+    ring is then as it was and can be used on. In a forked child the methods raise `ForkedProcessError`, but `close` and
+    `release`, which leave the parent's ring alone.
+
+    `timeout` (seconds; None: no limit) is how long a wait may take: `StalledError` then. Raises `OSError` that says why
+    when the kernel gives no ring (old, forbidden by a container, out of memory).
+    """
+
+    # The completion queue is at least as long as what may be in flight, so it cannot overflow. All counts come from
+    # the counters in the shared memory, each of which moves by one store: what a signal's exception cuts off in the
+    # middle is either done or done again. Entries are numbered from 0 over the ring's life (`serial`), in the order in
+    # which batches were queued, and put into the submission queue in that order.
+
+    def __init__(self, depth: int = DEPTH, timeout: float | None = None) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        fd, parameters = io_uring.open_ring(depth)
+        try:
+            self._memory: io_uring.Queues | None = io_uring.Queues(fd, parameters)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self._waiter = io_uring.Waiter(fd, parameters)
+        self._patience = Patience(timeout)
+        self._process = Process()
+        self._depth = min(depth, parameters.sq_entries)
+        self._put = 0  # entries ever put into the submission queue
+        self._open: list[Batch] = []
+        self._lock = threading.Lock()
+        self._fence_lock = threading.Lock()
+        hurry = self._patience.hurry
+        remains = Remains(fd, self._memory, self._waiter, self._open)
+        self._close = weakref.finalize(self, close_when_done, remains, self._patience, self._process, hurry)
+        atexit.register(hurry)  # after `finalize` has registered itself: it is called before
+
+    def read(
+        self, fd: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray, keep: object
+    ) -> Batch:
+        """Queue one read a position and submit as many as fit; the rest goes with the calls that follow.
+
+        Offsets, lengths (below 2 GiB) and addresses are in bytes; `keep` holds the memory at the addresses and the
+        descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
+        """
+        self._process.check("this io_uring")
+        entries = np.zeros(len(offsets), io_uring.ENTRY)
+        entries["opcode"] = io_uring.OP_READ
+        entries["fd"] = fd
+        entries["offset"] = offsets
+        entries["address"] = addresses
+        entries["length"] = lengths
+        with self._lock:
+            memory = self._check()
+            self._reap(memory)
+            base = max(self._count_put(memory), self._open[-1].end if self._open else 0)
+            entries["serial"] = np.arange(base, base + len(entries))
+            batch = Batch(base, fd, entries, lengths, keep)
+            if len(entries) == 0:
+                batch.finished_at = time.perf_counter()
+                return batch
+            self._open.append(batch)
+            try:
+                self._submit(memory)
+            except BaseException:
+                self._drop(batch, memory)
+                raise
+        return batch
+
+    def look(self) -> None:
+        """Take in what has completed and submit what waits for a place. No system call where nothing waits."""
+        # Where the lock is taken another thread is at it. `acquire` without `with` would lose the lock to a signal.
+        if self._open and self._memory is not None and not self._lock.locked():
+            self._process.check("this io_uring")
+            with self._lock:
+                memory = self._check()
+                if self._reap(memory):
+                    self._submit(memory)
+
+    def wait(self, batch: Batch) -> None:
+        """Block until `batch` has finished.
+
+        Raises `StalledError` when it has not after `timeout`, or at once where nothing has completed since an earlier
+        wait ended so. The batch is still under way then, and can be waited for again.
+        """
+        deadline, begun = None, False
+        while batch.finished_at is None:
+            self._process.check("this io_uring")
+            with self._lock:
+                memory = self._check()
+                self._reap(memory)
+                if batch.finished_at is not None:
+                    return
+                if not begun:
+                    deadline, begun = self._patience.deadline(), True
+                elif passed(deadline):
+                    raise self._patience.give_up()
+                self._fill(memory)
+                # With some still to be put in, few enough that the device stays busy while that is done.
+                all_in = batch.end <= self._put
+                self._enter(memory, batch._left if all_in else max(1, self._depth // 2), deadline)
+
+    def drop(self, batch: Batch) -> None:
+        """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
+        self._process.check("this io_uring")
+        with self._lock:
+            if self._memory is not None:  # else `close` has given them up
+                self._drop(batch, self._memory)
+
+    def release(self, fd: int) -> None:
+        """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed."""
+        if self._memory is None or not self._process.is_here:
+            return
+        with self._lock:
+            batches = [batch for batch in self._open if batch._fd == fd]
+            for batch in batches:
+                self._drop(batch, self._check())
+        for batch in batches:
+            self.wait(batch)
+
+    def close(self) -> None:
+        """Give up what was not submitted, wait for what was (see above), and give the ring back. Idempotent.
+
+        Raises nothing for what does not end in time: whoever waits for a batch is told.
+        """
+        if self._memory is not None and self._process.is_here:
+            with self._lock:
+                batches = list(self._open)
+                for batch in batches:
+                    self._drop(batch, self._memory)
+            try:
+                for batch in batches:
+                    self.wait(batch)
+            except StalledError:
+                pass  # `close_when_done` finds what is left in flight, and does not wait any more
+        self._memory = None
+        self._close()
+
+    def _check(self) -> io_uring.Queues:
+        if self._memory is None:
+            raise OSError(errno.EBADF, "the ring was closed")
+        return self._memory
+
+    def _drop(self, batch: Batch, memory: io_uring.Queues) -> None:
+        begun = max(0, self._count_put(memory) - batch.base)
+        if begun < len(batch._entries):
+            batch.dropped = True
+            batch._entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
+
+    def _count_put(self, memory: io_uring.Queues) -> int:
+        self._put += (memory.sq[memory.sq_tail] - self._put) & WRAP
+        return self._put
+
+    def _fill(self, memory: io_uring.Queues) -> None:
+        """Put entries that wait into the submission queue, up to the depth."""
+        put = self._count_put(memory)
+        room = self._depth - ((put - memory.cq[memory.cq_head]) & WRAP)
+        if not self._open or self._open[-1].end <= put or room <= 0:
+            return
+        for batch in self._open:
+            if batch.end <= put or room == 0:
+                continue
+            first = put - batch.base
+            count = min(room, len(batch._entries) - first)
+            at = put & memory.sq_mask
+            before_the_end = min(count, memory.sq_mask + 1 - at)
+            memory.entries[at : at + before_the_end] = batch._entries[first : first + before_the_end]
+            if before_the_end < count:
+                memory.entries[: count - before_the_end] = batch._entries[first + before_the_end : first + count]
+            put += count
+            room -= count
+        self._fence()
+        memory.sq[memory.sq_tail] = put & WRAP
+        self._put = put
+
+    def _submit(self, memory: io_uring.Queues) -> None:
+        self._fill(memory)
+        if memory.sq[memory.sq_tail] != memory.sq[memory.sq_head]:
+            self._enter(memory, 0)
+
+    def _enter(self, memory: io_uring.Queues, wanted: int, deadline: float | None = None) -> None:
+        """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
+        `deadline`."""
+        waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP
+        done = self._waiter.wait(waiting, wanted, deadline) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
+        if done >= 0:
+            return
+        number = ctypes.get_errno()
+        if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request at the moment: it stays in the queue
+            if wanted:
+                in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & WRAP
+                if in_flight == 0 or self._waiter.wait(0, 1, deadline) < 0:
+                    time.sleep(0.001)
+        elif number != errno.EINTR:
+            raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
+
+    def _reap(self, memory: io_uring.Queues) -> bool:
+        """Hand completions to their batches; whether there were any."""
+        head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
+        if head == tail:
+            return False
+        self._patience.answered()
+        self._fence()
+        first, count = head & memory.cq_mask, (tail - head) & WRAP
+        if first + count <= memory.cq_mask + 1:
+            found = memory.completions[first : first + count]
+        else:
+            found = memory.completions[(head + np.arange(count)) & memory.cq_mask]
+        serials, results = found["serial"], found["result"]
+        for batch in self._open:
+            positions = serials - np.uint64(batch.base)  # of an earlier batch: wraps to a large number
+            if len(self._open) > 1:
+                mine = positions < len(batch.results)
+                batch.results[positions[mine]] = results[mine]
+            else:
+                batch.results[positions] = results
+            batch._left = int(np.count_nonzero(batch.results == _PENDING))
+            if batch._left == 0 and batch.finished_at is None:
+                batch.finished_at = time.perf_counter()
+        self._fence()
+        memory.cq[memory.cq_head] = tail
+        self._open[:] = [batch for batch in self._open if batch.finished_at is None]
+        return True
+
+    def _fence(self) -> None:
+        # Python has no memory barrier. Giving back a lock that is held orders what came before, taking it orders what
+        # comes after; on processors that reorder loads nothing passes the two. `_lock` cannot be used: it must stay.
+        with self._fence_lock:
+            pass
+        with self._fence_lock:
+            pass

@@ -1,0 +1,184 @@
+"""Reads by io_uring: a batch is submitted with one system call and goes on without a thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import torch
+
+from hf_offload_cache.errors import CacheClosedError
+from hf_offload_cache.stores.base import Store, run_edges
+from hf_offload_cache.stores.checks import check_batch, check_range
+from hf_offload_cache.stores.file import FileStore, FrozenFile
+from hf_offload_cache.stores.guard import RecordGuard
+from hf_offload_cache.stores.process import Process
+from hf_offload_cache.stores.transfer import Transfer
+from hf_offload_cache.stores.uring.ring import Batch, Ring
+
+LARGEST_REQUEST_BYTES = 2**20
+"""A longer run of adjacent records is submitted in pieces of at most this size: an entry's length has 32 bits."""
+
+_AGAIN = (errno.EINTR, errno.EAGAIN)
+
+
+class UringStore(FileStore):
+    """A file store read through a ring, by `O_DIRECT` where the file system has it.
+
+    Elsewhere reads go through the page cache, which is dropped when they are finished. `ring` is the caller's, who
+    closes it after the stores; None makes one for this store alone. Raises `OSError` when there can be no ring. What
+    was read is checked by whoever finishes the transfer.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | FrozenFile,
+        record_bytes: int,
+        name: str,
+        ring: Ring | None = None,
+        guard: RecordGuard | None = None,
+    ) -> None:
+        super().__init__(place, record_bytes, name, guard)
+        self._own_ring: Ring | None = None
+        self._running: set[Batch] = set()
+        self._process = Process()
+        try:
+            if ring is None:
+                ring = self._own_ring = Ring()
+            self._ring = ring
+            if not self._frozen:
+                self._file.try_direct()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer:
+        check_range(self.name, ids, self._capacity, self.first_id)
+        edges = run_edges(ids)
+        requests = len(edges) - 1
+        most = max(1, LARGEST_REQUEST_BYTES // self.record_bytes)
+        if len(ids) > most:
+            edges = _cut(edges, most)
+        rows = edges * self.record_bytes  # in `out`, in bytes
+        addresses, lengths = rows[:-1] + out.data_ptr(), rows[1:] - rows[:-1]
+        first = ids if len(edges) > len(ids) else ids[edges[:-1]]
+        offsets = first * self.record_bytes
+        try:
+            self._file.check()
+            batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
+        except OSError as error:
+            raise self._failure(f"reading {self._describe(ids)}", error) from error
+        self._running -= {one for one in list(self._running) if one.finished_at is not None}  # forgotten ones
+        self._running.add(batch)
+        return _RingRead(self, self._ring, batch, ids, out, edges, requests)
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        check_batch(ids, out, self.record_bytes, aligned=True)
+        if len(ids) == 0:
+            return
+        transfer = self.start(ids, out)
+        try:
+            transfer.finish()
+        except BaseException:  # an interrupted wait: `out` is the caller's again
+            transfer.drop()
+            transfer.wait()
+            raise
+
+    def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
+        """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
+        self._running.discard(batch)
+        for index in (batch.results != batch.lengths).nonzero()[0].tolist():
+            start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
+            try:
+                if result < 0 and -result not in _AGAIN:
+                    raise OSError(-result, os.strerror(-result))
+                buffer = out[start:stop].numpy().data.cast("B")
+                done = max(0, result)
+                self._file.read(buffer[done:], int(ids[start]) * self.record_bytes + done)
+            except OSError as error:
+                raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
+        if not self._file.direct:
+            self._file.drop(0, 0)
+        self._count_read(requests, out.numel())
+        self._checked(ids, out)
+
+    def _over(self, frozen: FrozenFile, ring: Ring | None) -> Store:
+        return type(self)(frozen, self.record_bytes, self.name, ring)
+
+    def close(self) -> None:
+        """Reads in flight are waited for. See `Store.close`."""
+        ring = getattr(self, "_ring", None)  # a constructor that failed closes too
+        if ring is not None and self._file.fd >= 0:
+            if not self._file.shared:
+                ring.release(self._file.fd)
+            elif self._process.is_here:  # the descriptor stays, and reads of others with it
+                for batch in [batch for batch in list(self._running) if batch.finished_at is None]:
+                    ring.drop(batch)
+                    ring.wait(batch)
+        self._running.clear()
+        if self._own_ring is not None:
+            self._own_ring.close()
+        super().close()
+
+
+class _RingRead(Transfer):
+    """One `UringStore.start`. Any one thread at a time."""
+
+    def __init__(
+        self,
+        store: UringStore,
+        ring: Ring,
+        batch: Batch,
+        ids: np.ndarray,
+        out: torch.Tensor,
+        edges: np.ndarray,
+        requests: int,
+    ) -> None:
+        self._store: UringStore | None = store
+        self._ring = ring
+        self._batch = batch
+        self._request = ids, out, edges, requests
+        self._error: OSError | None = None
+
+    @property
+    def finished_at(self) -> float | None:  # type: ignore[override]
+        return self._batch.finished_at
+
+    def done(self) -> bool:
+        if self._batch.finished_at is None:
+            self._ring.look()
+        return self._batch.finished_at is not None
+
+    def drop(self) -> None:
+        if self._batch.finished_at is None:
+            self._ring.drop(self._batch)
+
+    def wait(self) -> None:
+        self._ring.wait(self._batch)
+
+    def finish(self) -> None:
+        try:
+            self.wait()
+        except OSError as error:
+            assert self._store is not None
+            raise self._store._failure(f"reading {self._store._describe(self._request[0])}", error) from error
+        if self._batch.dropped:
+            raise CacheClosedError("the read was cancelled: its store was reset or closed")
+        if self._error is not None:
+            raise self._error
+        if self._store is not None:
+            try:
+                self._store._complete(self._batch, *self._request)
+            except OSError as error:
+                self._error = error
+                raise
+            self._store = None  # all is there
+
+
+def _cut(edges: np.ndarray, most: int) -> np.ndarray:
+    """`edges` of runs with more between them, so that no two are further apart than `most`."""
+    pieces = -((edges[:-1] - edges[1:]) // most)
+    first = np.repeat(edges[:-1], pieces)
+    before = np.cumsum(pieces) - pieces
+    return np.append(first + (np.arange(len(first)) - np.repeat(before, pieces)) * most, edges[-1])

@@ -1,0 +1,398 @@
+"""The console on a tiny random model: what it prints where, its exit codes, and errors of one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from hf_offload_cache.console import arguments as common
+from hf_offload_cache.console import generation
+from hf_offload_cache.console import main as cli
+
+WORDS = [f"w{i}" for i in range(96)]
+POSITIONS = 512
+DOCUMENT_WORDS = 200
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of a tiny Llama with a word-level tokenizer that has no chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    specials = ["<unk>", "<eos>", "Question", "Answer", ":"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(specials + WORDS)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(specials) + len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=POSITIONS,
+        bos_token_id=None, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def document(tmp_path):
+    file = tmp_path / "document.txt"
+    file.write_text(" ".join(WORDS[i * 7 % len(WORDS)] for i in range(DOCUMENT_WORDS)))
+    return file
+
+
+@pytest.fixture
+def run(tiny, document, capsys, monkeypatch):
+    """Runs `generate` in this process on the tiny model: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+
+    def run(*arguments, model=tiny, prompt=document):
+        fixed = ["generate", "--model", str(model), "--prompt-file", str(prompt), "--question", "w5"]
+        try:
+            code = cli.main([*fixed, "--device", "cpu", "--max-new-tokens", "6", *arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]
+
+
+def expected_text(tiny, document):
+    """The answer by transformers alone: one prefill, `DynamicCache`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    ids = generation.build_prompt(tokenizer, document.read_text(), "w5")
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("chunk", ["1", "64", "4096"])
+def test_answer_goes_to_stdout_whatever_the_chunk(run, tiny, document, chunk):
+    code, out, err = run("--cache", "dynamic", "--prefill-chunk", chunk)
+    assert code == 0
+    assert out.strip() == expected_text(tiny, document)
+    assert "Traceback" not in err
+
+
+def test_exact_disk_swap_gives_the_same_answer(run, tiny, document):
+    code, out, err = run("--set", "exact=true", "--set", "block_tokens=32", "--prefill-chunk", "50")
+    assert code == 0
+    assert out.strip() == expected_text(tiny, document)
+    assert "DiskSwapCache" in err and "memory now" in err
+
+
+def test_compare_prints_both_and_writes_json(run, tmp_path):
+    file = tmp_path / "answers.json"
+    code, out, err = run("--compare", "--set", "num_selected=64", "--set", "engine=mapped", "--json", str(file))
+    assert code == 0
+    assert len(out.splitlines()) == 2  # an answer each, and nothing else
+    for words in ("DynamicCache", "DiskSwapCache", "KV memory", "on disk", "time to first token", "hit rate", "waited"):
+        assert words in err
+    dynamic, swapped = json.loads(file.read_text())
+    assert (dynamic["cache"], swapped["cache"]) == ("DynamicCache", "DiskSwapCache")
+    assert dynamic["prompt_tokens"] == swapped["prompt_tokens"] == DOCUMENT_WORDS + 5  # Question : w5 Answer :
+    # 2 layers, keys and values, 2 heads of 16 floats; the last new token is never fed
+    assert dynamic["full_kv_bytes"] == (dynamic["prompt_tokens"] + dynamic["new_tokens"] - 1) * 2 * 2 * 2 * 16 * 4
+    assert dynamic["report"] is None
+    assert swapped["report"]["decode_steps"] == swapped["new_tokens"] - 1  # the first comes of the prompt's last tokens
+    assert swapped["disk_bytes"] == swapped["report"]["disk_bytes"] > 0
+
+
+def test_path_is_left_empty(run, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    assert run("--path", str(folder))[0] == 0
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "num_selected"], "FIELD=VALUE"),
+        (["--set", "=3"], "FIELD=VALUE"),
+        (["--max-new-tokens", "0"], "at least 1, got '0'"),
+        (["--prefill-chunk", "-5"], "at least 1, got '-5'"),
+        (["--cache", "none"], "invalid choice"),
+        (["--dtype", "int3"], "invalid choice"),
+        (["--cache", "dynamic", "--compare"], "--compare sets another cache beside DynamicCache"),
+        (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),
+        (["--set", "num_selected=-3"], "num_selected must be at least 1, got -3"),
+        (["--set", "num_selected=lots"], "num_selected must be a whole number, got 'lots'"),
+        (["--cache", "dynamic", "--set", "num_selected=3"], "cache 'dynamic' keeps all in memory"),
+        (["--max-new-tokens", "400"], f"together 605, but the model has {POSITIONS} positions"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert words in last_line(err)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"w1 \xff w2", "is not UTF-8 text: byte 3 is 0xff"),
+        (b" \n", "has no text (2 characters)"),
+    ],
+)
+def test_a_bad_prompt_file(run, tmp_path, content, words):
+    file = tmp_path / "bad.txt"
+    if content is not None:
+        file.write_bytes(content)
+    code, out, err = run(prompt=file)
+    assert (code, out) == (2, "")
+    assert words in err and str(file) in err and len(err.strip().splitlines()) == 1
+
+
+def test_prompt_file_that_is_a_folder(run, tmp_path):
+    code, _, err = run(prompt=tmp_path)
+    assert code == 2 and "Is a directory" in err
+
+
+def test_unknown_model_and_a_folder_without_one(run, tmp_path):
+    code, _, err = run(model=tmp_path)
+    assert code == 2 and f"cannot load the folder {str(tmp_path)!r}" in last_line(err)
+    code, _, err = run(model=tmp_path / "nowhere")
+    assert code == 2 and "no folder of that name" in last_line(err)
+
+
+def test_json_that_cannot_be_written(run, tmp_path):
+    code, out, err = run("--cache", "dynamic", "--json", str(tmp_path / "no" / "folder.json"))
+    assert code == 2
+    assert out == ""  # known before the model is loaded
+    assert "--json" in last_line(err) and "Traceback" not in err
+
+
+def test_interrupt_closes_the_cache_and_exits_130(run, monkeypatch):
+    closed = []
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    from hf_offload_cache import DiskSwapCache
+
+    close = DiskSwapCache.close
+    monkeypatch.setattr(DiskSwapCache, "close", lambda cache: (closed.append(cache), close(cache))[1])
+    monkeypatch.setattr(generation, "prefill", interrupted)
+    code, out, err = run()
+    assert (code, out) == (130, "")
+    assert closed
+    assert last_line(err) == "hf-offload-cache: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("n=400", 400),
+        ("exact=true", True),
+        ("exact=True", True),
+        ("rank=null", None),
+        ("rank=None", None),
+        ("engine=mapped", "mapped"),
+        ('engine="mapped"', "mapped"),
+        ("adapter=a=b", "a=b"),
+    ],
+)
+def test_values_of_set(text, value):
+    assert common.assignment(text)[1] == value and type(common.assignment(text)[1]) is type(value)
+
+
+def test_wait_policy_is_set_before_torch(tmp_path):
+    """The real console: torch must see the policy, and the arguments must survive a restart."""
+    program = (
+        "import os, sys\n"
+        "sys.argv = ['hf-offload-cache', 'generate', '--prompt-file', 'nowhere.txt', '--question', 'a b']\n"
+        "from hf_offload_cache.console import main as cli\n"
+        "code = cli.main()\n"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "sys.exit(code)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--prompt-file 'nowhere.txt' cannot be read" in last_line(done.stderr)
+    # either this process set it before any torch, or it was started anew and that one printed nothing to stdout
+    assert done.stdout in ("PASSIVE False\n", "")
+
+
+def test_help_names_every_verb():
+    command = [sys.executable, "-m", "hf_offload_cache.console.main", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "generate" in done.stdout
+
+
+def test_trace_is_written_beside_an_answer_that_stays_the_same(run, tiny, document, tmp_path):
+    file = tmp_path / "trace.json"
+    code, out, err = run("--set", "exact=true", "--trace", str(file), "--compare")
+    assert code == 0
+    assert out.splitlines() == [expected_text(tiny, document)] * 2
+    assert "timeline" in err, "what it holds is in the report"
+    steps = [event["name"] for event in json.loads(file.read_text()) if "step" in event.get("args", {})]
+    assert steps == ["prefill"] * 2 + ["decode"] * 5
+
+
+def test_a_trace_that_cannot_be_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "load", lambda *arguments: pytest.fail("a model was loaded"))
+    code, _, err = run("--trace", str(tmp_path / "missing" / "trace.json"))
+    assert code == 2
+    assert "--trace" in last_line(err) and "there is no folder" in last_line(err)
+    code, _, err = run("--trace", str(tmp_path / "trace.json"), "--cache", "dynamic")
+    assert code == 2
+    assert "--trace" in last_line(err)
+    assert list(tmp_path.glob("trace*")) == []
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_generate_within_a_memory(run, tmp_path):
+    """The report says the budget beside the peak, which is below it."""
+    file = tmp_path / "answer.json"
+    code, _, err = run("--memory", "3/1", "--set", "num_selected=64", "--json", str(file))
+    assert code == 0, err
+    (answer,) = json.loads(file.read_text())
+    full = (answer["prompt_tokens"] + 6) * 2 * 2 * 2 * 16 * 4  # what is planned for: the prompt and six tokens
+    assert answer["report"]["memory_budget"] == full * 3
+    assert answer["report"]["peak_memory_bytes"] <= answer["report"]["memory_budget"]
+    assert "memory budget" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "1/500"], "BudgetError: memory is 216 bytes (216 B); 1 x 211 tokens need at least"),
+        (["--memory", "lots"], "memory must be bytes, a size such as '300MiB'"),
+        (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
+    ],
+)
+def test_a_memory_that_does_not_do(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split()) and "Traceback" not in err
+
+
+@pytest.fixture
+def plan(tiny, tmp_path, capsys, monkeypatch):
+    """Runs `plan` on the tiny model's folder: (exit code, stdout, stderr, what was written as JSON)."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+
+    def run(*arguments, model=tiny, context="4000"):
+        file = tmp_path / "plan.json"
+        fixed = ["plan", "--model", str(model), "--context", context, "--device", "cpu", "--json", str(file)]
+        try:
+            code = cli.main([*fixed, *arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+def test_plan_of_a_folder(plan, tiny, tmp_path):
+    """Two layers, two key heads of 16 floats: 512 bytes a token. The weights are the folder's files, and not read."""
+    (tmp_path / "disk").mkdir()
+    path = ["--path", str(tmp_path / "disk")]
+    code, out, err, written = plan("--batch", "3", "--memory", "1/4", "--set", "num_sinks=2", *path)
+    assert (code, err) == (0, "")
+    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert written["plan"]["weight_bytes"] == weights
+    assert written["plan"]["full_kv_bytes"] == 3 * 4000 * 512
+    assert written["config"]["memory"] == 3 * 4000 * 512 // 4 >= written["plan"]["peak_bytes"]
+    assert written["config"]["num_sinks"] == 2 and written["config"]["max_batch"] == 3
+    assert written["machine"]["needs"] == {
+        "memory": weights + written["plan"]["peak_bytes"], "disk": written["plan"]["disk_bytes"]
+    }  # fmt: skip
+    assert written["machine"]["fits"] == {"memory": True, "disk": True}
+    rows = ("weights", "full KV", "compact keys", "adapters", "staging", "write queue", "on disk", "num_sinks=2")
+    assert [words for words in rows if words not in out] == []
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_plan_loads_no_weights(plan, tiny, tmp_path):
+    """The configuration alone is enough; weights are then counted."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((tiny / "config.json").read_text())
+    code, _, err, bare = plan("--memory", "1/2", model=tmp_path / "bare")
+    assert code == 0, err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 <= bare["plan"]["weight_bytes"] - parameters < 1024  # and the rotary frequencies
+    _, _, _, whole = plan("--memory", "1/2")
+    assert {**bare["plan"], "weight_bytes": 0} == {**whole["plan"], "weight_bytes": 0}
+    _, _, _, half = plan("--memory", "1/2", "--dtype", "bfloat16")
+    assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
+
+
+def test_plan_without_a_memory_is_of_the_fields(plan):
+    code, out, _, written = plan("--set", "num_selected=64")
+    assert code == 0
+    assert (written["config"]["num_selected"], written["config"]["memory"]) == (64, None)
+    assert written["plan"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("what", "line"), [("free_memory", "memory: "), ("free_disk", "disk: ")])
+def test_a_plan_that_this_machine_does_not_hold(plan, monkeypatch, what, line):
+    from hf_offload_cache.memory import machine
+
+    monkeypatch.setattr(machine, what, lambda where="cpu": 1000)
+    code, out, _, written = plan("--memory", "1/4")
+    assert code == 1
+    (said,) = [text for text in out.splitlines() if text.startswith(line)]
+    assert said.endswith("free 1000 B: does not fit")
+    assert written["machine"]["fits"][line.rstrip(": ")] is False
+
+
+def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
+    from hf_offload_cache.memory import machine
+
+    monkeypatch.setattr(machine, "free_memory", lambda device: None)
+    code, out, _, _ = plan("--memory", "1/4")
+    assert code == 0 and "free unknown: cannot be told here" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "1/400"], "BudgetError: memory is"),
+        (["--memory", "1/4", "--set", "rnk=3"], "did you mean 'rank'?"),
+        (["--memory", "a lot"], "memory must be bytes, a size"),
+        (["--batch", "0"], "at least 1, got '0'"),
+        (["--path", "nowhere/at/all"], "--path must be a folder that exists, got 'nowhere/at/all'"),
+    ],
+)
+def test_a_wrong_plan(plan, arguments, words):
+    code, out, err, written = plan(*arguments)
+    assert (code, out, written) == (2, "", None)
+    assert words in last_line(err) and "Traceback" not in err
+
+
+def test_a_plan_of_no_model(plan, tmp_path):
+    code, _, err, _ = plan(model=tmp_path / "nowhere")
+    assert code == 2 and "cannot read the configuration of the hub name" in last_line(err)
+
+
+def test_free_memory_is_within_the_control_group(tmp_path):
+    from hf_offload_cache.memory import machine
+
+    assert machine._control_group(tmp_path) is None
+    (tmp_path / "memory.current").write_text("300\n")
+    for limit, left in (("max", None), ("1000", 700), ("200", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        assert machine._control_group(tmp_path) == left
+    assert machine.free_memory() is None or machine.free_memory() > 0
+    assert machine.free_disk(tmp_path) > 0

@@ -1,0 +1,497 @@
+"""The quality studies: their measures on hand-made values, the shared prefill, and each command on a tiny model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
+from hf_offload_cache import DiskSwapCache
+from tests.harness import build
+
+FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
+QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")
+MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    pad_token_id = eos_token_id = 0
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
+        ids = [1 + zlib.crc32(word.encode()) % 198 for word in text.split()]
+        return {"input_ids": torch.tensor([ids]) if kwargs.get("return_tensors") else ids}
+
+    def decode(self, ids: torch.Tensor, **kwargs: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+
+def tiny(dtype: torch.dtype = torch.float32, **fields: Any) -> LlamaForCausalLM:
+    """A llama of 3 layers, 4 query heads and 2 key heads of 16."""
+    sizes = {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 4096}
+    model = build(LlamaForCausalLM, LlamaConfig(**{**sizes, **fields}), scale=3.0)
+    return model.to(dtype)
+
+
+def some_ids(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 199, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+# --- the shared prefill ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("budgets", "asked"), [("measured", False), ("measured", True), ("uniform", True)])
+def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, asked: bool, tmp_path: Path) -> None:
+    """Filled from one prefill, a cache has the summary and the budgets of its own, and gives its logits and tokens:
+    whether single steps follow at once, by budgets of the prefill's last queries, or the rest of a prompt."""
+    model, ids = tiny(dtype), some_ids(700)
+    for layer, factor in zip(model.model.layers, (0.1, 1, 4), strict=True):  # from dense attention to sharp
+        layer.self_attn.q_proj.weight.data.mul_(factor)
+    start = contexts.prefill(model, ids[:, :684])
+    found = []
+    for shared in (True, False):
+        with DiskSwapCache(model, path=tmp_path, layer_budgets=budgets, **FIELDS) as cache:
+            if shared:
+                contexts.replay(cache, model, start)
+            else:
+                with torch.no_grad():
+                    model(input_ids=start.ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            compact = [layer.summary._keys[:, : layer.summary.tokens].clone() for layer in cache.offloaded]
+            text = contexts.answer(model, Words(), cache, ids, 12) if asked else ""  # type: ignore[arg-type]
+            logits = contexts.follow(model, cache, some_ids(4, seed=1))
+            selected = [cache.buffer.groups_selected(layer) for layer in cache.offloaded]
+            found.append((selected, compact, text, logits))
+            assert cache.report().selected_fraction < 0.5
+    (selected, compact, text, logits), own = found
+    assert selected == own[0]
+    assert (len(set(selected)) > 1) == (budgets == "measured")
+    assert all(torch.equal(one, other) for one, other in zip(compact, own[1], strict=True))
+    assert text == own[2]
+    assert torch.equal(logits, own[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_shared_prefill_is_dynamic_caches_own(dtype: torch.dtype) -> None:
+    """Bit for bit, and what one contender appends is not seen by the next."""
+    model, ids = tiny(dtype), some_ids(120)
+    start, own = contexts.prefill(model, ids[:, :100]), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :100], past_key_values=own, use_cache=True)
+    for keys, values, layer in zip(start.keys, start.values, own.layers, strict=True):
+        assert torch.equal(keys, layer.keys) and torch.equal(values, layer.values)
+    expected = contexts.follow(model, own, ids[:, 100:])
+    for _ in range(2):
+        with contexts.open_cache(model, None, 0) as cache:
+            contexts.replay(cache, model, start)
+            assert torch.equal(contexts.follow(model, cache, ids[:, 100:]), expected)
+    assert start.queries[0].shape == (1, 4, 100, 16)
+
+
+def test_a_model_whose_layers_are_not_all_offloaded_is_refused() -> None:
+    """A sliding window's keys cannot be put into another cache."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = build(MistralForCausalLM, MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16))
+    with pytest.warns(UserWarning, match="nothing to offload"), pytest.raises(ValueError, match="full attention"):
+        contexts.prefill(model, some_ids(20))
+
+
+def test_a_budget_is_planned_for_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """"memory" goes to `for_budget` with the length; "none" is a cache of the fields as they are."""
+    asked: dict[str, Any] = {}
+
+    def for_budget(model: Any, **given: Any) -> DiskSwapCache:
+        asked.update(given)
+        return DiskSwapCache(model, path=given["path"])
+
+    monkeypatch.setattr(DiskSwapCache, "for_budget", staticmethod(for_budget), raising=False)
+    model = tiny()
+    with contexts.open_cache(model, {"memory": "1/13", "rank": 8}, 700, str(tmp_path)):
+        assert contexts.share("1/6.5") == "2/13" and contexts.share("3MiB") == "3MiB"
+        assert asked == {"memory": "1/13", "rank": 8, "max_context": 700, "max_batch": 1, "path": str(tmp_path)}
+    asked.clear()
+    with contexts.open_cache(model, {"memory": "none", "rank": 8}, 700, str(tmp_path)) as cache:
+        assert not asked
+        assert cache.config.rank == 8
+
+
+def test_reference_texts_are_stretches_of_their_own() -> None:
+    """The lengths asked for, none like another; too long a one is refused."""
+    texts = contexts.reference_texts(Words(), 5, 300)  # type: ignore[arg-type]
+    assert [text.shape for text in texts] == [(1, 300)] * 5
+    assert len({tuple(text[0].tolist()) for text in texts}) == 5
+    with pytest.raises(ValueError, match="at most"):
+        contexts.reference_texts(Words(), 1, 10**7)  # type: ignore[arg-type]
+
+
+# --- what is watched ---------------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_hand_made_attention() -> None:
+    """Two query heads of one key head; keys in two parts; exp of the scaled scores is 1, 2, 5 and 1, 1, 1."""
+    keys = torch.tensor([[1.0, 0.0], [2.0, 0.0], [5.0, 0.0]]).log().nan_to_num(neginf=0.0)[None, None]
+    query = torch.tensor([[2.0, 0.0], [0.0, 3.0]])[None, :, None]
+    weights = watch.attention_weights(query, [keys[:, :, :2], keys[:, :, 2:]], 0.5)
+    torch.testing.assert_close(weights, torch.tensor([[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3]]))
+    look = watch.Look(0, weights, torch.tensor([0, 2]), None, 0)
+    assert look.mass == pytest.approx((6 / 8 + 2 / 3) / 2)
+    assert watch.Look(0, weights, None, None, 0).mass == 1.0
+
+
+def test_columns_of_hand_made_selections() -> None:
+    """Groups 1 and 3 of 2 tokens; 8 tokens are sealed and 11 held."""
+    groups = np.array([1, 3])
+    assert watch.attended_columns(groups, 2, 8, 11, True).tolist() == [2, 3, 6, 7, 8, 9, 10]
+    assert watch.attended_columns(groups, 2, 8, 11, False).tolist() == [2, 3, 6, 7, 10]
+
+
+def test_overlap_of_hand_made_selections() -> None:
+    """A share of the later selection; the first has none before it."""
+    selections = [np.array([1, 2, 3, 4]), np.array([2, 3, 9]), np.array([2, 3, 4, 9])]
+    assert watch.overlap(selections) == pytest.approx([2 / 3, 3 / 4])
+    assert watch.overlap(selections[:1]) == []
+
+
+def test_tokens_needed_are_counted() -> None:
+    """Mean over heads 0.4, 0.1, 0.1, 0.3, 0.1; in pairs 0.5, 0.4, 0.1, of which the last is half a pair."""
+    weights = torch.tensor([[0.6, 0.1, 0.1, 0.1, 0.1], [0.2, 0.1, 0.1, 0.5, 0.1]])
+    assert [watch.tokens_needed(weights, mass) for mass in (0.3, 0.4, 0.6, 0.7, 0.75, 1.0)] == [1, 1, 2, 2, 3, 5]
+    assert [watch.tokens_needed(weights, mass, 2) for mass in (0.5, 0.6, 0.95)] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+def test_what_is_seen_is_what_was_attended(rolling: bool, tmp_path: Path) -> None:
+    """Of each layer and step: the watched weights, cut to the watched columns, give what the layer's attention gave."""
+    model, ids = tiny(), some_ids(606)
+    start = contexts.prefill(model, ids[:, :600])
+    looks: list[watch.Look] = []
+    given: list[torch.Tensor] = []
+    with DiskSwapCache(model, path=tmp_path, **FIELDS) as cache:
+        contexts.replay(cache, model, start)
+        layers = [block.self_attn for block in model.model.layers]
+        hooks = [layer.o_proj.register_forward_pre_hook(lambda _, args: given.append(args[0])) for layer in layers]
+        with watch.Watch(cache, start.keys, looks.append, rolling):
+            contexts.follow(model, cache, ids[:, 600:])
+        for hook in hooks:
+            hook.remove()
+        assert "attend" not in vars(cache.offloaded[0]) and "gather" not in vars(cache.buffer)
+        held = [layer.values.repeat_interleave(2, 1) for layer in cache.offloaded]
+        assert len(looks) == len(given) == 18
+        for index, (look, output) in enumerate(zip(looks, given, strict=True)):
+            assert look.layer_idx == index % 3 and look.columns is not None and look.groups is not None
+            assert look.weights.shape == (4, 601 + index // 3)
+            kept = look.weights[:, look.columns]
+            kept = kept / kept.sum(-1, keepdim=True)
+            expected = torch.einsum("ht,htd->hd", kept, held[look.layer_idx][0][:, look.columns])
+            torch.testing.assert_close(output.view(4, 16), expected, rtol=1e-4, atol=1e-4)
+            assert 0 < look.mass < 1
+            assert 0 <= look.resident <= len(look.groups)
+        assert sum(look.resident for look in looks) == cache.shared.counters.units_resident
+
+
+def test_everything_is_seen_of_an_exact_cache() -> None:
+    """Weights are those that the model itself reports in eager attention; all positions count as attended."""
+    model, ids = tiny(), some_ids(64)
+    start = contexts.prefill(model, ids[:, :60])
+    looks: list[watch.Look] = []
+    with contexts.open_cache(model, {"exact": True, "engine": "memory"}, 0) as cache:
+        contexts.replay(cache, model, start)
+        with watch.Watch(cache, start.keys, looks.append):  # type: ignore[arg-type]
+            contexts.follow(model, cache, ids[:, 60:])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(input_ids=ids, output_attentions=True).attentions
+    for index, look in enumerate(looks):
+        position = 60 + index // 3
+        torch.testing.assert_close(look.weights, attentions[look.layer_idx][0, :, position, : position + 1])
+        assert look.columns is None and look.mass == 1.0
+
+
+# --- what is computed of it --------------------------------------------------------------------------------------
+
+
+def test_distance_of_hand_made_logits() -> None:
+    """KL of (1/2, 1/2) to (1/4, 3/4), and of equals; the likeliest token differs in one step of two."""
+    reference = torch.tensor([[1.0, 1.0 + 1e-6], [3.0, 1.0]]).log()
+    other = torch.tensor([[3.0, 1.0], [3.0, 1.0]]).log()
+    found = fidelity.distance(reference, other)
+    assert found["kl"] == pytest.approx((0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)) / 2, abs=1e-5)
+    assert found["top1"] == 0.5
+
+
+def test_the_worst_layer_is_that_of_the_mean() -> None:
+    """Not the mean of each text's worst."""
+    rest = {"attended": 10.0, "kl": 0.5, "top1": 1.0, "overlap": None, "peak_share": 0.1}
+    rows = [
+        {"name": "one", "layer_mass": [0.2, 0.9], "hit_rate": 0.5, **rest},
+        {"name": "one", "layer_mass": [0.8, 0.3], "hit_rate": None, **rest},
+    ]
+    found = fidelity.means(rows)["one"]
+    assert (found["mass"], found["worst"], found["worst_layer"]) == (pytest.approx(0.55), pytest.approx(0.5), 0)
+    assert (found["hit_rate"], found["overlap"]) == (0.5, None)
+
+
+def test_facts_are_lost_of_those_that_the_full_cache_knows() -> None:
+    """Needles of two lengths may have the same number; what `DynamicCache` missed cannot be lost."""
+    rows = [
+        {"name": name, "sample": sample, "prompt": prompt, "code": str(sample), "answered": answered}
+        for name, answers in {"DynamicCache": (1, 1, 0, 1), "small": (1, 0, 0, 0)}.items()
+        for (sample, prompt), answered in zip([(0, 9), (1, 9), (2, 9), (0, 99)], answers, strict=True)
+    ]
+    table = found_facts.lost(rows)
+    assert (table["small"]["lost"], table["small"]["of"]) == (2, 3)
+    assert table["small"]["lost_share"] == pytest.approx(2 / 3)
+    assert table["DynamicCache"]["lost"] == 0
+    refused = {"name": "small", "sample": 3, "prompt": 9, "code": "3", "answered": None}
+    row = found_facts.lost([*rows, {**rows[0], "sample": 3, "code": "3"}, refused])["small"]
+    assert (row["asked"], row["lost"], row["of"], row["refused"]) == (4, 2, 3, 1)
+    assert found_facts.lost(rows[2:3])["DynamicCache"]["lost_share"] is None
+
+
+def test_depths_fall_into_bands() -> None:
+    """Half-open bands; one without a needle has no share."""
+    asked = [(0.1, True), (0.3, False), (0.9, True), (0.8, None)]
+    rows = [{"depth": depth, "answered": answered} for depth, answered in asked]
+    assert quality_needles_depth.band_shares(rows, 2) == [0.5, 1.0]
+    assert quality_needles_depth.band_shares(rows, 4) == [1.0, 0.0, None, 1.0]
+
+
+def test_reuse_rates_are_spread() -> None:
+    """Mean, least, most and deviation over inputs; nothing selected is an error that says what to do."""
+    lists: dict[str, Any] = {"overlap": 0.5, "layer_hits": [0.2, 0.4], "layer_overlap": [0.6, None]}
+    found = quality_reuse.spread([{"hit_rate": rate, **lists} for rate in (0.6, 0.8)])
+    assert [found[name] for name in ("inputs", "mean", "least", "most")] == [2, pytest.approx(0.7), 0.6, 0.8]
+    assert found["deviation"] == pytest.approx(0.1)
+    assert found["layer_hits"] == pytest.approx([0.2, 0.4])
+    with pytest.raises(ValueError, match="more --tokens"):
+        quality_reuse.spread([{"hit_rate": None, **lists}])
+
+
+def test_contenders_come_from_the_command_line() -> None:
+    """Settings replace the usual ones; what is shared gives way; "rolling" is not a field of the cache."""
+    usual = {"one": {"rank": 8}}
+    none = fidelity.contenders_of(argparse.Namespace(set=[]), usual, memory="1/13")
+    assert none == {"one": fidelity.Contender({"memory": "1/13", "rank": 8})}
+    given = argparse.Namespace(set=["off:memory=none,rolling=false"])
+    assert fidelity.contenders_of(given, usual, memory="1/13") == {"off": fidelity.Contender({"memory": "none"}, False)}
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def _study(run: Callable[[argparse.Namespace, common.Rows], dict[str, Any]]) -> common.Study:
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--count", type=int, default=5)
+
+    def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
+        figure.subplots().plot([row["index"] for row in rows])
+
+    return common.Study("counting", "How far does it count?", run, plot, arguments, {"count": 2})
+
+
+def _count(arguments: argparse.Namespace, rows: common.Rows) -> dict[str, Any]:
+    measured = 0
+    for index in range(arguments.count):
+        if not rows.has(index=index):
+            rows.add(index=index, twice=2 * index, parts=[index])
+            measured += 1
+        if index == 2 and measured == 3:
+            raise KeyboardInterrupt
+    return {"measured": measured, "must_reach": [common.judged("counted", float(measured), least=3)]}
+
+
+def test_a_study_resumes_where_it_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are on disk as soon as they are measured; a resumed run measures the rest; another's rows are refused."""
+    target, study = tmp_path / "out.json", _study(_count)
+    with pytest.raises(KeyboardInterrupt):
+        common.main(study, ["--json", str(target)])
+    assert [row["index"] for row in json.loads(target.read_text())["rows"]] == [0, 1, 2]
+    result = common.main(study, ["--json", str(target), "--resume"])
+    assert result["summary"]["measured"] == 2
+    written = json.loads(target.read_text())
+    assert [row["index"] for row in written["rows"]] == [0, 1, 2, 3, 4]
+    assert written["summary"] == result["summary"] and written["arguments"]["count"] == 5
+    assert "must reach: counted: 2 (at least 3): missed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        common.main(study, ["--json", str(target), "--resume", "--count", "4"])
+    assert "--resume: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        common.main(study, ["--resume"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+
+
+def test_quick_changes_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """--quick has sizes of its own; an argument that is given stays."""
+    assert common.main(_study(_count), ["--quick"])["summary"]["measured"] == 2
+    assert common.main(_study(_count), ["--quick", "--count", "1"])["summary"]["measured"] == 1
+    assert "index 1  twice 2\n" in capsys.readouterr().out
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """What cannot be written leaves the old file, and nothing beside it."""
+    target = tmp_path / "out.json"
+    common.write_json(target, {"a": 1})
+    with pytest.raises(TypeError):
+        common.write_json(target, {"a": object()})
+    assert json.loads(target.read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_promises_are_judged() -> None:
+    """At least, at most, and nothing measured."""
+    assert common.judged("rate", 0.7, least=0.7)["met"] is True
+    assert common.judged("lost", 0.06, most=0.05)["met"] is False
+    assert common.judged("ratio", None, least=1.5)["met"] is None
+
+
+@MATPLOTLIB
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    """As the file's ending says."""
+    target = tmp_path / "out.png"
+    common.main(_study(_count), ["--quick", "--plot", str(target)])
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+# --- each study on a tiny model ----------------------------------------------------------------------------------
+
+_SMALL = {
+    "mass": ["--set", "measured:", "--set", "uniform:layer_budgets=uniform", "--memory", "none", "--tokens", "640"],
+    "selected": ["--values", "32", "600", "--tokens", "600"],
+    "group": ["--values", "2", "16", "--num-selected", "64", "--tokens", "600"],
+    "rolling": ["--recent", "8", "1", "--tokens", "600", "--facts", "1", "--fact-tokens", "700"],
+    "reuse": ["--set", "small:num_selected=64,group_size=4", "--reuse", "64", "--tokens", "600"],
+    "layerwise": ["--tokens", "200"],
+    "needles_budget": ["--set", "1/13:num_selected=64", "--tokens", "800", "--samples", "2"],
+    "needles_depth": ["--set", "small:memory=none,num_selected=64", "--lengths", "700", "--depths", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, dict[str, Any], common.Rows]]:
+    """Name -> module, summary and rows of that study on a tiny model; each runs once."""
+    done: dict[str, tuple[Any, dict[str, Any], common.Rows]] = {}
+    model = tiny()
+
+    def measure(name: str) -> tuple[Any, dict[str, Any], common.Rows]:
+        if name not in done:
+            module = importlib.import_module(f"eval.studies.quality_{name}")
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--path", default=str(tmp_path_factory.mktemp(name)))
+            module.STUDY.arguments(parser)
+            own = ["--samples", "1"] if "needles" in name else ["--samples", "2", "--steps", "4"]
+            arguments, rows = parser.parse_args([*own, *_SMALL[name]]), common.Rows(say=lambda line: None)
+            done[name] = module, module.STUDY.run(arguments, rows, model=model, tokenizer=Words()), rows
+        return done[name]
+
+    return measure
+
+
+def test_mass_is_compared(measured: Callable[[str], Any]) -> None:
+    """Both contenders attend to a part and capture a part; the promise is the ratio of their worst layers."""
+    _, summary, rows = measured("mass")
+    table = summary["contenders"]
+    assert len(rows.rows) == 4
+    for row in table.values():
+        assert 0 < row["worst"] <= row["mass"] < 1
+        assert 0 < row["attended"] < 640
+    promise = summary["must_reach"][0]
+    assert promise["measured"] == pytest.approx(table["measured"]["worst"] / table["uniform"]["worst"])
+
+
+def test_more_selected_tokens_are_nearer(measured: Callable[[str], Any]) -> None:
+    """All tokens selected capture all, up to the rounding of another kernel."""
+    table = measured("selected")[1]["contenders"]
+    assert table["32"]["mass"] < 0.99 < table["600"]["mass"] == pytest.approx(1.0)
+    assert table["32"]["kl"] > 1e-3 > table["600"]["kl"] == pytest.approx(0, abs=1e-4)
+    assert table["600"]["top1"] == 1.0
+    assert table["32"]["attended"] < table["600"]["attended"]
+
+
+def test_groups_are_compared(measured: Callable[[str], Any]) -> None:
+    """As many tokens are selected in groups of either size, beside whole groups of sinks and the tail."""
+    table = measured("group")[1]["contenders"]
+    assert list(table) == ["2", "16"]
+    for size in (2, 16):
+        beside = table[str(size)]["attended"] - 64 - -(-4 // size) * size
+        assert 32 <= beside < 32 + size
+        assert 0 < table[str(size)]["mass"] < 1
+
+
+def test_the_rolling_buffer_is_taken_away(measured: Callable[[str], Any]) -> None:
+    """Without it fewer tokens are attended to, and all of the buffer's are missing but the current one."""
+    table = measured("rolling")[1]["contenders"]
+    for recent in (8, 1):
+        on, off = (table[f"{word}, {recent} recent"] for word in ("on", "off"))
+        assert off["attended"] < on["attended"]
+        assert off["mass"] < on["mass"]
+    assert table["on, 8 recent"]["attended"] - table["off, 8 recent"]["attended"] >= 7
+    facts = measured("rolling")[1]["facts"]
+    assert list(facts) == ["DynamicCache", *table]
+
+
+def test_reuse_is_measured(measured: Callable[[str], Any]) -> None:
+    """Rates are those of the cache's report; a step reuses at least what the step before selected, when it fits."""
+    _, summary, rows = measured("reuse")
+    found = summary["contenders"]["small"]
+    assert found["inputs"] == 2
+    assert 0 < found["least"] <= found["mean"] <= found["most"] < 1
+    for row in rows.rows:
+        assert np.mean(row["layer_hits"]) == pytest.approx(row["hit_rate"], abs=0.1)
+        assert 0 < row["overlap"] < 1
+
+
+def test_density_is_measured(measured: Callable[[str], Any]) -> None:
+    """Whole groups need at least as many tokens as single ones; never more than there are."""
+    _, summary, rows = measured("layerwise")
+    table = summary["tokens_needed_in_groups_of"]
+    for single, grouped in zip(table["1"]["layers"], table["16"]["layers"], strict=True):
+        assert 1 <= single <= grouped <= 204
+    assert len(rows.rows) == 4
+
+
+def test_needles_are_asked_of_every_contender(measured: Callable[[str], Any]) -> None:
+    """A row each; a model that knows nothing loses nothing."""
+    _, summary, rows = measured("needles_budget")
+    assert [row["name"] for row in rows.rows] == ["DynamicCache", "1/13"] * 2
+    assert summary["contenders"]["1/13"]["of"] == 0
+    assert summary["must_reach"][0]["measured"] is None
+    assert all(row["text"] for row in rows.rows)
+    assert 0 < rows.rows[1]["selected_fraction"] < 0.9
+
+
+def test_needles_cover_depths_and_lengths(measured: Callable[[str], Any]) -> None:
+    """A column a length, a cell a band of depth, a map a contender."""
+    summary = measured("needles_depth")[1]
+    assert summary["answered"] == {"DynamicCache": [[0.0, 0.0]], "small": [[0.0, 0.0]]}
+
+
+@MATPLOTLIB
+@pytest.mark.parametrize("name", QUALITY)
+def test_studies_are_drawn(name: str, measured: Callable[[str], Any], tmp_path: Path) -> None:
+    """Every plot has axes with labels and something in them."""
+    from matplotlib.figure import Figure
+
+    module, summary, rows = measured(name)
+    figure = Figure()
+    module.STUDY.plot(summary, rows.rows, figure)
+    for axes in figure.axes:
+        assert axes.has_data()
+        assert axes.get_xlabel() or axes.get_ylabel() or axes.get_title()
+    common.draw(module.STUDY, summary, rows.rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000

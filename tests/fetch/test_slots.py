@@ -1,0 +1,107 @@
+"""The slot table against a model in plain Python: what lies where, what goes first, what is passed over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hf_offload_cache.fetch.slot_table import ABSENT, SlotTable
+
+EMPTY = -1
+"""When an empty slot was filled: before every other."""
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+class SlotModel(RuleBasedStateMachine):
+    """Keeps which record lies in which slot and when each slot was filled; a batch is one point in time."""
+
+    @initialize(capacity=st.integers(0, 6))
+    def make(self, capacity: int) -> None:
+        self.table = SlotTable(capacity)
+        self.slot_of: dict[int, int] = {}
+        self.filled = dict.fromkeys(range(capacity), EMPTY)
+        self.time = 0
+
+    @rule(data=st.data(), records=st.lists(st.integers(0, 300), max_size=10, unique=True))
+    def insert(self, data: st.DataObject, records: list[int]) -> None:
+        records = [record for record in records if record not in self.slot_of]
+        capacity = self.table.capacity
+        in_use = data.draw(st.lists(st.sampled_from(range(capacity)), max_size=8)) if capacity else []
+        self.time += 1
+        before = {slot: (slot in in_use, when) for slot, when in self.filled.items()}
+        taken, slots = self.table.insert(ids(*records), ids(*in_use))
+
+        count = min(capacity, len(records))
+        assert taken.tolist() == list(range(len(records) - count, len(records)))
+        assert len(set(slots.tolist())) == len(slots) == count
+        assert sorted(before[slot] for slot in slots.tolist()) == sorted(before.values())[:count]
+        self.slot_of = {record: slot for record, slot in self.slot_of.items() if slot not in slots}
+        self.slot_of.update(zip([records[i] for i in taken], slots.tolist(), strict=True))
+        self.filled.update(dict.fromkeys(slots.tolist(), self.time))
+
+    @rule(data=st.data(), strangers=st.lists(st.integers(0, 400), max_size=3, unique=True))
+    def forget(self, data: st.DataObject, strangers: list[int]) -> None:
+        held = data.draw(st.lists(st.sampled_from(sorted(self.slot_of)), unique=True)) if self.slot_of else []
+        records = list(dict.fromkeys([*held, *strangers]))
+        self.table.forget(ids(*records))
+        for record in records:
+            if record in self.slot_of:
+                self.filled[self.slot_of.pop(record)] = EMPTY
+
+    @rule(records=st.lists(st.integers(0, 1000), max_size=5))
+    def locate(self, records: list[int]) -> None:
+        expected = [self.slot_of.get(record, ABSENT) for record in records]
+        assert self.table.locate(ids(*records)).tolist() == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "table"):
+            expected = [self.slot_of.get(record, ABSENT) for record in range(301)]
+            assert self.table.locate(np.arange(301)).tolist() == expected
+            assert len(set(self.slot_of.values())) == len(self.slot_of) <= self.table.capacity
+
+
+TestSlotTable = SlotModel.TestCase
+TestSlotTable.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_first_in_first_out() -> None:
+    table = SlotTable(3)
+    for record in range(5):
+        table.insert(ids(record), ids())
+    assert [record for record in range(5) if table.locate(ids(record))[0] != ABSENT] == [2, 3, 4]
+
+
+def test_a_slot_in_use_outlives_younger_ones() -> None:
+    table = SlotTable(3)
+    table.insert(ids(10, 11, 12), ids())
+    table.insert(ids(13), table.locate(ids(10)))
+    assert table.locate(ids(10, 11))[0] != ABSENT
+    assert table.locate(ids(11))[0] == ABSENT
+
+
+def test_forgotten_slots_are_filled_before_the_oldest() -> None:
+    table = SlotTable(3)
+    table.insert(ids(10, 11, 12), ids())
+    emptied = table.locate(ids(11, 12))
+    table.forget(ids(11, 12))
+    assert sorted(table.insert(ids(13, 14), ids())[1].tolist()) == sorted(emptied.tolist())
+    assert table.locate(ids(10))[0] != ABSENT
+
+
+@pytest.mark.parametrize("capacity", [0, 1])
+def test_more_records_than_capacity(capacity: int) -> None:
+    """The last ones get a slot; with no slots, none does."""
+    table = SlotTable(capacity)
+    taken, slots = table.insert(ids(5, 6, 7), ids())
+    assert taken.tolist() == [2][:capacity]
+    assert slots.tolist() == [0][:capacity]
+    assert table.locate(ids(5, 6, 7)).tolist() == [ABSENT, ABSENT, 0 if capacity else ABSENT]
+    table.forget(ids(5, 6, 7))
+    assert (table.locate(ids(5, 6, 7)) == ABSENT).all()

@@ -1,0 +1,114 @@
+"""Record geometry: what goes in comes out, padding is zero, sizes follow the rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.core.shared import Shared
+from hf_offload_cache.history.record_format import TARGET_RECORD_BYTES, RecordFormat
+from hf_offload_cache.stores.base import DEVICE_BLOCK, aligned_empty
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pair(
+    heads: int, dim: int, value_heads: int, value_dim: int, tokens: int = 5, batch: int = 2, dtype=torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values whose every element is different where the dtype allows."""
+    keys = torch.arange(batch * heads * tokens * dim, dtype=torch.float32).reshape(batch, heads, tokens, dim)
+    values = -1 - torch.arange(batch * value_heads * tokens * value_dim, dtype=torch.float32)
+    return (keys / 8).to(dtype), (values / 8).reshape(batch, value_heads, tokens, value_dim).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 5)] * 4),
+    tokens=st.integers(1, 9),
+    batch=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    group=st.integers(1, 20),
+)
+def test_entries_come_back(
+    shape: tuple[int, int, int, int], tokens: int, batch: int, dtype: torch.dtype, group: int
+) -> None:
+    """`split` undoes `entries`, as views, into a buffer in which everything was NaN."""
+    keys, values = pair(*shape, tokens, batch, dtype)
+    form = RecordFormat.of(keys, values, group)
+    assert form.entry_width == shape[0] * shape[1] + shape[2] * shape[3]
+    buffer = torch.full((batch, tokens + 2, form.entry_width), torch.nan, dtype=dtype)
+    entries = form.entries(keys, values, buffer[:, 1:-1])
+    assert buffer[:, [0, -1]].isnan().all()
+    back = form.split(entries)
+    assert torch.equal(back[0], keys)
+    assert torch.equal(back[1], values)
+    assert back[0].untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    assert torch.equal(entries[0, 0, : shape[1]], keys[0, 0, 0])
+    assert torch.equal(entries[-1, -1, -shape[3] :], values[-1, -1, -1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=st.tuples(*[st.integers(1, 200)] * 4), dtype=st.sampled_from(DTYPES), group=st.integers(1, 1024))
+def test_record_bytes(shape: tuple[int, int, int, int], dtype: torch.dtype, group: int) -> None:
+    form = RecordFormat(*shape, dtype, group)
+    payload = group * (shape[0] * shape[1] + shape[2] * shape[3]) * dtype.itemsize
+    assert form.record_bytes % DEVICE_BLOCK == 0
+    assert 0 <= form.record_bytes - payload < DEVICE_BLOCK
+    assert form.entry_bytes * group == form.payload_width * dtype.itemsize == payload
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "group"),
+    [
+        (1, 16, torch.float32, 16),  # 128 bytes a token
+        (3, 64, torch.bfloat16, 16),  # 768: 16 tokens are 12 KiB
+        (4, 64, torch.bfloat16, 16),  # 1 KiB: 16 tokens are 16 KiB to the byte
+        (8, 64, torch.bfloat16, 8),  # 2 KiB
+        (9, 64, torch.bfloat16, 4),  # 8 tokens would be 18 KiB
+        (8, 128, torch.bfloat16, 4),  # 4 KiB: four tokens to the byte
+        (32, 128, torch.float32, 4),  # never fewer than 4
+    ],
+)
+def test_default_group_size(heads: int, dim: int, dtype: torch.dtype, group: int) -> None:
+    keys, values = pair(heads, dim, heads, dim, 1, 1, dtype)
+    form = RecordFormat.of(keys, values, None)
+    assert form.group_size == group
+    assert group == 4 or group * form.entry_bytes <= TARGET_RECORD_BYTES
+    assert group == 16 or 2 * group * form.entry_bytes > TARGET_RECORD_BYTES
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    keys, values = pair(1, 4, 1, 4)
+    with pytest.raises(TypeError, match=r"float32.*bfloat16"):
+        RecordFormat.of(keys, values.bfloat16(), 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_layer_writes(dtype: torch.dtype) -> None:
+    """Records in the store: payload as it came, in order, and zeros to the end; keys and values of other widths."""
+    keys, values = pair(2, 3, 1, 5, 22, 2, dtype)
+    shared = Shared(OffloadConfig(group_size=4, num_recent=3, engine="memory"), None)
+    try:
+        layer = OffloadLayer(shared, 0)
+        for start, stop in ((0, 13), (13, 14), (14, 22)):
+            layer.update(keys[:, :, start:stop], values[:, :, start:stop])
+        assert layer.history.num_groups == 4
+        out = aligned_empty(8, layer.history.form.record_bytes)
+        out.fill_(255)
+        shared.prefetcher.flush()
+        layer.history.store.read(layer.history.table.ids.reshape(-1).astype(np.int64), out)
+        payload = layer.history.form.payload(out)
+        assert not out[:, payload.shape[1] * dtype.itemsize :].any()
+        assert out.shape[1] > payload.shape[1] * dtype.itemsize
+        sealed = layer.history.form.split(payload.reshape(2, 16, layer.history.form.entry_width))
+        assert torch.equal(sealed[0], keys[:, :, :16])
+        assert torch.equal(sealed[1], values[:, :, :16])
+        assert torch.equal(layer.history.whole()[0], keys)
+        assert torch.equal(layer.history.whole()[1], values)
+    finally:
+        shared.close()

@@ -1,0 +1,487 @@
+"""Budgets: what is planned, what fits, and that what was planned is kept while a tiny model runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import TINY, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, OffloadConfig
+from hf_offload_cache.config import parse_size
+from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.fit import fit_config, fit_stream, parse_memory
+from hf_offload_cache.memory.plan import plan_memory
+from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
+
+SMOL = Geometry.uniform(30, 9, 3, 64)
+LLAMA_8B = Geometry.uniform(32, 32, 8, 128)
+CONTEXT, BATCH = 960, 2
+"""Of the tiny model's runs: long enough that compact keys are made, which takes 512 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are tiny: threads of torch would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [("1/13", 100_000 // 13), (" 2 / 4 ", 50_000), (700, 700), ("3KiB", 3072), ("1.5MiB", 3 * 2**19), ("1/1", 100_000)],
+)
+def test_a_memory_is_bytes_a_size_or_a_fraction(text: int | str, memory: int) -> None:
+    assert parse_memory(text, 100_000) == memory
+
+
+@pytest.mark.parametrize("text", ["", "1/0", "0", "0/3", "1/13 MiB", "-1/2", "much", None, 1.5, True])
+def test_a_memory_that_is_none(text: Any) -> None:
+    if text == 1.5:
+        assert parse_memory(text, 100) == 1
+        return
+    with pytest.raises(ConfigError, match=r"memory must be .*1/13") as caught:
+        parse_memory(text, 100)
+    assert repr(text) in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- geometry
+
+
+@pytest.mark.parametrize("name", [name for name in TINY])
+def test_a_geometry_says_what_a_forward_makes(name: str) -> None:
+    """All layers' shapes, kept ones included, by what `report` finds after a prompt; no weight is changed or read."""
+    model = tiny(name)
+    state = torch.random.get_rng_state()
+    geometry = Geometry.of(model)
+    assert torch.equal(state, torch.random.get_rng_state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with OffloadCache(model) as cache, torch.no_grad():
+            model(torch.randint(3, 190, (2, 40)), past_key_values=cache)
+            report = cache.report()
+            forms = [layer.history.form for layer in cache.offloaded]
+    assert geometry.forms(None) == forms
+    assert geometry.full_kv_bytes(40, 2) == report.full_kv_bytes
+    assert geometry.kept_bytes(40, 2) == report.memory_by_owner.get("layers not offloaded", 0)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert geometry.weight_bytes == weights
+
+
+def test_a_geometry_of_a_model_that_cannot_run_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration decides then; where it cannot, the refusal says what to do."""
+    model = tiny("llama")
+    whole = Geometry.of(model)
+
+    def fails(*arguments: Any, **fields: Any) -> Any:
+        raise NotImplementedError("no data")
+
+    monkeypatch.setattr(type(model), "_from_config", fails)
+    assert Geometry.of(model) == whole
+    monkeypatch.setattr(type(tiny("deepseek_v2")), "_from_config", fails)
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV2ForCausalLM's keys.*no data.*without a budget"):
+        Geometry.of(tiny("deepseek_v2"))
+
+
+def test_kept_layers_hold_their_window() -> None:
+    layer = KeptLayer(fixed_bytes=100, token_bytes=8, most_tokens=15)
+    assert [layer.nbytes(context) for context in (1, 15, 400)] == [108, 220, 220]
+    assert KeptLayer(token_bytes=8).nbytes(400) == 3200
+
+
+# ---------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_plan_by_hand() -> None:
+    """SmolLM2's shape, 768 bytes a token: groups of 16 in records of 12 KiB; a context of 1040 seals 63."""
+    config = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform",
+                            block_tokens=128, write_queue="64KiB")  # fmt: skip
+    plan = plan_memory(SMOL, config, 1040, 1)
+    unit = 16 * 768
+    selected = 4 + 2  # sinks of a padded row may lie in two groups
+    assert plan.decode["compact keys"] == 30 * 1040 * 10
+    assert plan.decode["adapters"] == 30 * 192 * 10 * 4
+    assert plan.decode["rolling tail"] == 30 * 48 * 768
+    assert plan.decode["staging"] == selected * unit
+    assert plan.decode["selection"] == (selected + 3) * unit
+    assert plan.decode["reuse slots"] == 30 * 3 * unit
+    assert plan.decode["write queue"] == 65536
+    assert plan.decode["token ids"] == 1040 * 8
+    assert plan.prefill["stream buffers"] == 2 * 8 * unit
+    assert "stream buffers" not in plan.decode
+    assert plan.disk_bytes == 30 * 63 * unit
+    assert plan.full_kv_bytes == 30 * 1040 * 768
+    assert plan.peak_bytes == sum(plan.prefill.values()) == plan.to_dict()["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "owner", "factor"),
+    [
+        ({"look_ahead": True}, "staging", 3),
+        ({"summary_dtype": "float32"}, "compact keys", 4),
+        ({"rank": 20}, "adapters", 2),
+        ({"num_recent": 80}, "rolling tail", 2),
+        ({"layer_budgets": (64, 192)}, "staging", 14 / 6),
+        ({"layer_budgets": "measured"}, "staging", 14 / 6),
+        ({"layer_budgets": "measured", "selection": "random"}, "staging", 1),
+    ],
+)
+def test_what_a_field_costs(fields: dict[str, Any], owner: str, factor: float) -> None:
+    base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform")
+    two = Geometry(layers=SMOL.layers[:2], dtype=torch.bfloat16)
+    other = DiskSwapConfig.load(base, fields)
+    before, after = (plan_memory(two, config, 1040, 1).decode[owner] for config in (base, other))
+    assert after == pytest.approx(before * factor)
+
+
+def test_what_a_change_of_rows_takes() -> None:
+    """Beside the new rows of a layer its old ones, the largest of compact keys, tail and ids; one row never changes."""
+    config = DiskSwapConfig(num_selected=64, rank=10)
+    assert "moving rows" not in plan_memory(SMOL, config, 1040, 1).decode
+    assert plan_memory(SMOL, config, 1040, 2).decode["moving rows"] == 2 * 48 * 768
+    assert plan_memory(SMOL, config, 10400, 2).prefill["moving rows"] == 2 * 10400 * 10
+    assert plan_memory(SMOL, DiskSwapConfig(exact=True), 10400, 2).decode["moving rows"] == 2 * 10400 * 8
+
+
+def test_what_reads_are_held_in() -> None:
+    """On CUDA twice; mapped pages count; records in memory are all, in chunks of 4 MiB; a trace has its room."""
+    config = DiskSwapConfig(num_selected=64)
+    two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
+    host, cuda = (plan_memory(geometry, config, 1040, 1) for geometry in two)
+    for owner in ("stream buffers",):
+        assert cuda.prefill[owner] == 2 * host.prefill[owner]
+    assert cuda.decode["staging"] == 2 * host.decode["staging"]
+    mapped = plan_memory(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
+    assert mapped.decode["records in memory"] == mapped.decode["staging"]
+    memory = plan_memory(SMOL, DiskSwapConfig(engine="memory"), 1040, 1)
+    assert memory.decode["records in memory"] == 30 * (2**22 // 12288) * 12288
+    assert memory.disk_bytes == 0
+    assert plan_memory(SMOL, DiskSwapConfig(trace="t"), 1040, 1).decode["timeline"] == 320 * 1024
+    exact = plan_memory(SMOL, DiskSwapConfig(exact=True), 1040, 1)
+    assert exact.decode["stream buffers"] == exact.prefill["stream buffers"] == 2 * 64 * 16 * 768
+    assert "compact keys" not in exact.decode
+
+
+# ---------------------------------------------------------------------------------------------- what fits
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("part", ["1/13", "1/34"])
+@pytest.mark.parametrize(("geometry", "context"), [(SMOL, 7168), (SMOL, 32768), (LLAMA_8B, 32768)])
+def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, batch: int) -> None:
+    """Nearly all of the budget is used, and no rank is below the limit of compression."""
+    memory = parse_memory(part, geometry.full_kv_bytes(context, batch))
+    config = fit_config(geometry, memory, context, batch, {})
+    plan = plan_memory(geometry, config, context, batch)
+    assert 0.93 * memory < plan.peak_bytes <= memory
+    assert (config.memory, config.max_context, config.max_batch) == (memory, context, batch)
+    width = geometry.forms(None)[0].key_width
+    assert config.rank is not None and 2 * width <= 32 * config.rank
+    assert parse_size(config.write_queue) <= min(2**24, memory // 10)
+    if part == "1/13":
+        assert config.num_selected == 400
+        assert config.rank >= min(width // 4, 160) * 3 // 4  # what facts are found with
+    else:
+        assert config.num_selected >= 128
+
+
+def test_what_more_memory_buys() -> None:
+    """Look-ahead, slots up to twice the selection, the rank to half the width, then slots again."""
+    configs = [fit_config(SMOL, SMOL.full_kv_bytes(7168, 1) * n // 100, 7168, 1, {}) for n in (5, 7, 15, 30, 60, 150)]
+    assert [config.rank for config in configs[1:]] == sorted(config.rank or 0 for config in configs[1:])
+    assert [config.reuse_capacity for config in configs] == sorted(config.reuse_capacity for config in configs)
+    assert [config.look_ahead for config in configs] == [False, False, None, None, None, None]
+    assert configs[-1].rank == 96 and configs[-1].reuse_capacity == 7168
+    assert [config.block_tokens for config in configs][-1] == 1024
+
+
+def test_the_users_fields_stay() -> None:
+    fields = {"num_selected": 128, "reuse_capacity": 64, "rank": 20, "look_ahead": True, "group_size": 8,
+              "num_recent": 48, "layer_budgets": "uniform", "block_tokens": 256, "write_queue": "1MiB"}  # fmt: skip
+    config = fit_config(SMOL, 12 * 2**20, 7168, 1, fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+    words = r"memory is 6,291,456 .*need at least [\d,]+ .*num_selected=128.*leave fields"
+    with pytest.raises(BudgetError, match=words):
+        fit_config(SMOL, 6 * 2**20, 7168, 1, fields)
+    with pytest.raises(ConfigError, match="did you mean 'rank'"):
+        fit_config(SMOL, 1, 7168, 1, {"rnk": 3})
+    exact = fit_config(SMOL, 12 * 2**20, 7168, 1, {"exact": True})
+    assert exact.exact is True and exact.num_recent == 32
+
+
+def test_the_least_that_would_do_does() -> None:
+    with pytest.raises(BudgetError) as caught:
+        fit_config(SMOL, 1000, 7168, 1, {})
+    least = int(str(caught.value).partition("at least ")[2].split()[0].replace(",", ""))
+    config = fit_config(SMOL, least, 7168, 1, {})
+    assert (config.num_recent, config.rank, config.reuse_capacity) == (16, 12, 0)
+    with pytest.raises(BudgetError):
+        fit_config(SMOL, least - 1, 7168, 1, {})
+
+
+shapes = st.builds(
+    lambda heads, times, dim, value_dim: LayerShape(heads * times, heads, dim, heads, value_dim),
+    st.integers(1, 8), st.integers(1, 4), st.sampled_from([8, 16, 64, 128, 192]), st.sampled_from([8, 64, 128]),
+)  # fmt: skip
+geometries = st.builds(
+    Geometry,
+    layers=st.lists(shapes, min_size=1, max_size=6).map(tuple),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    kept=st.sampled_from([(), (KeptLayer(10, 64, 128), KeptLayer(4096))]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+chosen_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "num_selected": st.integers(1, 900),
+        "reuse_capacity": st.integers(0, 900),
+        "rank": st.integers(1, 64),
+        "look_ahead": st.sampled_from([None, True, False]),
+        "group_size": st.integers(1, 64),
+        "num_sinks": st.integers(0, 70),
+        "num_recent": st.integers(1, 130),
+        "layer_budgets": st.sampled_from(["measured", "uniform"]),
+        "summary_dtype": st.sampled_from(["int8", "bfloat16", "float32"]),
+        "engine": st.sampled_from(["direct", "mapped", "memory"]),
+        "exact": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    geometry=geometries, context=st.integers(1, 40_000), batch=st.integers(1, 16),
+    divisor=st.floats(0.5, 60), fields=chosen_fields,
+)  # fmt: skip
+def test_a_fit_keeps_to_the_budget_or_says_what_would(
+    geometry: Geometry, context: int, batch: int, divisor: float, fields: dict[str, Any]
+) -> None:
+    memory = max(1, int(geometry.full_kv_bytes(context, batch) / divisor))
+    for fit in (
+        lambda memory: fit_config(geometry, memory, context, batch, fields),
+        lambda memory: fit_stream(OffloadConfig, geometry, memory, context, batch, {}),
+    ):
+        try:
+            config = fit(memory)
+        except BudgetError as error:
+            least = int(str(error).partition("at least ")[2].split()[0].replace(",", ""))
+            assert least > memory
+            config, memory = fit(least), least
+        assert plan_memory(geometry, config, context, batch).peak_bytes <= memory
+        assert config.memory == memory
+        if isinstance(config, DiskSwapConfig):
+            assert {name: getattr(config, name) for name in fields} == fields
+
+
+# ---------------------------------------------------------------------------------------------- the account
+
+
+def test_an_account_with_a_limit_refuses_before_it_books() -> None:
+    account = MemoryAccount(100)
+    account.hold("slots", 60)
+    words = r"staging would take 41 bytes beside the 60 held \(slots 60 B\), above the 100"
+    with pytest.raises(BudgetError, match=words):
+        account.hold("staging", 41)
+    with pytest.raises(BudgetError), account.holding("packing", 41):
+        raise AssertionError("entered")
+    assert (account.current, account.peak, account.by_owner["staging"]) == (60, 60, 0)
+    with account.holding("packing", 40):
+        assert account.current == 100
+    account.release("slots", 20)
+    account.observe("tables", 70)  # is there, whoever allowed it
+    account.release("slots", 10)  # giving back is never refused
+    assert (account.current, account.peak) == (100, 110)
+
+
+# ---------------------------------------------------------------------------------------------- a model that runs
+
+
+def padded_ids(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    mask = torch.ones(BATCH, tokens, dtype=torch.long)
+    mask[0, :13] = 0
+    return torch.randint(3, 190, (BATCH, tokens), generator=generator), mask
+
+
+def run(model: Any, cache: Any, tokens: int, chunk: int, steps: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """A padded prompt in chunks behind what `mask` says is held, then greedy steps; the mask of all of it."""
+    ids, fresh = padded_ids(tokens)
+    held = 0 if mask is None else mask.shape[1]
+    mask = fresh if mask is None else torch.cat([mask, torch.ones_like(fresh)], 1)
+    with torch.no_grad():
+        for start in range(0, tokens, chunk):
+            part = ids[:, start : start + chunk]
+            output = model(part, attention_mask=mask[:, : held + start + part.shape[1]], past_key_values=cache)
+        for _ in range(steps):
+            mask = torch.cat([mask, mask.new_ones(BATCH, 1)], 1)
+            output = model(output.logits[:, -1:].argmax(-1), attention_mask=mask, past_key_values=cache)
+    return mask
+
+
+def check_kept(cache: Any, geometry: Geometry) -> None:
+    """The account is within the plan by owner, and within the budget at its peak."""
+    report = cache.report()
+    plan = plan_memory(geometry, cache.config, CONTEXT, BATCH)
+    assert report.memory_budget == cache.shared.account.limit
+    assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
+    most = {owner: max(plan.prefill.get(owner, 0), plan.decode.get(owner, 0)) for owner in report.memory_by_owner}
+    over = {owner: (held, most[owner]) for owner, held in report.memory_by_owner.items() if held > most[owner]}
+    assert over == {}
+
+
+@pytest.mark.parametrize("chunk", [CONTEXT, 128])
+@pytest.mark.parametrize("part", ["1/1", "3/5", "2/5"])
+@pytest.mark.parametrize("cache_class", [DiskSwapCache, OffloadCache])
+def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
+    """Prefill, 20 steps, a second turn and 20 more, up to the last token of the context; nothing raises."""
+    model = tiny("llama")
+    geometry = Geometry.of(model)
+    with cache_class.for_budget(model, part, CONTEXT, BATCH) as cache:
+        mask = run(model, cache, 700, chunk, 20)
+        check_kept(cache, geometry)
+        mask = run(model, cache, CONTEXT - 760, chunk, 20, mask)
+        assert cache.get_seq_length() == CONTEXT - 20
+        run(model, cache, 19, 19, 1, mask)
+        check_kept(cache, geometry)
+        assert cache.report().decode_steps == 41
+
+
+def test_what_the_account_holds_is_what_was_planned() -> None:
+    """At the end of the context, by owner, for what does not depend on the moment. Slots are a mean over layers."""
+    model = tiny("llama")
+    geometry = Geometry.of(model)
+    with DiskSwapCache.for_budget(model, "2/5", CONTEXT, BATCH, num_selected=64, reuse_capacity=64) as cache:
+        run(model, cache, CONTEXT - 1, 256, 1)
+        held = cache.report().memory_by_owner
+        plan = plan_memory(geometry, cache.config, CONTEXT, BATCH).decode
+    for owner in ("compact keys", "adapters", "rolling tail", "token ids"):
+        assert held[owner] == plan[owner], owner
+    for owner in ("staging", "selection", "reuse slots", "scores", "tables"):
+        assert 0 < held[owner] <= plan[owner], owner
+
+
+@pytest.mark.parametrize("cache_class", [DiskSwapCache, OffloadCache])
+def test_beyond_the_plan_raises_and_the_cache_goes_on(cache_class: Any) -> None:
+    """A step too long, a batch too large, more rows: each is told before anything changes, and what follows is as if
+    it had not been asked for."""
+    model = tiny("llama")
+
+    def beyond(cache: Any) -> None:
+        before = (cache.get_seq_length(), cache.memory_bytes, cache.disk_bytes)
+        long = padded_ids(CONTEXT + 1 - before[0])[0]
+        attempts: list[tuple[str, Callable[[], Any]]] = [
+            ("max_context is 960 and this step would make it 961", lambda: model(long, past_key_values=cache)),
+            ("max_batch is 2 and this step would make it 4", lambda: cache.batch_repeat_interleave(2)),
+            ("max_batch is 2", lambda: cache.reorder_cache(torch.tensor([0, 1, 1]))),
+            ("max_batch is 2", lambda: cache.batch_select_indices(torch.tensor([0, 1, 1]))),
+            ("max_context is 960", lambda: cache.update(*[torch.zeros(BATCH, 2, CONTEXT, 16)] * 2, 0)),
+        ]  # fmt: skip
+        for words, attempt in attempts:
+            with pytest.raises(BudgetError, match=words), torch.no_grad():
+                attempt()
+        assert (cache.get_seq_length(), cache.memory_bytes, cache.disk_bytes) == before
+
+    tokens = []
+    for asks in (False, True):
+        with cache_class.for_budget(model, "3/5", CONTEXT, BATCH) as cache:
+            mask = run(model, cache, 600, 256, 4)
+            if asks:
+                beyond(cache)
+            run(model, cache, 20, 20, 4, mask)
+            tokens.append(cache._tokens._ids[:, : cache._tokens.length].clone())
+    assert torch.equal(*tokens)
+
+
+def test_a_kept_layer_takes_nothing_in_beyond_the_plan() -> None:
+    """The first layer has a sliding window and would have had the step before an offloaded one could refuse it."""
+    model = tiny("gemma3")
+    with DiskSwapCache.for_budget(model, "2/1", 300, BATCH) as cache:
+        run(model, cache, 290, 290, 1)
+        held = [layer.get_seq_length() for layer in cache.layers]
+        with pytest.raises(BudgetError, match=r"max_context is 300 and this step would make it 301"), torch.no_grad():
+            model(torch.ones(BATCH, 10, dtype=torch.long), past_key_values=cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == held
+        with torch.no_grad():
+            mask = torch.cat([cache.attention_mask, torch.ones(BATCH, 9, dtype=torch.long)], 1)
+            model(torch.ones(BATCH, 9, dtype=torch.long), attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 300
+
+
+def test_a_batch_beyond_the_plan_is_told_at_the_first_step() -> None:
+    model = tiny("llama")
+    with DiskSwapCache.for_budget(model, "3/5", CONTEXT, BATCH) as cache:
+        words = "max_batch is 2 and this step would make it 3 sequences"
+        with pytest.raises(BudgetError, match=words), torch.no_grad():
+            model(torch.ones(3, 8, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        run(model, cache, 40, 40, 1)
+        assert cache.get_seq_length() == 41
+
+
+def test_beams_within_the_plan() -> None:
+    """Rows that share records and change places; the batch of the plan is that of the beams."""
+    model = tiny("llama")
+    ids, _ = padded_ids(640)
+    with DiskSwapCache.for_budget(model, "4/5", 700, 4) as cache:
+        model.generate(ids[1:], past_key_values=cache, num_beams=4, max_new_tokens=24, do_sample=False)
+        assert cache.report().peak_memory_bytes <= cache.report().memory_budget
+
+
+def test_fewer_rows_within_the_plan() -> None:
+    """Old and new rows of a layer are there at once for a moment: planned for."""
+    model = tiny("llama")
+    with DiskSwapCache.for_budget(model, "2/5", CONTEXT, BATCH, num_selected=64) as cache:
+        run(model, cache, CONTEXT - 30, 256, 3)
+        cache.batch_select_indices(torch.tensor([1]))
+        with torch.no_grad():
+            mask = torch.cat([cache.attention_mask, torch.ones(1, 1, dtype=torch.long)], 1)
+            model(torch.tensor([[5]]), attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == CONTEXT - 26
+        assert cache.report().peak_memory_bytes <= cache.report().memory_budget
+
+
+def test_a_constructor_with_limits_that_do_not_go_together() -> None:
+    model = tiny("llama")
+    with pytest.raises(BudgetError, match=r"memory is 100,000 bytes, and 2 x 960 tokens can take [\d,]+ with these"):
+        DiskSwapCache(model, memory=100_000, max_context=CONTEXT, max_batch=BATCH)
+    with DiskSwapCache(model, memory=20_000) as cache, torch.no_grad():
+        with pytest.raises(BudgetError, match=r"would take .* above the 20,000 allowed"):
+            model(padded_ids(400)[0], past_key_values=cache)
+        assert cache.report().peak_memory_bytes <= 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_context": 0}, "max_context must be a whole number of at least 1, got 0"),
+        ({"max_batch": 1.5}, "max_batch must be a whole number of at least 1, got 1.5"),
+        ({"memory": "lots"}, "memory must be bytes, a size"),
+        ({"rank": 33}, "rank must be at most 32"),
+        ({"colour": 3}, "has no field 'colour'"),
+    ],
+)
+def test_requests_that_are_wrong(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        DiskSwapCache.for_budget(tiny("llama"), **{"memory": "1/1", "max_context": CONTEXT, **arguments})
+
+
+def test_the_engine_is_known_before_it_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the map works, its pages are in the plan."""
+    from hf_offload_cache.stores import engines
+
+    monkeypatch.setattr(engines, "choose_engine", lambda engine, directory: ("mapped", "by the test"))
+    with DiskSwapCache.for_budget(tiny("llama"), "1/1", CONTEXT, BATCH) as cache:
+        assert cache.config.engine == "mapped"
+        run(tiny("llama"), cache, 600, 128, 3)
+        check_kept(cache, Geometry.of(tiny("llama")))

@@ -1,0 +1,277 @@
+"""Streamed attention against one softmax in float64, written down here; masks and what they leave visible."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_offload_cache.model.attention import (
+    additive_mask,
+    attend_block,
+    attend_block_reference,
+    attend_once,
+    stream_attention,
+    visible_columns,
+)
+
+FLOAT32 = 2e-6
+"""Largest difference in units of the largest value: sums of up to 60 products of float32, merged up to 8 times."""
+
+BFLOAT16 = 4 * 2**-8
+"""bf16 keeps 8 bits: weights, a block's output and the result are each rounded, by up to 2**-8 of the largest value
+together with the weights' own sum; four such roundings are allowed for."""
+
+
+def tensors(
+    batch: int, heads: int, kv: int, queries: int, tokens: int, dim: int, value_dim: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, queries, dim), (batch, kv, tokens, dim), (batch, kv, tokens, value_dim)
+    query, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
+    return 2 * query, keys, values
+
+
+def dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One softmax in float64 (B, q, H, Dv); zeros for a query that sees nothing. `visible` (·, 1, q, T)."""
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(repeats, 1) for part in (keys, values))
+    scores = query.double() @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias
+    weights = scores.exp() * visible
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.double().exp().view(1, -1, 1, 1)
+    return ((weights / total.clamp_min(1e-300)) @ values).transpose(1, 2)
+
+
+def split(keys: torch.Tensor, values: torch.Tensor, edges: list[int], own: int):
+    """History blocks with those edges, and the block of the last `own` tokens."""
+    stop = keys.shape[2] - own
+    cuts = sorted({0, stop, *(edge % (stop + 1) for edge in edges)})
+    blocks = [(keys[:, :, a:b], values[:, :, a:b]) for a, b in pairwise(cuts)]
+    return blocks, (keys[:, :, stop:], values[:, :, stop:])
+
+
+def error(result: torch.Tensor, expected: torch.Tensor, values: torch.Tensor) -> float:
+    assert result.shape == expected.shape
+    assert result.is_contiguous()
+    assert not result.isnan().any()
+    return float((result.double() - expected).abs().max() / values.abs().max())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_equals_one_softmax(data: st.DataObject) -> None:
+    """Any split into blocks; shared key heads; every kind of mask; soft caps, sinks, value heads of another width."""
+    draw = data.draw
+    kv, repeats, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    queries, extra = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+    dim = draw(st.sampled_from([4, 8]))
+    value_dim = draw(st.sampled_from([dim, dim, 6]))
+    kind = draw(st.sampled_from(["none", "bool", "min", "-inf", "bias"]))
+    own = queries + (extra if queries == 1 or kind != "none" else 0)
+    tokens = own + draw(st.integers(0, 50))
+    seed = draw(st.integers(0, 10**6))
+    generator = torch.Generator().manual_seed(seed)
+    query, keys, values = tensors(batch, kv * repeats, kv, queries, tokens, dim, value_dim, seed)
+    options = {
+        "scaling": draw(st.sampled_from([None, 0.3])),
+        "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "s_aux": torch.randn(kv * repeats, generator=generator) if draw(st.booleans()) else None,
+    }
+
+    causal = torch.arange(tokens) <= torch.arange(queries)[:, None] + (tokens - queries)
+    visible = causal.expand(batch, 1, -1, -1).clone()
+    mask, bias = None, None
+    if kind != "none":
+        visible &= torch.rand(visible.shape, generator=generator) < 0.7
+        if draw(st.booleans()):  # left padding that hides whole blocks
+            visible[-1, ..., : draw(st.integers(0, tokens))] = False
+        if draw(st.booleans()):
+            visible[0, :, 0] = False
+        mask = visible
+    if kind in ("min", "-inf"):
+        hidden = torch.finfo(torch.float32).min if kind == "min" else float("-inf")
+        mask = torch.zeros(visible.shape).masked_fill(~visible, hidden)
+    elif kind == "bias":
+        bias = torch.randn(visible.shape, generator=generator)
+        mask = bias.masked_fill(~visible, torch.finfo(torch.float32).min)
+
+    blocks, last = split(keys, values, draw(st.lists(st.integers(0, 60), max_size=6)), own)
+    result = stream_attention(query, iter(blocks), last, mask, **options)
+    expected = dense(query, keys, values, visible, **options, bias=None if bias is None else bias.double())
+    assert error(result, expected, values) < FLOAT32 * 10
+    assert not result.transpose(1, 2)[~visible.any(-1).expand(-1, kv * repeats, -1)].any()
+
+
+@pytest.mark.parametrize("padded", [0, 40])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_bfloat16(queries: int, padded: int) -> None:
+    query, keys, values = (part.bfloat16() for part in tensors(2, 4, 2, queries, 300, 16, 16, 0))
+    visible = (torch.arange(300) <= torch.arange(queries)[:, None] + 300 - queries).expand(2, 1, -1, -1).clone()
+    visible[1, ..., :padded] = False
+    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    blocks, last = split(keys, values, list(range(0, 293, 32)), queries)
+    result = stream_attention(query, blocks, last, mask if padded else None)
+    assert result.dtype == torch.bfloat16
+    assert error(result, dense(query, keys, values, visible), values) < BFLOAT16
+
+
+@pytest.mark.parametrize("hidden", ["bool", "min", "-inf"])
+def test_a_query_that_sees_nothing_gives_zeros(hidden: str) -> None:
+    """Also when its history begins with hidden blocks, and when there are sinks."""
+    query, keys, values = tensors(2, 4, 2, 3, 20, 8, 8, 1)
+    visible = torch.ones(2, 1, 3, 20, dtype=torch.bool)
+    visible[0, :, 1] = False
+    visible[1, ..., :15] = False
+    fill = {"min": torch.finfo(torch.float32).min, "-inf": float("-inf")}
+    mask = visible if hidden == "bool" else torch.zeros(visible.shape).masked_fill(~visible, fill[hidden])
+    blocks, last = split(keys, values, [5, 10], 3)
+    for s_aux in (None, torch.zeros(4)):
+        result = stream_attention(query, blocks, last, mask, s_aux=s_aux)
+        assert not result[0, 1].any()
+        assert error(result, dense(query, keys, values, visible, s_aux=s_aux), values) < FLOAT32 * 10
+
+
+def test_blocks_may_be_overwritten() -> None:
+    """A block is used before the next one is asked for: the same buffer may hold all of them, one after the other."""
+    query, keys, values = tensors(1, 2, 1, 1, 40, 8, 8, 2)
+    blocks, last = split(keys, values, [10, 20, 30], 4)
+
+    def reused():
+        for block in blocks:
+            copies = [part.clone() for part in block]
+            yield tuple(copies)
+            for copy in copies:
+                copy.fill_(torch.nan)
+
+    result = stream_attention(query, reused(), last, None)
+    assert error(result, dense(query, keys, values, torch.ones(1, 1, 1, 40)), values) < FLOAT32 * 10
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "masked", "own masked wholly"])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("queries", [1, 5, 33])
+def test_fused_equals_the_reference(case: str, heads: int, kv: int, queries: int) -> None:
+    """The kernel and its twin: outputs, and log-sum-exps, which weigh the block against others."""
+    tokens = queries if case == "causal" else 37
+    query, keys, values = tensors(2, heads, kv, queries, tokens, 16, 16, 3)
+    mask = None
+    if "masked" in case:
+        mask = torch.zeros(2, 1, queries, tokens)
+        mask[1, ..., : 20 if case == "masked" else tokens] = float("-inf")
+        mask[0, :, -1] = float("-inf")
+    options = {"causal": case == "causal", "scaling": 0.25, "softcap": None}
+    keys, values = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values))  # as in a record
+    output, log_sum = attend_block(query, keys, values, mask, **options)
+    expected, expected_log_sum = attend_block_reference(query, keys, values, mask, **options)
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(log_sum, expected_log_sum, rtol=0, atol=2e-5)
+    if case == "own masked wholly":
+        assert (log_sum[1] == float("-inf")).all()
+        assert not output[1].any()
+
+
+def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the comparison above would compare the reference with itself."""
+    monkeypatch.setattr("hf_offload_cache.model.attention.attend_block_reference", None)
+    query, keys, values = tensors(1, 2, 1, 3, 9, 8, 8, 0)
+    blocks, last = split(keys, values, [4], 3)
+    assert stream_attention(query, blocks, last, None).shape == (1, 3, 2, 8)
+
+
+def test_the_reference_works_through_many_queries_in_parts() -> None:
+    """More queries than it computes at a time, with a mask and causally."""
+    query, keys, values = tensors(1, 2, 1, 600, 610, 4, 6, 5)
+    visible = torch.arange(610) <= torch.arange(600)[:, None] + 10
+    expected = dense(query, keys, values, visible)
+    options = {"scaling": 0.5, "softcap": None}
+    by_position, _ = attend_block_reference(query, keys, values, None, causal=True, **options)
+    by_mask, _ = attend_block_reference(
+        query, keys, values, additive_mask(visible[None, None]), causal=False, **options
+    )
+    assert error(by_position.transpose(1, 2).contiguous(), expected, values) < FLOAT32 * 10
+    assert error(by_mask.transpose(1, 2).contiguous(), expected, values) < FLOAT32 * 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masks(dtype: torch.dtype) -> None:
+    """Hidden is -inf or the type's lowest value; a bias stays a bias; the last query's row says what is visible."""
+    low = torch.finfo(dtype).min
+    mask = torch.tensor([[0.0, -3.0, low, float("-inf")], [0.0, low, -8.0, 0.0]], dtype=dtype)[None, None]
+    expected = torch.tensor([[0.0, -3.0, float("-inf"), float("-inf")], [0.0, float("-inf"), -8.0, 0.0]])
+    assert torch.equal(additive_mask(mask), expected[None, None])
+    assert visible_columns(mask).tolist() == [[True, False, True, True]]
+    boolean = mask > low / 2
+    assert torch.equal(additive_mask(boolean).isinf(), ~boolean)
+    assert visible_columns(boolean).tolist() == [[True, False, True, True]]
+    assert additive_mask(None) is None
+    assert visible_columns(None) is None
+
+
+class _Module(torch.nn.Module):
+    """What `sdpa_attention_forward` looks at."""
+
+    num_key_value_groups, is_causal = 3, True
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "additive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
+    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
+    own attention gives, to a rounding of the type."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
+    entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)
+    keys, values = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in entries.split(32, -1))
+    mask = None
+    if masked is not None:
+        mask = torch.rand(rows, 1, 1, 37, generator=generator) < 0.7
+        mask[..., 0] = True
+        if masked == "additive":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    arguments = (_Module(), query, keys, values, mask)
+    expected = sdpa_attention_forward(*arguments, scaling=0.3)[0]
+    found, weights = attend_once(_refuse, *arguments, scaling=0.3)
+    assert weights is None
+    assert found.shape == expected.shape == (rows, 1, 6, 16)
+    assert found.dtype == dtype
+    tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"output_attentions": True}])
+def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> None:
+    query, keys = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 5, 16)
+    mark = object()
+    given: list[dict[str, Any]] = []
+
+    def own(*arguments: Any, **kwargs: Any) -> Any:
+        given.append(kwargs)
+        return mark
+
+    assert attend_once(own, _Module(), query, keys, keys, None, scaling=0.3, **extra) is mark
+    assert given == [{"scaling": 0.3, **extra}]
+
+
+def _refuse(*arguments: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the model's own attention was not to be called")

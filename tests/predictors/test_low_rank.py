@@ -1,0 +1,317 @@
+"""The predictor against a dense oracle: exact q·K over full keys, group by group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.predictors.directions import (
+    principal_directions,
+    query_moment,
+    reconstruction,
+    roots_of,
+    scaled_directions,
+)
+from hf_offload_cache.predictors.low_rank import LowRankKeys
+
+HEADS, KV, DIM, GROUP = 6, 2, 8, 4
+WIDTH = KV * DIM
+
+
+def ranking(summary: LowRankKeys, *arguments: Any) -> torch.Tensor:
+    """`group_importance` as a tensor."""
+    return torch.from_numpy(summary.group_importance(*arguments))
+
+
+def keys_of(batch: int, tokens: int, rank: int = WIDTH, seed: int = 0) -> torch.Tensor:
+    """Keys (B, Hk, t, D) whose joined rows span `rank` directions, up to noise, with decaying energy."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator))[0][:, :rank]
+    energy = 0.8 ** torch.arange(rank)
+    flat = (torch.randn(batch, tokens, rank, generator=generator) * energy) @ directions.T
+    flat += 0.01 * torch.randn(flat.shape, generator=generator)
+    return flat.unflatten(-1, (KV, DIM)).transpose(1, 2)
+
+
+def flat_of(keys: torch.Tensor) -> torch.Tensor:
+    return keys.transpose(1, 2).flatten(2)
+
+
+def predictor(
+    keys: torch.Tensor,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    account: MemoryAccount | None = None,
+    workspace: Workspace | None = None,
+) -> LowRankKeys:
+    """Fitted on `keys`, empty."""
+    flat = flat_of(keys).flatten(0, 1)
+    adapter = principal_directions(flat.T @ flat, rank)
+    deviation = (flat @ adapter).square().mean(0).sqrt()
+    return LowRankKeys(adapter, deviation, dtype, KV, keys.shape[0], account or MemoryAccount(), workspace)
+
+
+def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, rule: str) -> torch.Tensor:
+    """(B, groups) from exact scores of every query head with its key head: attention mass, or the paper's maximum."""
+    scores = torch.einsum("bhd,bhtd->bht", query.double(), keys.double().repeat_interleave(HEADS // KV, 1))
+    if rule == "paper":
+        return scores.sum(1).unflatten(1, (-1, GROUP)).amax(-1)
+    return torch.softmax(scores * scaling, -1).unflatten(2, (-1, GROUP)).sum((1, 3))
+
+
+def all_scores(summary: LowRankKeys, query: torch.Tensor) -> torch.Tensor:
+    """Scores (B, tokens, H) in units of exact ones."""
+    rows = []
+    for low, keys in zip(summary.low_rank_query(query), summary._keys[:, : summary.tokens], strict=True):
+        raw, unit = summary.scores(low, keys)
+        rows.append((raw * torch.from_numpy(unit)).T)
+    return torch.stack(rows)
+
+
+def query_of(batch: int, seed: int = 1) -> torch.Tensor:
+    return 3 * torch.randn(batch, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rule", ["default", "paper"])
+@pytest.mark.parametrize("tokens", [GROUP, 44, 200])
+def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
+    """Where every group is a candidate, the numbers are those of the oracle."""
+    keys, query = keys_of(3, tokens), query_of(3)
+    summary = predictor(keys, WIDTH)
+    summary.append(keys)
+    importance = ranking(summary, query, 0.3, GROUP, rule, tokens // GROUP)
+    expected = exact_importance(query, keys, 0.3, rule)
+    assert importance.shape == (3, tokens // GROUP)
+    torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        *[("paper", wanted) for wanted in (1, 5, 40)],
+        ("default", 1),
+        ("default", 5),
+        ("default", 40),
+    ],
+)
+def test_the_best_are_among_the_candidates(rule: str, wanted: int) -> None:
+    """Full rank, float32, ten samples: of the groups wanted hardly one is not the oracle's."""
+    shares = []
+    for seed in range(10):
+        keys, query = keys_of(3, 1600, seed=seed), query_of(3, seed + 10)
+        summary = predictor(keys, WIDTH)
+        summary.append(keys)
+        importance = ranking(summary, query, 1.0, GROUP, rule, wanted)
+        assert importance.shape == (3, 400)
+        shares.append(overlap(exact_importance(query, keys, 1.0, rule), importance, wanted))
+    assert sum(shares) / len(shares) >= 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["default", "paper"])
+def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
+    """Scores off by at most 3% of their spread: an 8-bit key component is off by half of 5/127 of its root mean
+    square, an 8-bit query component by half of 1/127 of the largest; bf16 keeps 8 bits. The choice hardly changes."""
+    keys, query = keys_of(2, 1600), query_of(2)
+    exact, compact = predictor(keys, WIDTH), predictor(keys, WIDTH, dtype)
+    exact.append(keys)
+    compact.append(keys)
+    scores = [all_scores(p, query) for p in (exact, compact)]
+    difference = (scores[0] - scores[1]).abs()
+    assert difference.mean() < 0.03 * scores[0].std()
+    assert difference.max() < 0.25 * scores[0].std()
+    expected = exact_importance(query, keys, 0.3, rule)
+    chosen = ranking(compact, query, 0.3, GROUP, rule, 40)
+    assert overlap(expected, chosen, 40) >= 0.9
+
+
+def overlap(expected: torch.Tensor, found: torch.Tensor, count: int) -> float:
+    """Share of the `count` most important groups that both name."""
+    tops = [set(row.tolist()) for part in (expected, found) for row in part.topk(count, 1).indices]
+    half = len(tops) // 2
+    return sum(len(a & b) for a, b in zip(tops[:half], tops[half:], strict=True)) / (half * count)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_a_rank_that_holds_the_structure_selects_well(dtype: torch.dtype) -> None:
+    """Keys of six directions in sixteen: rank six chooses as the dense oracle, rank two does not."""
+    keys, query = keys_of(2, 1600, rank=6), query_of(2)
+    expected = exact_importance(query, keys, 0.3, "default")
+    found = {}
+    for rank in (2, 6):
+        summary = predictor(keys, rank, dtype)
+        summary.append(keys)
+        found[rank] = overlap(expected, ranking(summary, query, 0.3, GROUP, "default", 40), 40)
+    assert found[6] >= 0.85
+    assert found[2] < found[6] - 0.2
+
+
+def test_heads_are_normalised_before_they_are_summed() -> None:
+    """One head with large raw scores does not drown what another one looks for; by the paper's rule it does."""
+    keys = 0.01 * torch.randn(1, KV, 64, DIM, generator=torch.Generator().manual_seed(0))
+    query = torch.zeros(1, HEADS, DIM)
+    query[0, :, 0] = 1.0
+    keys[0, 0, :32, 0] += 50.0  # first key head: half of the groups, all alike
+    keys[0, 1, 60, 0] = 20.0  # second: the last group
+    summary = predictor(keys, WIDTH)
+    summary.append(keys)
+    assert int(ranking(summary, query, 1.0, GROUP, "default", 3).argmax()) == 15
+    assert int(ranking(summary, query, 1.0, GROUP, "paper", 3).argmax()) < 8
+
+
+def test_clipped_components_do_not_wrap() -> None:
+    """A key far outside of what the scale was made for stays the largest."""
+    keys = keys_of(1, 400)
+    summary = predictor(keys, WIDTH, torch.int8)
+    outlier = keys.clone()
+    outlier[:, :, 100] *= 40
+    summary.append(outlier)
+    query = outlier[:, :, 100].repeat_interleave(HEADS // KV, 1)
+    assert int(all_scores(summary, query).sum(-1).argmax()) == 100
+
+
+def test_the_tail_shares_the_softmax() -> None:
+    """What tokens of no group take of the attention is told apart, and missing from the groups."""
+    keys, query = keys_of(2, 240), query_of(2)
+    summary = predictor(keys[:, :, :200], WIDTH)
+    summary.append(keys[:, :, :200])
+    last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
+    ranking = summary.rank(query, 0.3, GROUP, 50, tail=last.numpy())
+    expected = exact_importance(query, keys, 0.3, "default")
+    torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) -> None:
+    """The same masses as a ranking of all gives them, up to each head's share of all."""
+    keys, query = keys_of(2, 800), query_of(2)
+    summary = predictor(keys, WIDTH, dtype)
+    summary.append(keys)
+    candidates = np.stack([np.random.default_rng(row).permutation(200)[:60] for row in range(2)])
+    found = summary.rank_among(query, 0.3, GROUP, candidates)
+    alone = predictor(keys, WIDTH, dtype)
+    parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
+    alone.append(torch.stack(parts))
+    torch.testing.assert_close(found, alone.rank(query, 0.3, GROUP, 60).importance, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_the_same_size_allocates_nothing() -> None:
+    """The scores' workspace is taken once, held in the account, and given back."""
+    account = MemoryAccount()
+    workspace = Workspace(account, "scores")
+    keys, query = keys_of(3, 800), query_of(3)
+    summary = predictor(keys, 8, torch.int8, account, workspace)
+    summary.append(keys)
+    before = account.current
+    summary.rank(query, 1.0, GROUP, 10)
+    assert account.by_owner["scores"] == account.current - before == HEADS * 800 * 4
+    held = workspace._bytes.data_ptr()
+    summary.rank(query, 1.0, GROUP, 10)
+    assert workspace._bytes.data_ptr() == held
+    workspace.release()
+    assert account.current == before
+
+
+@pytest.mark.parametrize("rank", [1, 5, WIDTH])
+def test_principal_directions(rank: int) -> None:
+    """Orthonormal, and they span the leading right singular vectors, most energy first."""
+    flat = flat_of(keys_of(2, 300)).flatten(0, 1)
+    found = principal_directions(flat.T @ flat, rank)
+    assert found.shape == (WIDTH, rank)
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.T @ found, torch.eye(rank), rtol=0, atol=1e-5)
+    true = torch.linalg.svd(flat.double(), full_matrices=False)[2][:rank].T
+    assert torch.linalg.svdvals(true.T @ found.double()).min() > 0.9999
+    energy = (flat @ found).square().sum(0)
+    assert (energy[:-1] >= energy[1:] * (1 - 1e-4)).all()
+
+
+def test_directions_of_a_space_with_fewer_dimensions_hold_all_of_it() -> None:
+    flat = flat_of(keys_of(1, 5)).flatten(0, 1)
+    found = principal_directions(flat.T @ flat, 5)
+    torch.testing.assert_close(flat @ found @ found.T, flat, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
+def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
+    """Appended in pieces as at once; rows and lengths follow; the account is exact after every step."""
+    account = MemoryAccount()
+    keys, query = keys_of(2, 900), query_of(4)
+    whole, summary = predictor(keys, 7, dtype), predictor(keys, 7, dtype, account)
+    whole.append(keys)
+
+    def check(rows: list[int], tokens: int) -> None:
+        assert summary.tokens == tokens
+        other = all_scores(whole, query[:1].expand(2, -1, -1))
+        mine = all_scores(summary, query[:1].expand(len(rows), -1, -1))
+        torch.testing.assert_close(mine, other[rows, :tokens], rtol=1e-5, atol=1e-5)
+        held = account.by_owner["compact keys"]
+        assert held % (len(rows) * 7 * dtype.itemsize) == 0
+        room = held // (len(rows) * 7 * dtype.itemsize)
+        assert tokens <= room <= 900 + max(256, 900 // 8)
+        assert account.current == held + WIDTH * 7 * (4 if dtype == torch.float32 else 2)
+
+    summary.reserve(10)
+    check([0, 1], 0)
+    for start, stop in ((0, 1), (1, 4), (4, 300), (300, 300), (300, 900)):
+        summary.append(keys[:, :, start:stop])
+        check([0, 1], stop)
+    summary.truncate(1000)
+    check([0, 1], 900)
+    summary.truncate(650)
+    check([0, 1], 650)
+    summary.append(keys[:, :, 650:900])
+    check([0, 1], 900)
+    summary.select_rows(torch.tensor([1, 0, 1, 1]))
+    check([1, 0, 1, 1], 900)
+    summary.append(keys[[1, 0, 1, 1], :, :0])
+    summary.select_rows(torch.tensor([1]))
+    check([0], 900)
+    summary.close()
+    assert (account.current, account.by_owner["compact keys"], account.by_owner["adapters"]) == (0, 0, 0)
+
+
+def test_reserved_room_is_not_exceeded() -> None:
+    """A prompt of known length takes what it needs and no more."""
+    account = MemoryAccount()
+    keys = keys_of(2, 500)
+    summary = predictor(keys, 7, torch.int8, account)
+    summary.reserve(500)
+    for start in range(0, 500, 100):
+        summary.append(keys[:, :, start : start + 100])
+    assert account.by_owner["compact keys"] == 2 * 500 * 7
+
+
+def test_the_metric_of_queries_decides_what_is_kept() -> None:
+    """Keys are largest where no query points: half the rank in the queries' metric beats the keys' own directions."""
+    generator = torch.Generator().manual_seed(0)
+    energy = torch.cat([torch.full((DIM // 2,), 1.5), torch.ones(DIM // 2)])
+    keys = torch.randn(1, KV, 800, DIM, generator=generator) * energy
+    queries = torch.randn(1, HEADS, 600, DIM, generator=generator) * (energy == 1.0)
+    flat = flat_of(keys).flatten(0, 1)
+    moment = flat.T @ flat
+    errors = []
+    exact = torch.einsum("bhd,bhtd->bht", queries[:, :, -1], keys.repeat_interleave(HEADS // KV, 1))
+    for adapter in (principal_directions(moment, 8), scaled_directions(moment, roots_of(query_moment(queries, KV)), 8)):
+        deviation = (flat @ adapter).square().mean(0).sqrt()
+        back = reconstruction(moment, adapter)
+        summary = LowRankKeys(adapter, deviation, torch.float32, KV, 1, MemoryAccount(), queries=back)
+        summary.append(keys)
+        scores = all_scores(summary, queries[:, :, -1]).transpose(1, 2)
+        errors.append(float((scores - exact).square().mean() / exact.square().mean()))
+    assert errors[0] > 0.9  # they keep the large half
+    assert errors[1] < 0.1
+
+
+def test_reconstruction_of_orthonormal_directions_is_these() -> None:
+    flat = flat_of(keys_of(2, 300)).flatten(0, 1)
+    moment = flat.T @ flat
+    adapter = principal_directions(moment, 6)
+    torch.testing.assert_close(reconstruction(moment, adapter), adapter, rtol=0, atol=1e-3)
