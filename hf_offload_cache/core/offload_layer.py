@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,13 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import PromptError
 from ..history.position_history import History
 from ..history.record_format import RecordFormat
-from ..model.attention import AttentionFunction, no_backward, stream_attention, visible_columns
+from ..model.attention_call import AttentionFunction
+from ..model.gradients import no_backward
+from ..model.masks import visible_columns
+from ..model.stream_attention import stream_attention
+from ..model.tag import TAG, Tag
 from ..stores.base import Store
 from .shared import Shared
-
-TAG = "_hf_offload_cache_tag"
-
-
-@dataclass(eq=False)
-class Tag:
-    """Rides on the keys and values that an `update` returns, so that attention finds their layer."""
-
-    layer: OffloadLayer
-    whole: bool
-    """The tensors are the layer's whole history, not only what the step added."""
 
 
 class OffloadLayer(CacheLayerMixin):
