@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.core.offload_layer import TAG
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.model.attention import AttentionFunction, no_backward
+from hf_offload_cache.model.attention_call import AttentionFunction
+from hf_offload_cache.model.gradients import no_backward
+from hf_offload_cache.model.tag import TAG
 
 from .loki import leading_directions
 from .selective import SelectiveCache, SelectiveLayer

@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
-from hf_offload_cache.core.offload_layer import TAG, OffloadLayer
+from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.model.tag import TAG
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 
 LATEST = QUERIES_SEEN

@@ -12,7 +12,9 @@ from ..core.offload_layer import OffloadLayer
 from ..core.shared import Shared
 from ..errors import ContextError
 from ..fetch.selection_buffer import SelectionBuffer
-from ..model.attention import AttentionFunction, attend_once, no_backward, visible_columns
+from ..model.attention_call import AttentionCall, AttentionFunction
+from ..model.gradients import no_backward
+from ..model.masks import visible_columns
 from ..predictors.directions import (
     fitting_bytes,
     parts,
@@ -217,7 +219,8 @@ class DiskSwapLayer(OffloadLayer):
         counters.tokens_visible += self.batch * self.length
         counters.tokens_attended += entries.shape[0] * entries.shape[1]
         with torch.no_grad():
-            output, weights = attend_once(attention, module, query, keys, values, mask, *args, **kwargs)
+            call = AttentionCall(attention, module, query, keys, values, mask, args, kwargs)
+            output, weights = call.attend(keys, values, mask)
         return no_backward(output, query), weights
 
     def _ready(self, buffer: SelectionBuffer) -> bool:

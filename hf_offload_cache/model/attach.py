@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..core.offload_layer import TAG
 from ..report.timeline import NO_TIMELINE, Timeline
-from .attention import own_attention
+from .attention_call import own_attention
+from .tag import tag_of
 
 PREFIX = "hf_offload_cache_"
 """Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
@@ -347,7 +347,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     own = own_attention(module, implementation)
-    tag = getattr(key, TAG, None)
+    tag = tag_of(key)
     if tag is None:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     return tag.layer.attend(tag, own, module, query, key, value, attention_mask, *args, **kwargs)

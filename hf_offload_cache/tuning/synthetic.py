@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..core.offload_layer import TAG, OffloadLayer
+from ..core.offload_layer import OffloadLayer
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
 from ..model import attach
 from ..model.attach import inner_model
 from ..model.fingerprint import config_value
+from ..model.tag import TAG
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:

@@ -19,9 +19,9 @@ from eval.baselines.loki import LokiCache, leading_directions
 from eval.baselines.paged import PagedCache
 from eval.baselines.per_head import fold_heads, unfold_heads
 from eval.baselines.shadowkv import ShadowKVCache
-from hf_offload_cache.core.offload_layer import TAG
 from hf_offload_cache.errors import BudgetError, PromptError
 from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.model.tag import TAG
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
 TOKENS = 600
