@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ class _HybridMethods:
         return {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
 
 
+@functools.cache
 def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:
-    """The class of layers that hold linear-attention states beside what `layer_class` offloads."""
+    """The class of layers that hold linear-attention states beside what `layer_class` offloads: one for each."""
     bases = (_HybridMethods, layer_class, LinearAttentionAndFullAttentionLayer)
-    return type(f"Hybrid{layer_class.__name__}", bases, {})
+    names = {"__module__": layer_class.__module__, "__doc__": f"A `{layer_class.__name__}` beside a linear state."}
+    return type(f"Hybrid{layer_class.__name__}", bases, names)

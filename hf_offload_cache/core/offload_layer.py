@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from ..config import OffloadConfig
 from ..errors import PromptError
@@ -20,16 +19,16 @@ from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
 from ..model.tag import TAG, Tag
 from ..stores.base import Store
-from .planned import LayerShape, planned_history
+from .layer_operations import LayerOperations
+from .planned import LayerKind, plan_history, stream_bytes
 from .rows import Rows
-from .shared import Shared
 from .step import Step
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """(B, q, H, Dv), and the attention weights where the model's own function gave some."""
 
 
-class OffloadLayer(CacheLayerMixin):
+class OffloadLayer(LayerOperations):
     """A full-attention layer whose history lies in a store; the base of every method's layer.
 
     States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
@@ -37,60 +36,14 @@ class OffloadLayer(CacheLayerMixin):
     rest. "full": attention is not ours to replace; `update` returns the whole history, brought back from the store.
     """
 
-    is_sliding = False
-    is_croppable = True
     heads_apart: ClassVar[bool] = False
     """Each key head has rows and records of its own; else the heads of a sequence lie together."""
 
-    def __init__(self, shared: Shared, layer_idx: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.shared = shared
-        self.layer_idx = layer_idx
-        self.name = f"layer {layer_idx}"
-        self.state = "full" if shared.config.exact == "bitwise" else "unknown"
-        self._clear()
-
-    def _clear(self) -> None:
-        self.is_initialized = False
-        self.rows = Rows()
-        self._sealed: Sealed | None = None
-
-    history: History
-    """What is held; there is none before the first `update`."""
-
     @classmethod
-    def planned(cls, shape: LayerShape, config: OffloadConfig, context: int, batch: int) -> LayerPlan:
-        """What one layer takes at most for `batch` sequences of `context` tokens."""
-        plan, stream = planned_history(shape, config, context, batch, cls.heads_apart)
-        return plan + LayerPlan(shared=Planned.always(stream))
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """What `DynamicLayer` would hold, brought back whole: for models that look into a cache's layers."""
-        return self.whole()[0] if self.is_initialized else None
-
-    @keys.setter
-    def keys(self, nothing: torch.Tensor | None) -> None:
-        """transformers' constructors set this to None; there is nothing to keep."""
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """As `keys`."""
-        return self.whole()[1] if self.is_initialized else None
-
-    @values.setter
-    def values(self, nothing: torch.Tensor | None) -> None:
-        """As `keys`."""
-
-    @property
-    def length(self) -> int:
-        """Tokens a sequence."""
-        return self.history.length if self.is_initialized else 0
-
-    @property
-    def batch(self) -> int:
-        """Sequences; 0 before the first `update`."""
-        return self.history.rows // self.rows.heads if self.is_initialized else 0
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What one layer takes at most for sequences of `context` tokens."""
+        stream = LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
+        return plan_history(kind, config, context) + stream
 
     @property
     def tables_nbytes(self) -> int:
@@ -246,21 +199,10 @@ class OffloadLayer(CacheLayerMixin):
                 places = places.unflatten(0, (-1, self.rows.heads))
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places
 
-    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
-        keys, values = self.history.whole(stop)
-        return self.rows.unfold(keys), self.rows.unfold(values)
-
     # --- what a method adds ------------------------------------------------------------------------------------
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
         """Units were sealed by the `update` before this call."""
-
-    def dropped(self, records: np.ndarray) -> None:
-        """These records hold nothing of ours any more."""
-
-    def truncated(self, units: int) -> None:
-        """Only the first `units` units stay sealed."""
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
@@ -292,67 +234,3 @@ class OffloadLayer(CacheLayerMixin):
             self.is_initialized = True
         if self.shared.config.exact != "bitwise":
             self.state = tree["state"]
-
-    # --- transformers' interface -------------------------------------------------------------------------------
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The full logical length, so that each step's mask covers the history, padding included."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the latest `-tokens_to_remove` tokens (a positive number: keep as many). Reads a few units back where
-        the tail does not hold them."""
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
-        if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
-            tokens_to_remove = min(0, tokens_to_remove - self.length)
-        if tokens_to_remove == 0 or not self.is_initialized:
-            return
-        self._sealed = None
-        freed = self.history.truncate(max(0, self.length + tokens_to_remove))
-        if freed is not None:
-            self.truncated(self.history.units)
-            self.dropped(freed)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row `beam_idx[i]` is now; moves no stored data."""
-        if self.is_initialized and beam_idx.tolist() != list(range(self.batch)):
-            self.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.select_rows(torch.arange(self.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
-            indices = torch.as_tensor(indices)
-            self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
-        self._sealed = None
-        self.history.select_rows(self.rows.expand(rows))
-
-    def reset(self) -> None:
-        """Forget everything; the layer can be used anew. Its file and buffers are given back."""
-        self.close()
-        if self.shared.config.exact != "bitwise":
-            self.state = "unknown"
-
-    def close(self) -> None:
-        """Give back the file and the buffers."""
-        if self.is_initialized:
-            self.history.close()
-            self._clear()
-            del self.history
-
-    def offload(self) -> None:
-        """Nothing to do: the history is offloaded as it comes."""
-
-    def prefetch(self) -> None:
-        """Nothing to do: the cache prefetches by itself."""

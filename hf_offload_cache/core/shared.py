@@ -26,7 +26,7 @@ class Shared:
         step: the forward under way; None: there is none, or its beginning was not seen.
         unseen: the layer whose keys attention has to see next.
         front: the layer updated last, and what it held before.
-        take_back: undoes what a forward that does not end has added; set by the cache.
+        take_back: gives what undoes what a forward that does not end has added; set by the cache.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
@@ -35,7 +35,7 @@ class Shared:
         self.step: Step | None = None
         self.unseen: int | None = None
         self.front: tuple[int, int] | None = None
-        self.take_back: Callable[[], object] = lambda: None
+        self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
 
     @property
     def broken(self) -> bool:
@@ -79,7 +79,8 @@ class Shared:
             yield
         except Exception as error:
             try:
-                self.take_back()
+                if (take_back := self.take_back()) is not None:
+                    take_back()
             except Exception as failed:
                 error.add_note(f"what the step had added is not taken back yet: {failed}")
             raise

@@ -13,7 +13,7 @@ MOST_CANDIDATES = 32
 
 @dataclass
 class Step:
-    """Valid until the step has ended. Made by the cache; a layer that is driven without a model makes one of its own."""
+    """Valid until the step has ended. Made by the cache; a layer that is driven without a model makes its own."""
 
     sequences: int
     history: int
@@ -42,6 +42,11 @@ class Step:
     def decodes(self) -> bool:
         """It counts as a step of decoding."""
         return self.started is not None
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """What `visible` last gave, in this step."""
+        return self._masks[-1][1] if self._masks else None
 
     def visible(self, mask: Any) -> torch.Tensor | None:
         """What the last query sees of the T columns of a mask (·, 1, q, T): bool (·, T), None: all of them.

@@ -10,7 +10,7 @@ from .staging import Staging
 
 
 class Areas:
-    """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the thread that runs the model.
+    """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
 
     Held in the account as "staging" and "selection". An area belongs to who borrowed it until it is given back; it may
     outlive a step. The view is good until the next `view`.

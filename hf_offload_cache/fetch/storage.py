@@ -58,6 +58,7 @@ class Storage:
         self.write_queue = parse_size(config.write_queue)
         self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
         self.stores: list[Store] = []
+        self._units_seen = (0, 0, 0)  # selected, resident, ready: what the timeline was told of
         self.closed = False
         self.torn = False
         self._verify = config.verify
@@ -151,9 +152,22 @@ class Storage:
     def reset_counters(self) -> None:
         """All figures of the report begin anew."""
         self.counters = Counters(flight_seen=self.prefetcher.seconds_in_flight)
+        self._units_seen = (0, 0, 0)
         self.account.peak = self.account.current
         for store in self.stores:
             store.bytes_read = store.bytes_written = store.reads = 0
+
+    def show_counters(self) -> None:
+        """On the timeline: what of the units selected since the last call was resident and ready, and what is held."""
+        if not self.timeline.on:
+            return
+        counters = self.counters
+        now = (counters.units_selected, counters.units_resident, counters.units_ready)
+        selected, resident, ready = (new - old for new, old in zip(now, self._units_seen, strict=True))
+        self._units_seen = now
+        if selected > 0:
+            self.timeline.count("selected units", resident=resident / selected, ready=ready / selected)
+        self.timeline.count("memory, bytes", held=self.account.current)
 
     def check_process(self) -> None:
         """Raises `ForkedProcessError` in a child that was forked."""

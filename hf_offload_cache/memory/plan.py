@@ -59,9 +59,10 @@ class LayerPlan:
         return LayerPlan(self.own + other.own, self.shared + other.shared, self.store_bytes + other.store_bytes)
 
     @staticmethod
-    def of_layers(layers: Iterable[tuple[LayerPlan, int]]) -> tuple[Planned, int]:
-        """What layers take together, given as (plan, how many of these), and the bytes in their stores."""
-        own, shared, store_bytes = Planned(), Planned(), 0
+    def of_layers(layers: Iterable[tuple[LayerPlan, int]], others: Planned) -> tuple[Planned, int]:
+        """What layers take together, given as (plan, how many of these), and the bytes in their stores. `others`: what
+        is held in turns with what they share."""
+        own, shared, store_bytes = Planned(), others, 0
         for layer, count in layers:
             own, shared = own + layer.own * count, shared | layer.shared
             store_bytes += layer.store_bytes * count

@@ -57,10 +57,10 @@ class Attachable:
     timeline: Timeline = NO_TIMELINE
     """Told by the seams what the model is doing."""
 
-    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the whole model's forward."""
 
-    def end_step(self) -> None:
+    def end_step(self, output: Any = None) -> Any:
         """After the whole model's forward; not after one that raised."""
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:

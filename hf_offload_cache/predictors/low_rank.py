@@ -62,7 +62,13 @@ class LowRankPredictor:
     """
 
     def __init__(
-        self, form: RecordFormat, rows: int, rules: Rules, shared: Shared, name: str, adapter: torch.Tensor | None = None
+        self,
+        form: RecordFormat,
+        rows: int,
+        rules: Rules,
+        shared: Shared,
+        name: str,
+        adapter: torch.Tensor | None = None,
     ) -> None:
         self.form, self.rows, self.rules = form, rows, rules
         self.adapter = adapter
@@ -97,7 +103,9 @@ class LowRankPredictor:
             keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
             seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.selection == "default" else None
             with self._shared.account.holding("fitting", fitting_bytes(self.form.key_width, self.rows)):
-                found = Directions.of(keys(), self.form.key_width, self.form.num_key_heads, visible, rank, self.adapter, seen)
+                found = Directions.of(
+                    keys(), self.form.key_width, self.form.num_key_heads, visible, rank, self.adapter, seen
+                )
             self.close_keys()
             self.keys = LowRankKeys(
                 found.adapter, found.deviation, self.rules.dtype, self.form.num_key_heads, self.rows,
@@ -236,8 +244,8 @@ class LowRankPredictor:
             keys, adapter, sealed = summary["keys"], summary["adapter"], tree["units"] * self.form.group_size
             if keys.shape != (self.rows, sealed, keys.shape[-1]) or adapter.shape != (heads, dim, keys.shape[-1]):
                 raise self._wrong(
-                    f"its compact keys are {tuple(keys.shape)}, by an adapter of {tuple(adapter.shape)}, for {self.rows} "
-                    f"x {sealed} tokens"
+                    f"its compact keys are {tuple(keys.shape)}, by an adapter of {tuple(adapter.shape)}, for "
+                    f"{self.rows} x {sealed} tokens"
                 )
         adapter, queries = tree["adapter"], tree["latest_queries"]
         right = adapter is None or (adapter.ndim == 2 and adapter.shape[0] == heads * dim)

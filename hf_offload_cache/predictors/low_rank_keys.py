@@ -83,7 +83,9 @@ class LowRankKeys:
         self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
 
     @staticmethod
-    def planned(width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, group_size: int) -> LayerPlan:
+    def planned(
+        width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, group_size: int
+    ) -> LayerPlan:
         """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements."""
         keys = rows * tokens * rank * dtype.itemsize
         kept = 4 if dtype == torch.float32 else 2
@@ -186,8 +188,9 @@ class LowRankKeys:
 
         By numpy: products this small are done before torch's threads are awake.
         """
-        grouped = query.detach().float().cpu().numpy().reshape(query.shape[0], len(self._projection), -1, query.shape[2])
-        return np.matmul(grouped, self._projection).reshape(query.shape[0], query.shape[1], -1)
+        batch, heads, dim = query.shape
+        grouped = query.detach().float().cpu().numpy().reshape(batch, len(self._projection), -1, dim)
+        return np.matmul(grouped, self._projection).reshape(batch, heads, -1)
 
     def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), and factors (h, 1) float32 that they
