@@ -88,8 +88,8 @@ class DiskSwapCache(OffloadCache):
         if self.buffer is not None and tree["budgets"] is not None:
             self.buffer.restore(tree["budgets"])
 
-    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-        super().begin_step(model, kwargs)
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        changed = super().begin_step(model, kwargs)
         if self.buffer is not None and not self.decoding:
             self.buffer.rest()
         if self.decoding and self.buffer is not None:
@@ -98,6 +98,7 @@ class DiskSwapCache(OffloadCache):
             if 0 in self._by_index and self._pace.first:  # no layer before it looks ahead for it
                 with self.timeline.span("look ahead", 0):
                     self._prefetch(self._by_index[0], None)
+        return changed
 
     def _spread_budgets(self) -> None:
         """Before the first step after a prefill: give each layer its share of the groups that are selected."""
@@ -116,11 +117,12 @@ class DiskSwapCache(OffloadCache):
             self.buffer.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
         self._account_live()  # the queries are gone: what selecting takes comes in their place
 
-    def end_step(self) -> None:
+    def end_step(self, output: Any) -> Any | None:
         started = self._step_started
-        super().end_step()
+        changed = super().end_step(output)
         if started is not None:
             self._pace.took(time.perf_counter() - started)
+        return changed
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""

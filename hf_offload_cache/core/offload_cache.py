@@ -27,7 +27,9 @@ from ..errors import BudgetError, ConfigError, PromptError, SeamLostError, Unsup
 from ..memory.fit import parse_memory, plan_memory
 from ..memory.machine import check_descriptors
 from ..model import attach
+from ..model.attachable import Attachable
 from ..model.geometry import Geometry
+from ..model.inner_model import inner_model
 from ..model.look_ahead import LookAhead
 from ..report.cache_report import CacheReport
 from ..stores.engines import resolve_engine
@@ -38,7 +40,7 @@ from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
 
 
-class OffloadCache(Cache, attach.Attachable):
+class OffloadCache(Cache, Attachable):
     """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
     collection takes them off again. Used by one thread at a time; several caches may share a model.
 
@@ -61,7 +63,7 @@ class OffloadCache(Cache, attach.Attachable):
         config: OffloadConfig | str | Path | None = None,
         **fields: Any,
     ) -> None:
-        inner = attach.inner_model(model)
+        inner = inner_model(model)
         self.config = self.config_class.load(config, fields, inner)
         if inner.config.is_encoder_decoder:
             raise UnsupportedModelError(
@@ -176,7 +178,7 @@ class OffloadCache(Cache, attach.Attachable):
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
 
-    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
         self.shared.check_open()
         intact = attach.intact(model)
@@ -190,7 +192,7 @@ class OffloadCache(Cache, attach.Attachable):
         self._check_whole()
         lengths = [layer.get_seq_length() for layer in self._with_length()]
         if given is None:
-            return
+            return None
         history = max(lengths, default=self._tokens.length)
         if not history:
             self.adapters = adapter_fields(self.given_model, self.model)
@@ -213,6 +215,7 @@ class OffloadCache(Cache, attach.Attachable):
         kind = "decode" if history and given.shape[1] == 1 else "prefill"
         self.timeline.describe_step(kind, sequences=given.shape[0], tokens=given.shape[1], history=history)
         self._step_started = time.perf_counter() if kind == "decode" else None
+        return None
 
     def _check_rows(self, count: int) -> None:
         """Before the rows become `count`. Raises `BudgetError`."""
@@ -224,7 +227,7 @@ class OffloadCache(Cache, attach.Attachable):
         """A single-query step over a history is under way."""
         return self._step_started is not None
 
-    def end_step(self) -> None:
+    def end_step(self, output: Any) -> Any | None:
         """After the model's forward: keep the ids, stop the clock."""
         self.shared.check_seam()
         if self._step_ids is not None:
@@ -243,6 +246,7 @@ class OffloadCache(Cache, attach.Attachable):
         self._account_live()
         if self.timeline.on:
             self._count_on_timeline()
+        return None
 
     def _count_on_timeline(self) -> None:
         counters = self.shared.counters
