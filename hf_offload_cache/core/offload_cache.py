@@ -165,6 +165,7 @@ class OffloadCache(Cache, Attachable):
                 layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,8 @@ class AttentionName(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:  # torch.compile traces this one, and not str's own
+        return hash(str(self))
 
 
 def rename(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
