@@ -85,7 +85,7 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
                 query, tag = context.queries[layer_idx], getattr(returned, TAG)
                 layer.attend(tag, _no_attention, module, query, returned, other, None, scaling=module.scaling)
         if own:
-            cache.end_step()
+            cache.end_step(None)
             cache.shared.prefetcher.flush()
 
 

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from ..errors import ContextMismatchError
-from ..model.attach import inner_model
+from ..model.inner_model import inner_model
 from .adapters import adapter_fields
 from .fields import flat, plain, text
 from .weights import full_digest as _full_digest

@@ -16,7 +16,7 @@ from ..caches.disk_swap import DiskSwapCache
 from ..config import parse_size
 from ..core.offload_cache import OffloadCache
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError
-from ..model.attach import inner_model
+from ..model.inner_model import inner_model
 from ..stores.encryption import KeySource, key_check, load_key
 from .folder import remove
 from .identity import identity

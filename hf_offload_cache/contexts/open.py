@@ -17,7 +17,7 @@ from ..core.offload_layer import OffloadLayer
 from ..errors import ConfigError, ContextError, ContextMismatchError
 from ..memory.machine import check_descriptors
 from ..memory.plan import default_rank, plan_memory
-from ..model.attach import attention_devices
+from ..model.decoder_blocks import attention_devices
 from ..model.geometry import Geometry
 from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard

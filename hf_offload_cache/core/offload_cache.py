@@ -18,6 +18,8 @@ from ..errors import SeamLostError, UnsupportedModelError
 from ..fetch.storage import Storage
 from ..memory.machine import check_descriptors
 from ..model import attach
+from ..model.attachable import Attachable
+from ..model.inner_model import inner_model
 from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
@@ -32,7 +34,7 @@ from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
 
 
-class OffloadCache(Held, Budgeted, Persistent, CacheOperations, attach.Attachable):
+class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
     collection takes them off again. Used by one thread at a time; several caches may share a model.
 
@@ -52,7 +54,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, attach.Attachabl
         config: OffloadConfig | str | Path | None = None,
         **fields: Any,
     ) -> None:
-        inner = attach.inner_model(model)
+        inner = inner_model(model)
         self.config = load_config(self.config_class, config, fields, inner)
         if inner.config.is_encoder_decoder:
             raise UnsupportedModelError(
@@ -104,6 +106,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, attach.Attachabl
                 layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

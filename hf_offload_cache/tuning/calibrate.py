@@ -10,8 +10,8 @@ import torch
 from ..caches.adapter import Adapter
 from ..core.offload_cache import OffloadCache
 from ..core.offload_layer import OffloadLayer
-from ..model.attach import inner_model
 from ..model.fingerprint import fingerprint
+from ..model.inner_model import inner_model
 from ..predictors.directions import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_layer import DiskSwapLayer
-from ..model.attach import inner_model
+from ..model.inner_model import inner_model
 from ..predictors.layer_budgets import MOST, spread
 
 

@@ -19,7 +19,7 @@ from ..console.generation import prefill
 from ..core.offload_layer import OffloadLayer
 from ..fetch.slot_table import ABSENT, SlotTable
 from ..history.record_format import RecordFormat
-from ..model.attach import inner_model
+from ..model.inner_model import inner_model
 from .calibrate import KeyMoments, ObservedCache, observed
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable

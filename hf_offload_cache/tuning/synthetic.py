@@ -10,15 +10,15 @@ import torch
 from ..core.offload_layer import OffloadLayer
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
-from ..model import attach
-from ..model.attach import inner_model
+from ..model.decoder_blocks import decoder_blocks
 from ..model.fingerprint import config_value
+from ..model.inner_model import inner_model
 from ..model.tag import TAG
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:
     """The self-attention of each decoder block, by layer index."""
-    return {layer_idx: attention for layer_idx, _, attention in attach._blocks(inner_model(model))}
+    return {layer_idx: attention for layer_idx, _, attention in decoder_blocks(inner_model(model))}
 
 
 def fill(
@@ -75,7 +75,7 @@ def two_blocks(model: Any) -> Any:
     Raises `UnsupportedModelError` where the blocks are not in one list, or fewer than two.
     """
     backbone: Any = inner_model(model).base_model
-    blocks = [block for _, block, _ in attach._blocks(backbone)]
+    blocks = [block for _, block, _ in decoder_blocks(backbone)]
     lists = [
         module
         for module in backbone.modules()
