@@ -16,7 +16,9 @@ from ..core.offload_layer import OffloadLayer
 from ..core.pace import Pace
 from ..errors import ConfigError
 from ..fetch.selection_buffer import SelectionBuffer
-from ..model.fingerprint import config_value
+from ..memory.plan import default_rank
+from ..model.config_values import config_value
+from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from ..predictors.layer_budgets import MOST, spread
 from .adapter import Adapter
@@ -87,6 +89,14 @@ class DiskSwapCache(OffloadCache):
         super().restore(tree)
         if self.buffer is not None and tree["budgets"] is not None:
             self.buffer.restore(tree["budgets"])
+
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        found = super().stored_fields(config, geometry)
+        forms = geometry.forms(config.group_size)
+        if not config.exact and forms:
+            found.setdefault("rank", max(default_rank(form) for form in forms))
+        return found
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         super().begin_step(model, kwargs)

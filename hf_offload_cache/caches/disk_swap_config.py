@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DiskSwapConfig(OffloadConfig):
     """KVSwap's fields (paper sections 3.2 to 3.4)."""
+
+    stored_format: ClassVar[tuple[str, ...]] = (*OffloadConfig.stored_format, "rank", "summary_dtype", "adapter")
+    of_a_run: ClassVar[tuple[str, ...]] = (*OffloadConfig.of_a_run, "adapter")
+    kept_on_open: ClassVar[tuple[str, ...]] = (
+        *OffloadConfig.kept_on_open, "rank", "summary_dtype", "selection", "target_mass",
+    )  # fmt: skip
+    not_beside_exact: ClassVar[tuple[str, ...]] = ("selection", "adapter")
 
     num_selected: int = 400
     """Tokens attended beyond sinks and latest ones, rounded up to whole groups (the paper's M G)."""

@@ -138,7 +138,9 @@ class DiskSwapLayer(OffloadLayer):
             self._check_learnt(tree["adapter"], tree["latest_queries"], **tree["history"])
         self.adapter = tree["adapter"]
         self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
-        self.latest_queries, self.scaling = tree["latest_queries"], tree["scaling"]
+        measured = self.settings.layer_budgets == "measured" and self.settings.selection == "default"
+        self.latest_queries = tree["latest_queries"] if measured else None  # the configuration says what comes of them
+        self.scaling = tree["scaling"]
         super().restore(tree, parts, device)
 
     def _check_learnt(

@@ -22,13 +22,14 @@ from transformers.cache_utils import (
 )
 
 from ..config import OffloadConfig, parse_size
-from ..contexts.adapters import adapter_fields
 from ..errors import BudgetError, ConfigError, PromptError, SeamLostError, UnsupportedModelError
 from ..memory.fit import parse_memory, plan_memory
 from ..memory.machine import check_descriptors
+from ..memory.plan import MemoryPlan
 from ..model import attach
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
+from ..model.peft_adapters import adapter_fields
 from ..report.cache_report import CacheReport
 from ..stores.engines import resolve_engine
 from .continuation import check_planned, check_positions, check_prompt, padding_of
@@ -75,7 +76,7 @@ class OffloadCache(Cache, attach.Attachable):
         self._model = weakref.ref(inner)
         self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
         self.adapters: dict[str, str] | None = None
-        """PEFT's adapters when what is held began: `contexts.adapters.adapter_fields`; None: nothing is held."""
+        """PEFT's adapters when what is held began: `model.peft_adapters.adapter_fields`; None: nothing is held."""
         self._tokens = TokenLog(self.shared.account, self.config.max_context)
         self._step_started: float | None = None
         self._step_ids: torch.Tensor | None = None
@@ -385,7 +386,41 @@ class OffloadCache(Cache, attach.Attachable):
         self._tokens.truncate(0)
         self.shared.reset_counters()
 
-    # --- contexts ----------------------------------------------------------------------------------------------
+    # --- contexts (`contexts.protocol.ContextCache`) -----------------------------------------------------------
+
+    @property
+    def storage(self) -> Shared:
+        """What the layers store their records with."""
+        return self.shared
+
+    def check_open(self) -> None:
+        """Raises unless the cache may be used."""
+        self.shared.check_open()
+
+    @classmethod
+    def may_crop(cls, model: PreTrainedModel) -> bool:
+        """Whether what a cache of this class holds of `model` can be cropped: no window and no state is among it."""
+        layers = DynamicCache(config=model.config).layers
+        return not any(
+            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        )
+
+    @classmethod
+    def plan(cls, geometry: Geometry, config: Any, context: int, batch: int) -> MemoryPlan:
+        """What a cache of `config` holds at most for `batch` sequences of `context` tokens."""
+        return plan_memory(geometry, config, context, batch)
+
+    @classmethod
+    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Any:
+        """The best configuration within `memory` bytes; `fields` stay as they are. Raises `BudgetError`."""
+        return cls.config_class.fit(geometry, memory, max_context, max_batch, fields)
+
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        """The values of `config.kept_on_open` for `fit`: what the configuration left to the model's shape is named, as
+        the stored layers have it; fields that are None otherwise are left out."""
+        values = {name: getattr(config, name) for name in config.kept_on_open}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def model(self) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..errors import PromptError
+from ..errors import ContextError, PromptError
 from ..history.position_history import History
 from ..history.record_format import RecordFormat
 from ..model.attention import AttentionFunction, no_backward, stream_attention, visible_columns
@@ -18,6 +18,7 @@ from ..stores.base import Store
 from .shared import Shared
 
 TAG = "_hf_offload_cache_tag"
+_STATES = ("unknown", "tagged", "full")
 
 
 @dataclass(eq=False)
@@ -84,6 +85,11 @@ class OffloadLayer(CacheLayerMixin):
     def batch(self) -> int:
         """Sequences; 0 before the first `update`."""
         return self.history.batch if self.is_initialized else 0
+
+    @property
+    def history_device(self) -> torch.device:
+        """Where keys and values come from; the CPU where nothing is held."""
+        return self.history.device if self.is_initialized else torch.device("cpu")
 
     @property
     def tables_nbytes(self) -> int:
@@ -294,6 +300,11 @@ class OffloadLayer(CacheLayerMixin):
 
         Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
         """
+        if tree["state"] not in _STATES or (tree["history"] is None and parts):
+            raise ContextError(
+                f"layer {self.layer_idx} of the context does not hold together: its state is {tree['state']!r}, of "
+                f"{_STATES}, and it has {len(parts)} files of records"
+            )
         if tree["history"] is not None:
             self.history = History.restore(self.shared, tree["history"], parts, device, self.layer_idx)
             self.is_initialized = True

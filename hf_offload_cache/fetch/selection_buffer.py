@@ -116,13 +116,14 @@ class SelectionBuffer:
         return {"padded": self._padded, "share": dict(self._share), "given": dict(self._given)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on with what was captured. Budgets that were given to this buffer stay. Raises `ContextError`."""
+        """Go on with what was captured. The configuration decides the layers' budgets; where it says that they are
+        measured, those that were captured as measured apply. Raises `ContextError`."""
         shares = [*tree["share"].values(), *tree["given"].values()]
         if not isinstance(tree["padded"], bool) or not all(type(one) is float and 0 <= one < 2**31 for one in shares):
             raise ContextError(f"budgets of the layers in a context must be numbers from 0, got {shares[:8]!r}")
         self._padded = tree["padded"]
-        if not self._given:
-            self._share, self._given = dict(tree["share"]), dict(tree["given"])
+        if self.settings.layer_budgets == "measured" and not tree["given"]:
+            self._share = dict(tree["share"])
 
     # --- reading -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
 from ..model import attach
 from ..model.attach import inner_model
-from ..model.fingerprint import config_value
+from ..model.config_values import config_value
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:

@@ -21,7 +21,8 @@ from ..history.record_format import RecordFormat
 from ..memory.fit import Geometry, fit_config, parse_memory, plan_memory
 from ..memory.plan import default_rank
 from ..model.attach import inner_model
-from ..model.fingerprint import config_value, fingerprint
+from ..model.config_values import config_value
+from ..model.fingerprint import fingerprint
 from ..stores.base import DEVICE_BLOCK
 from ..stores.engines import choose_engine
 from .lookup import Reader
