@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .errors import ConfigError
 
@@ -44,7 +44,22 @@ def parse_memory(text: int | str, full_kv_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer."""
+    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer.
+
+    A method's class says itself what its fields mean to a saved context, in the tuples below, which it adds to.
+    """
+
+    stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
+    """Fields that what is stored fixes: another value is refused when a context is opened."""
+    of_a_run: ClassVar[tuple[str, ...]] = (
+        "memory", "max_context", "max_batch", "trace", "engine", "verify", "io_timeout", "encryption_key",
+    )  # fmt: skip
+    """Fields of a machine or a run, which a context does not keep. What is in `stored_format` too lies in the states of
+    the layers, and is not to be given when a context is opened."""
+    kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
+    """Fields that stay as they were saved when a context is opened with a budget that they do not fit as they are."""
+    not_beside_exact: ClassVar[tuple[str, ...]] = ()
+    """Fields that `exact` leaves without effect, and which are refused beside it."""
 
     num_sinks: int = 4
     """First tokens of a sequence, always attended (rounded up to whole units)."""

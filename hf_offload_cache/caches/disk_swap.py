@@ -22,18 +22,18 @@ from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan
 from ..memory.search import Search
 from ..model.attention_call import AttentionCall
-from ..model.fingerprint import config_value
+from ..model.config_values import config_value
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from ..predictors.base import Query
 from ..predictors.layer_budgets import MOST, spread
 from ..predictors.low_rank import LowRankPredictor, Rules
 from ..predictors.low_rank import Shared as PredictorShared
+from ..predictors.low_rank_keys import default_rank
 from ..stores.base import Store
 from .adapter import Adapter, adapter_rank
 from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
-
 
 _LEARNT = ("summary", "adapter", "fitted_at", "measured_at", "latest_queries")
 """What of a captured layer is its predictor's."""
@@ -185,6 +185,14 @@ class DiskSwapCache(SelectiveCache):
         area = max((area_bytes(kind, settings, context, most(kind, settings)) for kind in kinds), default=0)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
         return fit_disk_swap(search, forms, area)
+
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        found = super().stored_fields(config, geometry)
+        forms = geometry.forms(config.group_size)
+        if not config.exact and forms:
+            found.setdefault("rank", max(default_rank(form.key_width) for form in forms))
+        return found
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
         """As `SelectiveCache.read_ahead`; nothing is guessed of a random choice, and by the paper's rule not again."""

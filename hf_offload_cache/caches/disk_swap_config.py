@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..config import SelectiveConfig
 from ..errors import ConfigError
@@ -12,6 +13,13 @@ from ..errors import ConfigError
 @dataclass(frozen=True)
 class DiskSwapConfig(SelectiveConfig):
     """KVSwap's fields (paper sections 3.2 to 3.4)."""
+
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "rank", "summary_dtype", "adapter")
+    of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
+    kept_on_open: ClassVar[tuple[str, ...]] = (
+        *SelectiveConfig.kept_on_open, "rank", "summary_dtype", "selection", "target_mass",
+    )  # fmt: skip
+    not_beside_exact: ClassVar[tuple[str, ...]] = ("selection", "adapter")
 
     rank: int | None = None
     """Width of a compact key. None: a quarter of the joined key width, from 16 to 160."""

@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+from .fork import fork
+from .open import open_context
+from .save import save
+
 
 class Persistent:
     """The verbs, on top of what the cache captures, restores and freezes."""
@@ -34,8 +38,6 @@ class Persistent:
         Raises `FileExistsError`; `StoreFullError` and other `StoreError`s with nothing published and the cache as it
         was; `ValueError` for a cache that holds nothing; as any use of the cache does.
         """
-        from .save import save
-
         save(self, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
 
     @classmethod
@@ -68,8 +70,6 @@ class Persistent:
         bytes than were written, here or in the step that reads them; `EncryptionKeyError`; and as the constructor does.
         Nothing is left behind.
         """
-        from .open import open_context
-
         return open_context(cls, directory, model, memory, path, tokenizer, fields)
 
     def fork(self) -> Self:
@@ -79,8 +79,6 @@ class Persistent:
         own. Compact keys in memory are shared until one of the two adds a group; each one's account counts them. Tables
         and latest tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
         """
-        from .fork import fork
-
         return fork(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -87,6 +87,13 @@ class Budgeted:
         """The best configuration of a search: what a method's own fields give way to, and for."""
         return fit_stream(search)
 
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        """The values of `config.kept_on_open` for `fit`: what the configuration left to the model's shape is named, as
+        the stored layers have it; fields that are None otherwise are left out."""
+        values = {name: getattr(config, name) for name in config.kept_on_open}
+        return {name: value for name, value in values.items() if value is not None}
+
     def check_budget(self, model: PreTrainedModel) -> None:
         """Raises `BudgetError` where the configuration names a budget and limits that do not go together."""
         memory, context, batch = self.config.memory, self.config.max_context, self.config.max_batch

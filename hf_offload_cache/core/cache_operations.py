@@ -63,6 +63,14 @@ class CacheOperations(Cache):
         """Some layer keeps a state whose length cannot be asked for."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
+    @classmethod
+    def may_crop(cls, model: PreTrainedModel) -> bool:
+        """Whether what a cache of this class holds of `model` can be cropped: no window and no state is among it."""
+        layers = DynamicCache(config=model.config).layers
+        return not any(
+            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        )
+
     def kept_bytes(self) -> int:
         """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
         total = 0

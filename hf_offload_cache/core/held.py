@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..contexts.adapters import adapter_fields
 from ..fetch.storage import Storage
+from ..model.peft_adapters import adapter_fields
 from .cache_operations import CacheOperations
 
 

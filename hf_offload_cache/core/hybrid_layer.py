@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from ..contexts.kept_layers import capture_kept, restore_kept
 from ..stores.base import Store
-from .kept_layers import capture_kept, restore_kept
 from .offload_layer import OffloadLayer
 
 
@@ -41,12 +41,16 @@ class _HybridMethods:
         super().crop(tokens_to_remove)  # type: ignore[misc]
 
     def capture(self) -> dict[str, Any]:
-        names = vars(LinearAttentionLayer(**self._states()))
-        return {**super().capture(), "linear": capture_kept(self, names)}  # type: ignore[misc]
+        return {**super().capture(), "linear": capture_kept(self, self._linear_names())}  # type: ignore[misc]
 
     def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
         super().restore(tree, parts, device)  # type: ignore[misc]
-        restore_kept(self, tree["linear"])
+        place = f"layer {self.layer_idx}"  # type: ignore[attr-defined]
+        rows = self.batch or None  # type: ignore[attr-defined]
+        restore_kept(self, tree["linear"], place, self._linear_names(), rows)
+
+    def _linear_names(self) -> list[str]:
+        return list(vars(LinearAttentionLayer(**self._states())))
 
     def _states(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}

@@ -61,6 +61,11 @@ class LayerOperations(CacheLayerMixin):
         return self.history.length if self.is_initialized else 0
 
     @property
+    def history_device(self) -> torch.device:
+        """Where keys and values come from; the CPU where nothing is held."""
+        return self.history.device if self.is_initialized else torch.device("cpu")
+
+    @property
     def batch(self) -> int:
         """Sequences; 0 before the first `update`."""
         return self.history.rows // self.rows.heads if self.is_initialized else 0

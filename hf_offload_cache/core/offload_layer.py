@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig
-from ..errors import PromptError
+from ..errors import ContextError, PromptError
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
@@ -23,6 +23,8 @@ from .layer_operations import LayerOperations
 from .planned import LayerKind, plan_history, stream_bytes
 from .rows import Rows
 from .step import Step
+
+_STATES = ("unknown", "tagged", "full")
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """(B, q, H, Dv), and the attention weights where the model's own function gave some."""
@@ -229,6 +231,11 @@ class OffloadLayer(LayerOperations):
 
         Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
         """
+        if tree["state"] not in _STATES or (tree["history"] is None and parts):
+            raise ContextError(
+                f"{self.name} of the context does not hold together: its state is {tree['state']!r}, of {_STATES}, and "
+                f"it has {len(parts)} files of records"
+            )
         if tree["history"] is not None:
             self.history = self.restore_history(tree["history"], parts, device)
             self.is_initialized = True

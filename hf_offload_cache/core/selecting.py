@@ -81,5 +81,5 @@ class Selecting:
         if not isinstance(tree["padded"], bool) or not all(type(one) is float and 0 <= one < 2**31 for one in shares):
             raise ContextError(f"budgets of the layers in a context must be numbers from 0, got {shares[:8]!r}")
         self.padded = tree["padded"]
-        if measured:
+        if measured and not tree["given"]:
             self.shares = dict(tree["share"])

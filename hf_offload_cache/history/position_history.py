@@ -37,14 +37,20 @@ def packing_bytes(form: RecordFormat, rows: int, num_recent: int, groups: int) -
 
 
 def check_captured(
-    form: RecordFormat, ids: np.ndarray, tail: torch.Tensor, length: int, records: int, name: str
+    form: RecordFormat, ids: Any, tail: Any, length: Any, records: int, name: str, group_size: int | None
 ) -> None:
-    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`."""
+    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`.
+
+    `group_size`: the configuration's."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     wrong = None
-    if not all(isinstance(size, int) and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
+    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
         wrong = f"its entries have the form {form}"
-    elif tail.ndim != 3 or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
+    elif group_size not in (None, form.group_size):
+        wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
+    elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
+        wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
+    elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
         wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
     elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
         wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
@@ -170,8 +176,10 @@ class PositionHistory:
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
         """
-        form, ids, tail = RecordFormat(**tree["form"]), tree["table"].cpu().numpy(), tree["tail"]
-        check_captured(form, ids, tail, tree["length"], sum(part.capacity for part in parts), name)
+        form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
+        ids: Any = tree["table"].cpu().numpy() if isinstance(tree["table"], torch.Tensor) else None
+        records = sum(part.capacity for part in parts)
+        check_captured(form, ids, tail, length, records, name, config.group_size)
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, tail.shape[0], device, config, name, store)
         history.table = BlockTable.of(store, ids)

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
-from .fingerprint import config_value
+from .config_values import config_value
 from .inner_model import inner_model
 
 

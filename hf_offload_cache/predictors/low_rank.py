@@ -260,7 +260,8 @@ class LowRankPredictor:
         if summary is not None:
             self.keys = LowRankKeys.restore(summary, self._shared.account, self._shared.workspace)
             self.keys.reserve(self.rules.reserve)
-        self.adapter, self.latest_queries = adapter, queries
+        self.adapter = adapter
+        self.latest_queries = queries if self.rules.measures_density else None  # the configuration says what comes of it
         self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
 
     def _wrong(self, what: str) -> ContextError:

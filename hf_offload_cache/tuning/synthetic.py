@@ -10,8 +10,8 @@ import torch
 from ..core.offload_layer import OffloadLayer
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
+from ..model.config_values import config_value
 from ..model.decoder_blocks import decoder_blocks
-from ..model.fingerprint import config_value
 from ..model.inner_model import inner_model
 from ..model.tag import TAG
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +40,9 @@ class Tuned:
         rows = [{**row, "fields": {**row["fields"], "adapter": adapter.name}} for row in self.rows]
         text = json.dumps({**self.values, "rows": rows}, indent=1) + "\n"
         new = not adapter.exists()
-        _replace(adapter, self.adapter.save)
+        replace_file(adapter, self.adapter.save)
         try:
-            _replace(path, lambda place: place.write_text(text, encoding="utf-8"))
+            replace_file(path, lambda place: place.write_text(text, encoding="utf-8"))
         except BaseException:
             if new:
                 adapter.unlink(missing_ok=True)
@@ -71,23 +67,3 @@ def _adapters_of(path: Path) -> set[Path]:
     except (OSError, ValueError, KeyError, TypeError):
         return set()
     return {path.with_name(name) for name in names if re.fullmatch(re.escape(path.stem) + r"\.adapter-\w+\.\w+", name)}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` to a temporary file, which then takes the place of `path` in one step; gone when anything fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name is the folder's content
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -20,7 +20,8 @@ from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..history.record_format import RecordFormat
 from ..memory.fit import Geometry, fit_config, parse_memory, plan_memory
 from ..memory.plan import default_rank
-from ..model.fingerprint import config_value, fingerprint
+from ..model.config_values import config_value
+from ..model.fingerprint import fingerprint
 from ..model.inner_model import inner_model
 from ..stores.base import DEVICE_BLOCK
 from ..stores.engines import choose_engine

@@ -32,7 +32,7 @@ from harness import (
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache, OffloadCache, verify
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, verify
 from hf_offload_cache.contexts.reader import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
@@ -477,12 +477,10 @@ def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
 
 def test_config_fields_are_saved(tmp_path: Path) -> None:
     """All but those of a machine or a run."""
-    from hf_offload_cache.contexts.save import NOT_SAVED
-
     model = tiny("llama")
     with _prefilled(model) as cache:
         cache.save(tmp_path / "context")
-        names = {field.name for field in dataclasses.fields(cache.config)} - set(NOT_SAVED)
+        names = {field.name for field in dataclasses.fields(cache.config)} - set(DiskSwapConfig.of_a_run)
     assert set(read_manifest(tmp_path / "context").config) == names
 
 
