@@ -94,9 +94,9 @@ def child(run: Run) -> dict[str, Any]:
     with new_cache() as cache:
 
         def note(stage: str) -> None:
-            cache.shared.prefetcher.flush()
+            cache.storage.prefetcher.flush()
             account, owners = cache.memory_bytes, cache.report().memory_by_owner
-            pages = sum(resident_file_bytes(store) for store in cache.shared.stores)
+            pages = sum(resident_file_bytes(store) for store in cache.storage.stores)
             anonymous = anonymous_bytes() - before
             stages[stage] = {"account": account, "measured": anonymous + pages, "file_pages": pages}
             stages[stage] |= {"difference": account / (anonymous + pages) - 1, "owners": owners}

@@ -52,7 +52,7 @@ class ShadowKVLayer(SelectiveLayer):
         self._sealed = [pending[:, :, :sealed]] if sealed else []
         self._release_recent()
         self._recent = pending[:, :, sealed:].clone()
-        self.shared.account.hold("rolling tail", self._recent.nbytes)
+        self.shared.storage.account.hold("rolling tail", self._recent.nbytes)
         keys = key_states.view_as(key_states)
         setattr(keys, TAG, getattr(values, TAG))
         return keys, values
@@ -62,7 +62,7 @@ class ShadowKVLayer(SelectiveLayer):
 
     def _release_recent(self) -> None:
         if self._recent is not None:
-            self.shared.account.release("rolling tail", self._recent.nbytes)
+            self.shared.storage.account.release("rolling tail", self._recent.nbytes)
             self._recent = None
 
     @property
@@ -89,7 +89,7 @@ class ShadowKVLayer(SelectiveLayer):
         positions = (groups[:, :, None] * group + np.arange(group)).reshape(len(groups), -1)
         rebuilt = self.summary.rebuild(torch.from_numpy(positions).to(self.history.device))
         keys = torch.cat([rebuilt.to(self._recent.dtype), self._recent], 2)
-        counters = self.shared.counters
+        counters = self.shared.storage.counters
         counters.tokens_visible += self.batch * self.length
         counters.tokens_attended += self.batch * keys.shape[2]
         with torch.no_grad():

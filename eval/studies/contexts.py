@@ -86,7 +86,7 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
                 layer.attend(tag, _no_attention, module, query, returned, other, None, scaling=module.scaling)
         if own:
             cache.end_step(None)
-            cache.shared.prefetcher.flush()
+            cache.storage.prefetcher.flush()
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

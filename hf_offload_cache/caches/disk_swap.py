@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -107,8 +107,9 @@ class DiskSwapLayer(SelectiveLayer):
         """By the paper's rule the guess decides, if there is one."""
         settings = self.shared.config
         assert isinstance(settings, DiskSwapConfig)
-        if settings.selection == "paper" and not guess and self._fetcher is not None and self._fetcher.guess is not None:
-            return self._fetcher.guess
+        decided = None if self._fetcher is None else self._fetcher.guess
+        if settings.selection == "paper" and not guess and decided is not None:
+            return decided
         return super().choose(query, guess=guess)
 
     def density(self, most: int) -> np.ndarray | None:
@@ -144,6 +145,12 @@ class DiskSwapCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
     config: DiskSwapConfig
+
+    @classmethod
+    def fit(
+        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
+    ) -> DiskSwapConfig:
+        return cast(DiskSwapConfig, super().fit(geometry, memory, max_context, max_batch, fields))
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)

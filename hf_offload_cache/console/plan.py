@@ -37,9 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(arguments.json)
 
+    from ..caches.disk_swap import DiskSwapCache
     from ..caches.disk_swap_config import DiskSwapConfig
+    from ..config import parse_memory
     from ..errors import ConfigError
-    from ..memory.fit import fit_config, parse_memory, plan_memory
     from ..memory.machine import free_disk, free_memory
     from ..stores.engines import choose_engine
     from . import generation
@@ -57,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = DiskSwapConfig.load(None, fields)
     else:
         memory = parse_memory(arguments.memory, full)
-        config = fit_config(geometry, memory, arguments.context, arguments.batch, fields)
-    plan = plan_memory(geometry, config, arguments.context, arguments.batch)
+        config = DiskSwapCache.fit(geometry, memory, arguments.context, arguments.batch, fields)
+    plan = DiskSwapCache.plan(geometry, config, arguments.context, arguments.batch)
     room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
     needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}

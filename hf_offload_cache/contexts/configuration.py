@@ -59,13 +59,13 @@ def opened_config(
     if exact:
         saved = {name: value for name, value in saved.items() if name not in config_class.not_beside_exact}
     if memory is None:
-        return config_class.load(None, {**saved, **fields}, model)
+        return config_class.load(None, {**saved, **fields})
     fields, geometry = resolve_engine(fields, path), Geometry.of(model)
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
     limits = {"memory": limit, "max_context": context, "max_batch": batch}
-    whole = config_class.load(None, {**saved, **fields, **limits}, model)
+    whole = config_class.load(None, {**saved, **fields, **limits})
     if cls.plan(geometry, whole, context, batch).peak_bytes <= limit:
         return whole
     stay = cls.stored_fields(config_class.load(None, saved), geometry)

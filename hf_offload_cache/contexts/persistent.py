@@ -38,7 +38,8 @@ class Persistent:
         Raises `FileExistsError`; `StoreFullError` and other `StoreError`s with nothing published and the cache as it
         was; `ValueError` for a cache that holds nothing; as any use of the cache does.
         """
-        save(self, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
+        cache: Any = self  # a `ContextCache`
+        save(cache, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
 
     @classmethod
     def open(
@@ -70,7 +71,8 @@ class Persistent:
         bytes than were written, here or in the step that reads them; `EncryptionKeyError`; and as the constructor does.
         Nothing is left behind.
         """
-        return open_context(cls, directory, model, memory, path, tokenizer, fields)
+        kind: Any = cls  # of `ContextCache`s
+        return open_context(kind, directory, model, memory, path, tokenizer, fields)
 
     def fork(self) -> Self:
         """A cache of its own that holds the same: N questions over one document share what is stored.
@@ -79,7 +81,8 @@ class Persistent:
         own. Compact keys in memory are shared until one of the two adds a group; each one's account counts them. Tables
         and latest tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
         """
-        return fork(self)
+        cache: Any = self  # a `ContextCache`
+        return fork(cache)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = self.fork()

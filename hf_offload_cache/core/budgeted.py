@@ -54,11 +54,11 @@ class Budgeted:
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields)
-        return cls(model, path=path, config=config)  # type: ignore[call-arg]  # the cache's constructor
+        return cls(model, path=path, config=config)  # type: ignore[call-arg]
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
-        """The most that a cache of `config` holds, by owner, for `max_batch` sequences of up to `max_context` tokens each.
+        """The most that a cache of `config` holds, by owner, for `max_batch` sequences of up to `max_context` tokens.
 
         Raises `AdapterError` for an adapter file that cannot be read."""
         layer, apart = cls.layer_class, cls.layer_class.heads_apart
@@ -79,7 +79,7 @@ class Budgeted:
             return cls.plan(geometry, config, max_context, max_batch).peak_bytes
 
         apart = cls.layer_class.heads_apart
-        choices = search(cls.config_class, peak_of, geometry, memory, max_context, max_batch, fields, apart)
+        choices = search(cls.config_class, peak_of, geometry, (memory, max_context, max_batch), fields, apart)
         return cls.choose_fields(choices, geometry)
 
     @classmethod

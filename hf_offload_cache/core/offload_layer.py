@@ -74,7 +74,6 @@ class OffloadLayer(LayerOperations):
         self.history = self.make_history(form, keys.shape[0], keys.device)
         self.is_initialized = True
 
-    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +126,6 @@ class OffloadLayer(LayerOperations):
 
     # --- attention ---------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def attend(self, call: AttentionCall) -> Output:
         """What the model's attention would return over the layer's whole history (a sparse method: over its choice).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..config import OffloadConfig, parse_size
 from ..fetch.staging import Staging
@@ -110,12 +111,16 @@ def plan_cache(
 
 
 def search(
-    config_class: type, peak_of: Callable[..., int], geometry: Geometry, memory: int, context: int, batch: int,
-    fields: dict, heads_apart: bool,
-) -> Search:  # fmt: skip
-    """What a budget is searched with: see `Search`."""
+    config_class: type[OffloadConfig],
+    peak_of: Callable[..., int],
+    geometry: Geometry,
+    limits: tuple[int, int, int],
+    fields: dict[str, Any],
+    heads_apart: bool,
+) -> Search:
+    """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
     config_class.load(None, fields)  # wrong fields are told before budgets are
     settings = OffloadConfig(group_size=fields.get("group_size"))
     kinds = {LayerKind.of(shape, geometry, settings, 1, heads_apart).form for shape in geometry.layers}
     records = [(form.record_bytes, form.group_size) for form in kinds]
-    return Search(config_class, peak_of, records, memory, context, batch, dict(fields))
+    return Search(config_class, peak_of, records, *limits, dict(fields))

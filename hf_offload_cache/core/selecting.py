@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ..config import SelectiveConfig
 from ..errors import ContextError
 from ..fetch.areas import Areas
+from ..fetch.choice import Choice
 from ..fetch.storage import Storage
 from ..memory.buffers import Workspace
 from ..predictors.sinks import sink_units
@@ -27,6 +29,9 @@ class Selecting:
     """By layer index: what of the mean budget a layer has; 1 where it is not named."""
     given: dict[int, float] = field(default_factory=dict)
     """Those of the configuration, which apply whatever was measured or captured."""
+
+    watch: Callable[[int, Choice], None] | None = None
+    """Told the layer's index and what its step attends to, after it was gathered."""
 
     def __post_init__(self) -> None:
         self.areas = Areas(self.storage.account)

@@ -193,6 +193,8 @@ class SelectiveLayer(OffloadLayer):
         with storage.timeline.span("gather", self.layer_idx):
             fetched = self.fetcher.gather(self.history, choice)
         self.fetched(choice, fetched)
+        if selecting.watch is not None:
+            selecting.watch(self.layer_idx, choice)
         counters = storage.counters
         counters.tokens_visible += self.batch * self.length * call.num_queries
         counters.tokens_attended += self.batch * fetched.entries.shape[1] * call.num_queries

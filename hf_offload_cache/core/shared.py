@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from ..config import OffloadConfig
 from ..errors import CacheClosedError, SeamLostError, StalledError
 from ..fetch.storage import Storage
@@ -42,7 +40,6 @@ class Shared:
         """The cache is not to be used until `reset`: layers may differ, or something may be under way unknown."""
         return self.storage.torn or self.storage.prefetcher.trouble is not None
 
-    @torch.compiler.disable  # it would warn about os.getpid, which it cannot trace
     def check_open(self) -> None:
         """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is broken."""
         self.storage.check_process()

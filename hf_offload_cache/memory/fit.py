@@ -27,7 +27,7 @@ def fit_selective(search: Search[Config]) -> Config:
 
     Raises `BudgetError` with the least memory that would do.
     """
-    selected = search.fields.get("num_selected", search.config_class().num_selected)  # type: ignore[attr-defined]
+    selected: int = search.config(search.least_streams()).num_selected  # type: ignore[attr-defined]
     full = {"num_selected": selected, "reuse_capacity": 0}
     group = max((tokens for _, tokens in search.records), default=1)
     chosen = {}

@@ -83,8 +83,10 @@ class MemoryPlan:
     @classmethod
     def of(cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int) -> Self:
         """The sum of what all owners planned."""
-        phases = ({owner: held for owner, held in each.items() if held} for each in (planned.prefill, planned.decode))
-        return cls(*phases, disk_bytes, full_kv_bytes, weight_bytes)
+        prefill, decode = (
+            {owner: held for owner, held in each.items() if held} for each in (planned.prefill, planned.decode)
+        )
+        return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes)
 
     @property
     def prefill_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_call import own_attention
+from .attention_call import AttentionCall, own_attention
 from .tag import Tag, tag_of
 
 PREFIX = "hf_offload_cache_"
@@ -48,9 +48,9 @@ def _attention(
     tag = tag_of(key)
     if tag is None:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
-    return _attend(tag, own, module, query, key, value, attention_mask, *args, **kwargs)
+    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
 
 
 @torch.compiler.disable  # whatever a method does in its layer's `attend`, it is not traced
-def _attend(tag: Tag, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return tag.layer.attend(tag, *args, **kwargs)
+def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return tag.layer.attend(call)

@@ -261,7 +261,7 @@ class LowRankPredictor:
             self.keys = LowRankKeys.restore(summary, self._shared.account, self._shared.workspace)
             self.keys.reserve(self.rules.reserve)
         self.adapter = adapter
-        self.latest_queries = queries if self.rules.measures_density else None  # the configuration says what comes of it
+        self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
         self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
 
     def _wrong(self, what: str) -> ContextError:

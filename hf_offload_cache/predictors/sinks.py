@@ -18,7 +18,7 @@ def with_sinks(
     """`importance` (rows, units), in place, of units in the order of the sequence: those with sinks are above all,
     those of padding alone below all.
 
-    `visible` (B or 1, at least units * unit_size) says what is no padding; rows are sequences, or so many rows for each.
+    `visible` (B or 1, at least units * unit_size) says what is no padding; each sequence has as many rows.
     """
     if visible is None:
         importance[:, : -(-num_sinks // unit_size)] = np.inf

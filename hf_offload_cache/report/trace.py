@@ -45,7 +45,7 @@ class Trace(Timeline):
 
     MOST_EVENTS = 512
     HELD_BYTES = 320 * 1024
-    """What `MOST_EVENTS` take at most, with the text of those that are being written: for the account of who makes one."""
+    """What `MOST_EVENTS` take at most, with the text of those that are being written; booked by who makes one."""
 
     on = True
 

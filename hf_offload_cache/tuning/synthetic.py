@@ -10,10 +10,10 @@ import torch
 from ..core.offload_layer import OffloadLayer
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
+from ..model.attention_call import AttentionCall
 from ..model.config_values import config_value
 from ..model.decoder_blocks import decoder_blocks
 from ..model.inner_model import inner_model
-from ..model.tag import TAG
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:
@@ -39,7 +39,7 @@ def fill(
     with torch.no_grad():
         returned, other = layer.update(keys, values)
         query = keys.new_zeros(keys.shape[0], heads or keys.shape[1], 1, keys.shape[3]) if queries is None else queries
-        layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
+        layer.attend(AttentionCall(_no_attention, module, query, returned, other, None))
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

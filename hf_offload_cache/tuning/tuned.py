@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ..stores.atomic_file import replace_file
+
 if TYPE_CHECKING:
     from ..caches.adapter import Adapter
 

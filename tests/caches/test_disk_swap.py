@@ -213,8 +213,8 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
         feed(cache, prompt(long_model(), 2, needed + 8 - 1))
         assert cache.offloaded[1].summary is None
         feed(cache, prompt(long_model(), 2, 1))
-        assert cache.shared.account.by_owner["compact keys"] == 3 * 2 * needed * rank
-        assert cache.shared.account.by_owner["adapters"] == 3 * 32 * rank * 4
+        assert cache.storage.account.by_owner["compact keys"] == 3 * 2 * needed * rank
+        assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * 4
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
@@ -303,9 +303,9 @@ def test_engines_agree(tmp_path: Path, rows: int) -> None:
 def test_the_report_is_consistent(tmp_path: Path, engine: str) -> None:
     with sparse(engine=engine, path=tmp_path) as cache:
         result = run(cache, 2, max_new_tokens=12)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         report = cache.report()
-        stores = cache.shared.stores
+        stores = cache.storage.stores
         record = cache.offloaded[0].history.form.record_bytes
         steps, held = 11, LONG + 11
         assert result.tokens.shape == (2, held + 1)
@@ -322,7 +322,7 @@ def test_the_report_is_consistent(tmp_path: Path, engine: str) -> None:
         assert report.peak_memory_bytes >= report.memory_bytes == sum(report.memory_by_owner.values())
         assert report.disk_bytes == (0 if engine == "memory" else report.bytes_written)
         assert report.layers == {"unknown": 0, "tagged": 3, "full": 0, "kept": 0}
-        selected = cache.shared.counters.units_selected
+        selected = cache.storage.counters.units_selected
         assert selected == steps * 3 * 2 * 11
         shown = str(report)
         assert "711 tokens" in shown
@@ -344,7 +344,7 @@ def test_reuse_saves_reads() -> None:
 def test_the_memory_account() -> None:
     """The sum of its owners, of tensors that can be counted from outside; zero for each after close."""
     cache = sparse(engine="auto")
-    account = cache.shared.account
+    account = cache.storage.account
     with cache:
         run(cache, 2)
         owners = dict(account.by_owner)

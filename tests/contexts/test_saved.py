@@ -242,7 +242,7 @@ def test_opening_reads_no_keys_and_values(tmp_path: Path) -> None:
     with DiskSwapCache.open(tmp_path / "context", model) as cache:
         assert cache.report().bytes_read == 0 and cache.report().tokens == LONG - 1
         generate(model, cache, ids_of(model), max_new_tokens=1)
-        stored = sum(store.capacity * store.record_bytes for store in cache.shared.stores)
+        stored = sum(store.capacity * store.record_bytes for store in cache.storage.stores)
         assert 0 < cache.report().bytes_read < stored / 2
 
 
@@ -599,7 +599,7 @@ def test_what_could_not_be_written_is_never_saved(tmp_path: Path) -> None:
         def open_store(record_bytes: int, layer_idx: int) -> Store:
             store = make(record_bytes, layer_idx)
             if layer_idx in full:
-                cache.shared.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
+                cache.storage.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
             return store
 
         cache.shared.open_store = open_store

@@ -573,17 +573,17 @@ def test_a_cache_on_a_device_that_stalls(
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=4)
     cache = sparse(model, engine=engine, path=tmp_path, io_timeout=LONG, **ALL)
     generate(model, cache, ids, max_new_tokens=2)
-    cache.shared.prefetcher.flush()
-    prefetcher = cache.shared.prefetcher
+    cache.storage.prefetcher.flush()
+    prefetcher = cache.storage.prefetcher
     used = [full_ring_patience(cache), prefetcher._readers.patience, prefetcher._writes.patience]
     assert [patience.seconds for patience in used] == [LONG] * 3
     if engine == "uring":
-        full = FullRing(cache.shared.ring)
-        cache.shared.ring._patience.seconds = SHORT
+        full = FullRing(cache.storage.ring)
+        cache.storage.ring._patience.seconds = SHORT
     else:
         for store in slow:
             store.gate = gate
-        cache.shared.prefetcher._readers.patience.seconds = SHORT
+        cache.storage.prefetcher._readers.patience.seconds = SHORT
     cache.buffer._drop_slots(0)  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
@@ -606,15 +606,15 @@ def test_a_cache_on_a_device_that_stalls(
         while cache.shared.broken:
             with contextlib.suppress(StalledError):
                 cache.reset()
-        for patience in (cache.shared.prefetcher._readers.patience, *([full_ring_patience(cache)])):
+        for patience in (cache.storage.prefetcher._readers.patience, *([full_ring_patience(cache)])):
             patience.seconds = LONG
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=4))
         cache.close()
-        assert not cache.shared.account.by_owner[STALLED_READS]
+        assert not cache.storage.account.by_owner[STALLED_READS]
     else:
         cache.close()
         cache.close()
-        assert cache.shared.account.by_owner[STALLED_READS] > 0, "memory that may still be written to counts"
+        assert cache.storage.account.by_owner[STALLED_READS] > 0, "memory that may still be written to counts"
         with pytest.raises(CacheClosedError):
             generate(model, cache, ids, max_new_tokens=2)
         let_go()
@@ -623,8 +623,8 @@ def test_a_cache_on_a_device_that_stalls(
 
 
 def full_ring_patience(cache: DiskSwapCache) -> Any:
-    ring = cache.shared.ring
-    return cache.shared.prefetcher._writes.patience if ring is None else ring._patience
+    ring = cache.storage.ring
+    return cache.storage.prefetcher._writes.patience if ring is None else ring._patience
 
 
 # ---------------------------------------------------------------------------------------------- threads that die
@@ -840,7 +840,7 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
     fields = {"engine": engine, "path": tmp_path, **ALL}
     cache = sparse(model, **fields)
     generate(model, cache, ids, max_new_tokens=2)
-    parent, store, prefetcher = os.getpid(), cache.offloaded[0].history.store, cache.shared.prefetcher
+    parent, store, prefetcher = os.getpid(), cache.offloaded[0].history.store, cache.storage.prefetcher
     chosen = cache.offloaded[0].history.table.ids[0, :8:2].astype(np.int64)
     prefetcher.flush()
     record_bytes = store.record_bytes
@@ -876,9 +876,9 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
 
     locks = [
         prefetcher._writes._changed,
-        cache.shared.account._lock,
+        cache.storage.account._lock,
         attach._lock(),
-        *([cache.shared.ring._lock] if engine == "uring" else []),
+        *([cache.storage.ring._lock] if engine == "uring" else []),
     ]
     with held_elsewhere(*locks):
         in_child(check)
@@ -898,9 +898,9 @@ def test_an_inherited_cache_is_collected_quietly(model: Any, tmp_path: Path) -> 
     gate = Gate()
     store = SlowReads(caches[0].offloaded[0].history.store, gate)
     chosen = caches[0].offloaded[0].history.table.ids[0, :1].astype(np.int64)
-    caches[0].shared.prefetcher.flush()
+    caches[0].shared.storage.prefetcher.flush()
     out = rows(1).view(-1)[: store.record_bytes].view(1, store.record_bytes)
-    ticket = caches[0].shared.prefetcher.read(store, chosen, out)
+    ticket = caches[0].shared.storage.prefetcher.read(store, chosen, out)
     gate.wait_for(1)  # a thread that the child does not have is in the middle of it
     files = open_descriptors()
 
@@ -931,7 +931,7 @@ ENDING = """
 
     def read_everything(cache):
         for layer in cache.offloaded:
-            history, prefetcher = layer.history, cache.shared.prefetcher
+            history, prefetcher = layer.history, cache.storage.prefetcher
             table = history.table.ids[0].astype("int64")
             outs = [aligned_empty(len(table), history.form.record_bytes) for _ in range(4)]
             prefetcher.flush()
@@ -1024,7 +1024,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
     """A part of a read may be under way that nobody knows of."""
     with sparse(model, **ALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
-        cache.shared.prefetcher._log.trouble = KeyboardInterrupt()
+        cache.storage.prefetcher._log.trouble = KeyboardInterrupt()
         assert cache.shared.broken
         with pytest.raises(RuntimeError, match=r"interrupted.*reset"):
             cache.crop(-1)
@@ -1187,11 +1187,11 @@ def test_no_space_in_the_middle(
         model(expected.tokens[:, :-1], past_key_values=plain)
     with sparse(model, engine="direct", path=tmp_path, **ALL) as cache:
         generate(model, cache, ids, max_new_tokens=2)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         faulty[0]._failing = range(faulty[0].calls + number, faulty[0].calls + number + 1)
         with pytest.raises(StoreFullError, match=r"layer 0: .*No space left") as caught:
             generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=38)
-            cache.shared.prefetcher.flush()
+            cache.storage.prefetcher.flush()
         assert caught.value.errno == errno.ENOSPC
         held = min(layer.length for layer in cache.offloaded)
         assert held > LENGTH
@@ -1230,7 +1230,7 @@ def test_a_thousand_caches(tmp_path: Path) -> None:
                 if reads:
                     model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
             assert cache.get_seq_length() == 23 + reads
-        assert cache.shared.account.current == 0
+        assert cache.storage.account.current == 0
 
     def held() -> tuple[int, int, int]:
         maps = Path("/proc/self/maps")

@@ -25,7 +25,7 @@ from harness import PAD, generate, prompt, unchanged
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.history.position_history import History

@@ -71,7 +71,7 @@ def test_a_part_of_it_is_not(model: Any, reference: torch.Tensor, tmp_path: Path
 def test_flexgen_is_the_full_cache_bit_by_bit(model: Any, reference: torch.Tensor, tmp_path: Path) -> None:
     with FlexGenCache(model, path=tmp_path) as cache:
         assert torch.equal(next_logits(model, cache), reference)
-        stored = sum(layer.history.num_groups for layer in cache.offloaded) * cache.shared.stores[0].record_bytes * 2
+        stored = sum(layer.history.num_groups for layer in cache.offloaded) * cache.storage.stores[0].record_bytes * 2
         assert cache.report().bytes_read >= 3 * stored
 
 
@@ -283,7 +283,7 @@ def test_the_account_agrees_with_what_is_reckoned(kind: Any, method: str, model:
     light = synthetic.build_model(shape)
     with kind(light, path=tmp_path, **fields) as cache:
         synthetic.fill(cache, light, shape, 8192)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         inputs = synthetic.Inputs(shape, 0.9)
         for _ in range(3):
             synthetic.decode_step(light, cache, inputs.next())

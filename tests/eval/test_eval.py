@@ -46,8 +46,8 @@ def test_resident_file_pages_are_seen(tmp_path: Path) -> None:
     """mincore tells pages in the page cache from pages that are not."""
     with DiskSwapCache(synthetic.build_model(TINY), path=tmp_path, engine="direct") as cache:
         synthetic.fill(cache, synthetic.build_model(TINY), TINY, 512)
-        cache.shared.prefetcher.flush()
-        store = cache.shared.stores[0]
+        cache.storage.prefetcher.flush()
+        store = cache.storage.stores[0]
         assert memory.resident_file_bytes(store) == 0
         Path(f"/proc/self/fd/{store._file.fd}").read_bytes()
         assert memory.resident_file_bytes(store) >= store.disk_bytes // 2

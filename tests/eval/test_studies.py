@@ -202,7 +202,7 @@ def test_what_is_seen_is_what_was_attended(rolling: bool, tmp_path: Path) -> Non
             torch.testing.assert_close(output.view(4, 16), expected, rtol=1e-4, atol=1e-4)
             assert 0 < look.mass < 1
             assert 0 <= look.resident <= len(look.groups)
-        assert sum(look.resident for look in looks) == cache.shared.counters.units_resident
+        assert sum(look.resident for look in looks) == cache.storage.counters.units_resident
 
 
 def test_everything_is_seen_of_an_exact_cache() -> None:

@@ -333,7 +333,7 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     """The account is within the plan by owner, and within the budget at its peak."""
     report = cache.report()
     plan = plan_memory(geometry, cache.config, CONTEXT, BATCH)
-    assert report.memory_budget == cache.shared.account.limit
+    assert report.memory_budget == cache.storage.account.limit
     assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
     most = {owner: max(plan.prefill.get(owner, 0), plan.decode.get(owner, 0)) for owner in report.memory_by_owner}
     over = {owner: (held, most[owner]) for owner, held in report.memory_by_owner.items() if held > most[owner]}

@@ -267,7 +267,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         generate(model, cache, prompt(model), max_new_tokens=2)
         assert cache.report().memory_by_owner["timeline"] == Trace.HELD_BYTES
     cache.close()
-    assert "timeline" not in {owner for owner, held in cache.shared.account.by_owner.items() if held}
+    assert "timeline" not in {owner for owner, held in cache.storage.account.by_owner.items() if held}
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
     assert list(tmp_path.iterdir()) == [path]
 
