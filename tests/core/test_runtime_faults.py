@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from background import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
 from harness import COMMON, Decoded, assert_exact, build, generate, prompt
-from test_prefetch import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
-from test_sparse_matrix import one_thread, sparse
+from long_models import sparse
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
@@ -44,8 +44,6 @@ from hf_offload_cache.stores.base import Store
 from hf_offload_cache.stores.engines import open_store
 from hf_offload_cache.stores.uring.ring import DEPTH, Ring
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, pattern, read
-
-__all__ = ["one_thread"]  # a fixture
 
 SHORT = 0.05
 """Seconds after which what never answers counts as stalled. Only where nothing else is waited for."""
@@ -920,9 +918,8 @@ def test_an_inherited_cache_is_collected_quietly(model: Any, tmp_path: Path) -> 
 
 
 ENDING = """
-    import gc, os, sys, torch
-    torch.set_num_threads(1)
-    import harness, test_sparse_matrix
+    import gc, os, sys
+    import harness, long_models
     from hf_offload_cache.stores.base import aligned_empty
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(**{**harness.COMMON, "num_hidden_layers": 2, "max_position_embeddings": 2048})
@@ -949,7 +946,7 @@ ENDING = """
         if child:
             ends_well(child)
             continue
-        cache = test_sparse_matrix.sparse(model, engine=engine, num_selected=2048)
+        cache = long_models.sparse(model, engine=engine, num_selected=2048)
         first = harness.generate(model, cache, ids, max_new_tokens=3).tokens
         for reading in (False, True):
             if reading:
@@ -1090,9 +1087,8 @@ def test_ctrl_c_anywhere(model: Any, engine: str, tmp_path: Path) -> None:
 
 
 LIMITED = """
-    import errno, os, resource, sys, torch
-    torch.set_num_threads(1)
-    import harness, test_sparse_matrix
+    import errno, os, resource, sys
+    import harness, long_models
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def used():
@@ -1120,9 +1116,9 @@ LIMITED = """
     small, large = build(4), build(60)
     for engine in sys.argv[1:]:
         before = used()
-        refused(lambda: test_sparse_matrix.sparse(large, engine=engine), "needs 60 descriptors", "ulimit -n")
+        refused(lambda: long_models.sparse(large, engine=engine), "needs 60 descriptors", "ulimit -n")
         assert used() == before
-        with test_sparse_matrix.sparse(small, engine=engine) as cache:
+        with long_models.sparse(small, engine=engine) as cache:
             assert answer(small, cache) == 103
             cache.reset()
             limit(used() + 1)
@@ -1131,7 +1127,7 @@ LIMITED = """
             cache.reset()
             assert answer(small, cache) == 103
         print(engine)
-    assert answer(large, test_sparse_matrix.sparse(large, engine="memory")) == 103
+    assert answer(large, long_models.sparse(large, engine="memory")) == 103
 """
 """With 64 descriptors a small model works, and what comes later loses nothing. One with too many layers is refused
 before any prefill and leaves nothing open, except where the records are in memory."""

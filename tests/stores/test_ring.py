@@ -315,7 +315,7 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
         left = [moment]
 
         def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("stores/ring.py") or frame.f_code.co_name == "_close":
+            if not frame.f_code.co_filename.endswith("stores/uring/ring.py") or frame.f_code.co_name == "_close":
                 return None
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             if event == "line" and not statement.startswith(("with ", "try:", "pass")):  # no signal is served there
