@@ -6,18 +6,19 @@ one after the other. `make test` makes both calls.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from gathers import Gathers
 
 # Before torch is imported, and for the processes that tests start: tiny operations only wait for each other's threads,
 # and how many there are decides the last bits of a sum.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-import pytest
-import torch
-from gathers import Gathers, checking
-
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +50,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("The tests marked `alone` are not among these: --alone runs them.")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """What was there before a module is not walked by the collections of its tests: half a second each, of imports."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def checked_gathers() -> Iterator[Gathers]:
     """`checking` for a whole test."""
+    from gathers import checking  # not above: the process that starts the workers needs no torch
+
     with checking() as seen:
         yield seen

@@ -45,7 +45,7 @@ def test_everything_selected(name: str) -> None:
     with checking() as seen:
         result = walk.walk_one(walk.architectures()[name], make=all_selected)
     check(result)
-    steps = harness.NEW - 1
+    steps = walk.NEW - 1
     assert len(seen) >= steps * result.layers["tagged"]
     assert bool(len(seen)) == bool(result.layers["tagged"])
 
