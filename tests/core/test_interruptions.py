@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from gathers import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
-from test_sparse_matrix import Gathers, checked_gathers, long_fresh, long_tiny, one_thread, sparse
+from long_models import long_fresh, long_tiny, sparse
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
@@ -25,8 +26,6 @@ from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.fetch.ticket import Ticket
-
-__all__ = ["checked_gathers", "one_thread"]  # fixtures
 
 LENGTH = 620
 EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}

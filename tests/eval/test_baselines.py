@@ -30,7 +30,6 @@ SELECTIVE = (InfiniGenCache, LokiCache, GroupedInfiniGenCache, ShadowKVCache)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.set_num_threads(1)
     return synthetic.build_model(TINY)
 
 

@@ -27,11 +27,6 @@ FIELDS = {"num_selected": 64, "reuse_capacity": 64, "rank": 16, "group_size": 4,
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def setting_of(path: Path, tokens: int = 1024, **others: Any) -> Setting:
     return Setting(TINY, tokens, **{"memory": None, "path": str(path), "fields": FIELDS, **others})
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import build
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
 from hf_offload_cache import DiskSwapCache
-from tests.harness import build
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
 QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")

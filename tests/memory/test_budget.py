@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +24,6 @@ SMOL = Geometry.uniform(30, 9, 3, 64)
 LLAMA_8B = Geometry.uniform(32, 32, 8, 128)
 CONTEXT, BATCH = 960, 2
 """Of the tiny model's runs: long enough that compact keys are made, which takes 512 tokens."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny: threads of torch would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for

@@ -592,7 +592,6 @@ def test_a_model_built_from_an_attached_config() -> None:
 
 _LOAD = """
 import pickle, sys, torch
-torch.set_num_threads(1)
 from transformers import DynamicCache
 if sys.argv[1] == "pickle":
     with open(sys.argv[2], "rb") as file:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gathers import selections
 from harness import generate, prompt
-from test_disk_swap import LONG, long_model, run, selections, sparse
+from long_llama import LONG, long_model, run, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import SMALL, fresh, generate, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import OffloadConfig
@@ -28,7 +29,6 @@ from hf_offload_cache.report.timeline import NO_TIMELINE, Timeline
 from hf_offload_cache.report.trace import Trace
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import LatencyStore
-from tests.harness import SMALL, fresh, generate, prompt, tiny
 
 PROMPT, NEW, CHUNK = 640, 8, 160
 """More than the 512 tokens from which there are compact keys to select with; the prompt in chunks of `CHUNK`."""
@@ -90,6 +90,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with torch.no_grad():
             for _ in range(NEW):
                 model(input_ids=ids[:, -1:], past_key_values=cache)
+        cache.shared.prefetcher.flush()  # what is written later would be in the trace and not in the report
         report = cache.report()
     assert report.selected_fraction is not None, "the steps were not sparse: the test would prove little"
     return json.loads(path.read_text()), report, before.bytes_read
