@@ -58,7 +58,8 @@ class DiskSwapCache(OffloadCache):
                 f"rank must be at most {width}, the joined width of this model's keys, got {settings.rank}: "
                 f"use rank={width}"
             )
-        self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
+        if settings.look_ahead is not False or settings.selection == "paper":
+            self.look_ahead = LookAhead(self.shared.account, "input" if settings.selection == "paper" else "attended")
         layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]
         if not isinstance(settings.layer_budgets, str):
             if len(settings.layer_budgets) != len(layers):
@@ -71,7 +72,7 @@ class DiskSwapCache(OffloadCache):
         adapter = None if settings.adapter is None else Adapter.load(Path(settings.adapter), model)
         for layer in layers:
             layer.buffer = self.buffer
-            layer.learn = self.look_ahead.learn
+            layer.learn = None if self.look_ahead is None else self.look_ahead.learn
             if adapter is not None:
                 layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank, width).float()
 

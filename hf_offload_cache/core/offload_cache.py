@@ -31,9 +31,10 @@ from ..model.attachable import Attachable
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
 from ..model.look_ahead import LookAhead
+from ..model.own_model import OwnModel
 from ..report.cache_report import CacheReport
 from ..stores.engines import resolve_engine
-from .continuation import check_planned, check_positions, check_prompt, padding_of
+from .continuation import check_model, check_planned, check_positions, check_prompt, padding_of
 from .hybrid_layer import hybrid
 from .offload_layer import OffloadLayer
 from .shared import SEAM_LOST, Shared
@@ -74,7 +75,7 @@ class OffloadCache(Cache, Attachable):
         self.shared = Shared(self.config, path)
         self.timeline = self.shared.timeline
         self.warnings: list[str] = []
-        self._model = weakref.ref(inner)
+        self._model = OwnModel(inner)
         self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began: `contexts.adapters.adapter_fields`; None: nothing is held."""
@@ -97,13 +98,14 @@ class OffloadCache(Cache, Attachable):
             self.prepare(inner)
             token = attach.attach(inner, self)
         finally:
-            self._finalizer = weakref.finalize(self, _shut_down, self.shared, self._model, token)
+            self._finalizer = weakref.finalize(self, _shut_down, self.shared, weakref.ref(inner), token)
             if token == -1:
                 self._finalizer()
         self.timeline.start()
         self.shared.keys_are_shared = any(isinstance(layer, DummyLayer) for layer in self.layers)
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
+        self._first = min(self._by_index, default=0)
         if not self.offloaded:
             self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
 
@@ -172,6 +174,8 @@ class OffloadCache(Cache, Attachable):
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
         self.shared.check_open()
+        if layer_idx == self._first or self._open is None:  # once a step, and out of step: another model has no seams
+            check_model(self._model, self._model.stranger())
         layer = self._by_index.get(layer_idx)
         if layer is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
@@ -182,6 +186,7 @@ class OffloadCache(Cache, Attachable):
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
         self.shared.check_open()
+        check_model(self._model, model)
         intact = attach.intact(model)
         if intact:  # else an interruption is not what kept keys from attention
             self._check_whole()
@@ -586,6 +591,8 @@ class OffloadCache(Cache, Attachable):
             self._finalizer()
         finally:
             if here:
+                if self.look_ahead is not None:
+                    self.look_ahead.end_step()  # of a step that did not end
                 for layer in self.offloaded:
                     layer.close()
                 self._tokens.truncate(0)

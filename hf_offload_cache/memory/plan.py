@@ -16,6 +16,7 @@ from ..errors import AdapterError
 from ..history.position_history import packing_bytes, piece_groups
 from ..history.record_format import RecordFormat
 from ..model.geometry import Geometry
+from ..model.look_ahead import LookAhead
 from ..predictors.directions import fitting_bytes
 from ..predictors.layer_budgets import LATEST_QUERIES, MOST
 from ..report.trace import Trace
@@ -189,6 +190,8 @@ def _selecting(
     given = config.rank or (None if config.adapter is None else adapter_rank(config.adapter))
     areas = 1 if config.look_ahead is False else 3
     heads = max((shape.num_heads for shape in geometry.layers), default=0)
+    if config.look_ahead is not False or config.selection == "paper":
+        rows.update(LookAhead.planned(geometry.num_blocks, geometry.hidden_size, geometry.dtype.itemsize, batch))
     for form, count in forms.items():
         group, payload = form.group_size, form.payload_width * form.dtype.itemsize
         groups = _groups(form, config, context)
