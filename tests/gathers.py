@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
+
 from hf_offload_cache.history.position_history import History
 
 

@@ -10,7 +10,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ import transformers
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-TOLERANCE = 2e-3
-"""Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
+from hf_offload_cache.testing.comparison import TOLERANCE, Comparison, Decoded, compare
+from hf_offload_cache.testing.model_walk import SMALL
+
+__all__ = ["SMALL", "TOLERANCE", "Comparison", "Decoded", "compare"]  # tests find here what they share
 
 PROMPT, NEW = 56, 24
 """Tokens of a prompt and tokens to generate: with `SMALL`, 20 groups and 5 blocks of history."""
-
-SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
-"""Fields of a cache that make a short history span many groups and several blocks."""
 
 PAD = 0
 """Padding token; prompts do not contain it."""
@@ -155,14 +153,6 @@ def assistant_of(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------- cases
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What a case produced: token ids (rows, length) and the logits of every step (steps, rows, vocabulary)."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-
-
 Case = Callable[..., Decoded]
 """(model, cache, tokens to generate = NEW) -> what came of it."""
 
@@ -285,35 +275,6 @@ CASES: dict[str, Case] = {
 
 
 # ---------------------------------------------------------------------------------------------- comparison
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far a result is from its reference; `deviation` in standard deviations of the reference's logits."""
-
-    same_tokens: bool
-    deviation: float
-    bitwise: bool
-
-    @property
-    def exact(self) -> bool:
-        """Same tokens, and logits within the tolerance."""
-        return self.same_tokens and self.deviation <= TOLERANCE
-
-
-def compare(reference: Decoded, result: Decoded) -> Comparison:
-    """Tokens and logits of `result` against those of `reference`; infinitely far when shapes or NaN differ."""
-    same_tokens = torch.equal(reference.tokens, result.tokens)
-    expected, got = reference.logits, result.logits
-    if expected.shape != got.shape:
-        return Comparison(same_tokens, float("inf"), False)
-    finite = expected.isfinite()
-    if not finite.any() or expected.isnan().any():
-        raise ValueError("the reference's logits are not numbers: the comparison would prove nothing")
-    if not torch.equal(expected[~finite], got[~finite]) or not got[finite].isfinite().all():
-        return Comparison(same_tokens, float("inf"), False)
-    difference = (expected[finite] - got[finite]).abs().max() / expected[finite].std()
-    return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
 
 
 def assert_exact(reference: Decoded, result: Decoded, bitwise: bool = False) -> None:

@@ -159,7 +159,7 @@ class DiskSwapCache(SelectiveCache):
             return
         if settings.selection == "paper":
             self._pace = Pace(True)
-            self.look_ahead = LookAhead("input")
+            self.look_ahead = LookAhead(self.storage.account, "input")
             self.watch_queries()
         width = key_width(model)
         if settings.rank is not None and width is not None and settings.rank > width:

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from ..config import OffloadConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError
 from ..memory.fit import fit_stream
-from ..memory.plan import MemoryPlan
+from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from ..stores.engines import resolve_engine
 from .offload_layer import OffloadLayer
-from .planned import plan_cache, search
+from .planned import LayerKind, plan_cache, search
 
 
 class Budgeted:
@@ -62,9 +62,17 @@ class Budgeted:
 
         Raises `AdapterError` for an adapter file that cannot be read."""
         layer, apart = cls.layer_class, cls.layer_class.heads_apart
-        return plan_cache(
-            geometry, config, max_context, max_batch, lambda kind: layer.planned(kind, config, max_context), apart
-        )
+        beside = cls.plan_beside(geometry, config, max_batch)
+
+        def layer_plan(kind: LayerKind) -> LayerPlan:
+            return layer.planned(kind, config, max_context)
+
+        return plan_cache(geometry, config, max_context, max_batch, layer_plan, apart, beside)
+
+    @classmethod
+    def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
+        """What a method holds beside its layers."""
+        return Planned()
 
     @classmethod
     def fit(

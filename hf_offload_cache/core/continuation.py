@@ -8,6 +8,7 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import BudgetError, PromptError
+from ..model.own_model import OwnModel, name_of
 from .token_log import TokenLog
 
 
@@ -88,6 +89,16 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
                 "pass the mask of the whole conversation, as `cache.attention_mask` begins it"
             )
     return mask[:, held:].detach().to("cpu") == 0
+
+
+def check_model(own: OwnModel, other: torch.nn.Module | None) -> None:
+    """Raises `PromptError` for a forward of `other`, unless that is the cache's own model, or one within the other."""
+    if other is not None and not own.includes(other):
+        mine = own()
+        raise PromptError(
+            f"this cache was made for {'a model that is gone' if mine is None else name_of(mine)} and was given to "
+            f"{name_of(other)}: what it holds means nothing there; make a cache with that model"
+        )
 
 
 def check_planned(config: OffloadConfig, batch: int, length: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..fetch.storage import Storage
+from ..model.own_model import OwnModel
 from ..model.peft_adapters import adapter_fields
 from .cache_operations import CacheOperations
 
@@ -18,7 +19,7 @@ class Held(CacheOperations):
 
     storage: Storage
     adapters: dict[str, str] | None
-    _model: weakref.ref[PreTrainedModel]
+    _model: OwnModel
     _given: weakref.ref[Any]
     _resumed: bool
 

@@ -20,11 +20,12 @@ from ..memory.machine import check_descriptors
 from ..model import attach
 from ..model.attachable import Attachable
 from ..model.inner_model import inner_model
+from ..model.own_model import OwnModel
 from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
 from .cache_operations import CacheOperations
-from .continuation import check_planned, check_prompt
+from .continuation import check_model, check_planned, check_prompt
 from .held import Held
 from .hybrid_layer import hybrid
 from .load_config import load_config
@@ -67,7 +68,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.shared.take_back = weakref.WeakMethod(self.take_back)
         self.timeline = self.storage.timeline
         self.warnings: list[str] = []
-        self._model = weakref.ref(inner)
+        self._model = OwnModel(inner)
         self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
@@ -82,7 +83,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.prepare(inner)
             token = attach.attach(inner, self)
         finally:
-            self._finalizer = weakref.finalize(self, _shut_down, self.storage, self._model, token)
+            self._finalizer = weakref.finalize(self, _shut_down, self.storage, weakref.ref(inner), token)
             if token == -1:
                 self._finalizer()
         self.timeline.start()
@@ -113,6 +114,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
         self.shared.check_open()
+        if self.shared.step is None:  # another model has no seams, or none that tell this cache of a step
+            check_model(self._model, self._model.stranger())
         layer = self._by_index.get(layer_idx)
         if layer is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
@@ -124,6 +127,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """Before the model's forward: check that the step continues what is held, start the clock."""
         shared = self.shared
         shared.check_open()
+        check_model(self._model, model)
         intact = attach.intact(model)
         if intact:  # else an interruption is not what kept keys from attention
             self.check_whole()

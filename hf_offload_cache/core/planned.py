@@ -80,8 +80,9 @@ def plan_cache(
     batch: int,
     layer_plan: Callable[[LayerKind], LayerPlan],
     heads_apart: bool,
+    beside: Planned,
 ) -> MemoryPlan:
-    """The most that a cache holds for `batch` sequences of up to `context` tokens, by what each layer plans.
+    """The most that a cache holds for `batch` sequences of up to `context` tokens: what each layer plans, and `beside`.
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
@@ -101,7 +102,7 @@ def plan_cache(
     layers, store_bytes = LayerPlan.of_layers(
         ((layer_plan(kinds[shape]), count) for shape, count in shapes.items()), moving
     )
-    held = held + layers
+    held = held + layers + beside
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]

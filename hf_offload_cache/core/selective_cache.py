@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..memory.fit import fit_selective
+from ..memory.plan import Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
@@ -36,7 +37,7 @@ class SelectiveCache(OffloadCache):
         if self.selecting is None:
             return
         if settings.look_ahead is not False:
-            self.look_ahead = LookAhead()
+            self.look_ahead = LookAhead(self.shared.storage.account)
         for layer in self.selective:
             layer.selecting = self.selecting
         self.watch_queries()
@@ -45,6 +46,13 @@ class SelectiveCache(OffloadCache):
         """Let the look-ahead see how the layers' queries are made."""
         for layer in self.selective:
             layer.watch_query = None if self.look_ahead is None else self.look_ahead.learn
+
+    @classmethod
+    def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
+        if config.exact or not isinstance(config, SelectiveConfig) or config.look_ahead is False:
+            return super().plan_beside(geometry, config, batch)
+        held = LookAhead.planned(geometry.num_blocks, geometry.hidden_size, geometry.dtype.itemsize, batch)
+        return super().plan_beside(geometry, config, batch) + Planned.always(held)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
@@ -122,6 +130,11 @@ class SelectiveCache(OffloadCache):
         if self.look_ahead is not None:
             self.look_ahead.end_step()
         return changed
+
+    def close(self) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.end_step()  # of a step that did not end
+        super().close()
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from .attachable import Attachable
 from .config_names import Renamed
 from .inner_model import inner_model
 from .seam import Seam, put_hooks, strip_hooks
+from .tested_version import warn_if_untested
 
 
 @dataclass
@@ -44,6 +45,7 @@ def _lock() -> threading.RLock:
 
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
     """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
+    warn_if_untested()
     with _lock():
         token = id(cache)
         attachment = _ATTACHED.get(model)

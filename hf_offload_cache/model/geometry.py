@@ -52,6 +52,10 @@ class Geometry:
     kept: tuple[KeptLayer, ...] = ()
     """Layers with a sliding window or a linear state, and the linear states of hybrids."""
     weight_bytes: int = 0
+    num_blocks: int = 0
+    """Decoder blocks, of any kind."""
+    hidden_size: int = 0
+    """The width of the stream between them."""
     device: str = "cpu"
     """Type of the device that attention runs on; on "cuda" what is read is held on both sides."""
 
@@ -103,8 +107,15 @@ class Geometry:
                 kept.append(KeptLayer(fixed))
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         device = getattr(inner, "device", torch.device("cpu")).type
+        hidden = config_value(text, "hidden_size")
         return cls(
-            tuple(offloaded), inner.dtype, tuple(kept), sum(weights.values()), "cuda" if device == "cuda" else "cpu"
+            layers=tuple(offloaded),
+            dtype=inner.dtype,
+            kept=tuple(kept),
+            weight_bytes=sum(weights.values()),
+            num_blocks=len(seen.layers),
+            hidden_size=hidden if isinstance(hidden, int) else 0,
+            device="cuda" if device == "cuda" else "cpu",
         )
 
     @classmethod
@@ -114,6 +125,7 @@ class Geometry:
     ) -> Self:  # fmt: skip
         """`num_layers` equal offloaded layers; `others` are fields."""
         shape = LayerShape(num_heads, num_key_heads, head_dim, num_key_heads, head_dim)
+        others = {"num_blocks": num_layers, "hidden_size": num_heads * head_dim, **others}
         return cls(layers=(shape,) * num_layers, dtype=dtype, **others)
 
     def forms(self, group_size: int | None) -> list[RecordFormat]:

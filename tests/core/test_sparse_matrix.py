@@ -12,13 +12,13 @@ import torch
 import transformers
 from gathers import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
+from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from long_models import LENGTH, long_tiny, sparse
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.core.offload_layer import OffloadLayer
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.history.position_history import History
 
 MATRIX = ("llama", "qwen3", "gemma3", "mistral", "phi3", "opt", "gpt_neox", "gpt_oss", "deepseek_v2")

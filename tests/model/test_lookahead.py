@@ -9,6 +9,8 @@ import torch
 from harness import fresh, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.look_ahead import LookAhead
 
 FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 512, "look_ahead": True, "engine": "memory"}
@@ -81,7 +83,7 @@ def test_which_layers_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     steps = watch_steps(tiny(name), monkeypatch)
     cache, watch = next(steps)
     sights = cache.look_ahead.sights
-    assert {index for index, sight in sights.items() if sight.project is not None} == found
+    assert {index for index, sight in sights.items() if sight.recipe} == found
     assert watch.predicted == {}
     for _, watch in steps:
         assert set(watch.predicted) == guessed
@@ -134,26 +136,60 @@ def test_the_papers_source_is_the_previous_layers_input(monkeypatch: pytest.Monk
 def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the latest token is kept, not a view that holds the whole prompt's activations; between steps, nothing."""
     sizes: list[int] = []
+    booked: list[int] = []
     leave = DiskSwapCache.leave_attention
 
     def watched(cache: DiskSwapCache, layer_idx: int, output: torch.Tensor) -> None:
         for sight in cache.look_ahead.sights.values():
-            held = [sight.residual, sight.normed]
-            sizes.extend(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+            if sight.residual is not None:
+                sizes.append(sight.residual.untyped_storage().nbytes())
+        booked.append(cache.shared.account.by_owner["look-ahead"])
         leave(cache, layer_idx, output)
 
     monkeypatch.setattr(DiskSwapCache, "leave_attention", watched)
     model = tiny("llama")
     with DiskSwapCache(model, **FIELDS) as cache, torch.no_grad():
         model(prompt(model, 2, 200), past_key_values=cache)
-        assert set(sizes) == {2 * 64 * 4}
+        one = 2 * 64 * 4
+        assert set(sizes) == {one}
+        assert booked == [one, 2 * one, 3 * one]  # a stream a layer; what was normed is gone once the query is known
+        assert cache.report().peak_memory_bytes >= 4 * one
         for sight in cache.look_ahead.sights.values():
-            assert (sight.residual, sight.normed, sight.rotary) == (None, None, None)
+            assert (sight.residual, sight.rotary) == (None, None)
+        assert cache.look_ahead._normed is None
+        assert cache.shared.account.by_owner["look-ahead"] == 0
+
+
+def test_what_is_planned_is_what_is_held() -> None:
+    """The most that the account ever saw, with layers that are never learned (sliding ones) and after an interrupted
+    step; nothing once the step has ended."""
+    account = MemoryAccount()
+    ahead = LookAhead(account)
+    block, attention = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    hidden = torch.ones(3, 7, 4)
+    for blocks in (2, 4):  # the first one does not end
+        for layer_idx in range(blocks):
+            ahead.enter_block(layer_idx, block, hidden)
+            ahead.enter_attention(layer_idx, attention, hidden, None)
+    assert account.peak == sum(LookAhead.planned(4, 4, 4, 3).values()) == 5 * 3 * 4 * 4
+    ahead.end_step()
+    assert account.current == 0
+
+
+def test_what_no_memory_is_left_for_is_not_kept() -> None:
+    account = MemoryAccount(limit=40)
+    ahead = LookAhead(account)
+    block = torch.nn.Linear(4, 4)
+    ahead.enter_block(0, block, torch.ones(2, 1, 4))
+    with pytest.raises(BudgetError, match="look-ahead"):
+        ahead.enter_block(1, block, torch.ones(2, 1, 4))
+    ahead.end_step()
+    assert account.current == 0
 
 
 def test_a_model_that_is_gone_is_not_held() -> None:
     """Blocks are held weakly: predictions for a model that was collected are none."""
-    ahead = LookAhead()
+    ahead = LookAhead(MemoryAccount())
     block, attention = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     hidden = torch.ones(1, 1, 4)
     for layer_idx in (0, 1):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from gathers import selections
 from harness import generate, prompt
+from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from long_llama import LONG, long_model, run, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.predictors.layer_budgets import MOST, spread
 from hf_offload_cache.tuning.calibrate_budgets import calibrate_budgets
 

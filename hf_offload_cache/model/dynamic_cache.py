@@ -1,0 +1,14 @@
+"""What an exact cache is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from .inner_model import inner_model
+
+
+def dynamic_cache(model: Any) -> DynamicCache:
+    """transformers' own cache, new, for `model`."""
+    return DynamicCache(config=inner_model(model).config)

@@ -1,0 +1,50 @@
+"""Whether a forward is one of the model that a cache was made for."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+class OwnModel:
+    """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._ref = weakref.ref(model)
+        self._parts = weakref.WeakSet(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+    def __call__(self) -> PreTrainedModel | None:
+        """The model, while it lives."""
+        return self._ref()
+
+    def includes(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the cache's own, a part of it, or has it as a part: a step of one runs the other."""
+        own = self._ref()
+        return model in self._parts or (own is not None and any(module is own for module in model.modules()))
+
+    def stranger(self) -> PreTrainedModel | None:
+        """The model whose forward the caller runs in, if it runs in one and none around it is the cache's own.
+
+        Looks through the callers' frames: an `update` is not told who calls. None where no model is among them (a cache
+        that is driven by hand), and where nobody can tell.
+        """
+        found: PreTrainedModel | None = None
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(caller, PreTrainedModel):
+                if caller in self._parts:
+                    return None
+                found = caller if found is None else found
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+
+def name_of(model: Any) -> str:
+    """A model as a message names it: its class and, if it has one, the name that it was loaded by."""
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return f"{type(model).__name__} {path!r}" if path else f"{type(model).__name__} (at {id(model):#x})"

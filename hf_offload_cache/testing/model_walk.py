@@ -1,0 +1,146 @@
+"""The walk on one model: is an exact cache `DynamicCache` with it, in every way that `generate` decodes?"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..caches.disk_swap import DiskSwapCache
+from ..model.dynamic_cache import dynamic_cache
+from .comparison import Comparison, Decoded, compare
+
+SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
+"""Fields that make a short history span many groups and several blocks."""
+
+MODES: dict[str, bool | str] = {"streamed": True, "bitwise": "bitwise"}
+"""Name -> the field `exact`."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"rows": 1},
+    "beams": {"rows": 2, "num_beams": 3},
+    "left padding": {"rows": 3, "padding": 11},
+    "chunked prefill": {"rows": 1, "prefill_chunk_size": 16},
+    "padded chunked prefill": {"rows": 3, "padding": 11, "prefill_chunk_size": 16},
+}
+"""Name -> rows, padded positions of the second row (the third has twice as many), and options of `generate`."""
+
+MakeCache = Callable[..., Any]
+"""(model, exact=True or "bitwise") -> a cache with `close`."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case in one mode."""
+
+    case: str
+    mode: str
+    comparison: Comparison | None
+    """None: there is nothing to compare, for `reason`."""
+    reason: str = ""
+    failed: bool = False
+
+    def __str__(self) -> str:
+        verdict = "WRONG" if self.failed else "not compared" if self.comparison is None else "exact"
+        far = "" if self.comparison is None else f"{self.comparison.deviation:.1e}"
+        return f"{self.case:24} {self.mode:10} {verdict:14} {far:10} {self.reason}".rstrip()
+
+
+def make_disk_swap(model: Any, exact: bool | str) -> DiskSwapCache:
+    """The cache that is walked with, without a disk."""
+    return DiskSwapCache(model, exact=exact, engine="memory", **SMALL)
+
+
+def walk_model(
+    model: Any, prompt_tokens: int = 56, new_tokens: int = 16, make: MakeCache = make_disk_swap
+) -> list[Finding]:
+    """Compares a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step.
+
+    "bitwise" must be bitwise equal. "streamed" must be exact within `comparison.TOLERANCE` where the model is float32;
+    narrower types round more than that, and a tie then decides a token: its deviation is told and not judged. A case
+    that `DynamicCache` does not run is not compared; an error of ours is a failure. The model is as before afterwards.
+    """
+    found: list[Finding] = []
+    for case, options in CASES.items():
+        try:
+            reference = decode(model, dynamic_cache(model), prompt_tokens, new_tokens, **options)
+            if not reference.logits.isfinite().any():
+                raise ValueError("the logits are not finite")
+        except Exception as error:  # a model may refuse a case in any way
+            found.append(Finding(case, "-", None, f"DynamicCache: {_one_line(error)}", failed=case == "greedy"))
+            continue
+        for mode, exact in MODES.items():
+            new = functools.partial(make, model, exact=exact)
+            found.append(_compare(model, case, mode, reference, new, prompt_tokens, new_tokens))
+    return found
+
+
+def _compare(
+    model: Any,
+    case: str,
+    mode: str,
+    reference: Decoded,
+    make: Callable[[], Any],
+    prompt_tokens: int,
+    new_tokens: int,
+) -> Finding:
+    cache = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what cannot be sparse is exact
+            cache = make()
+            result = decode(model, cache, prompt_tokens, new_tokens, **CASES[case])
+        comparison = compare(reference, result)
+    except Exception as error:
+        return Finding(case, mode, None, _one_line(error), failed=True)
+    finally:
+        if cache is not None:
+            cache.close()
+    if mode == "bitwise":
+        return Finding(case, mode, comparison, failed=not comparison.bitwise)
+    if model.dtype != torch.float32:
+        return Finding(case, mode, comparison, f"not judged: {model.dtype} rounds more than the tolerance")
+    return Finding(case, mode, comparison, failed=not comparison.exact)
+
+
+def decode(
+    model: Any, cache: Any, prompt_tokens: int, new_tokens: int, *, rows: int, padding: int = 0, **options: Any
+) -> Decoded:
+    """What `generate` gives for random ids, the same for every cache, with the logits of every step."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (rows, prompt_tokens), generator=_seeded())
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row * padding] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    with torch.no_grad():
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{"num_beams": 1, **options},
+        )
+    return Decoded(out.sequences.cpu(), torch.stack([step.float().cpu() for step in out.logits]))
+
+
+def as_table(findings: Iterable[Finding]) -> str:
+    """A line a finding; deviations are in standard deviations of the logits."""
+    return "\n".join([f"{'case':24} {'mode':10} {'':14} deviation", *map(str, findings)])
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
