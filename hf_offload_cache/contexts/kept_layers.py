@@ -28,9 +28,9 @@ def restore_kept(
         names: as for `capture_kept`.
         rows: sequences that every tensor has; None: that is not known.
 
-    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Others may
-    be there, tensors and types that come with the first token, but none with a name that the layer's class has: a
-    context replaces no method.
+    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Others
+    may be there, tensors and types that come with the first token, but none with a name that the layer's class has:
+    a context replaces no method.
     """
     like = capture_kept(layer, names)
     _check(tree, like, place, dir(type(layer)), rows)
