@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ContextError, StoreFullError
+from ..memory.machine import free_disk
 from .file_system import FILE_SYSTEM, FileSystem, failure, reported
 
 MANIFEST_NAME = "manifest.json"
@@ -129,16 +130,10 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
         except OSError as left:
             error.add_note(f"what was written of {name!r} could not be removed: {left}")
         if isinstance(error, StoreFullError):
-            free = free_bytes(folder_fd)
+            free = free_disk(folder_fd)
             known = "" if free is None else f", and its disk has {free:,} bytes free"
             raise StoreFullError(error.errno, f"{error.strerror}; it has {written:,} bytes or more{known}") from error
         raise
-
-
-def free_bytes(path: str | os.PathLike[str] | int) -> int | None:
-    """Bytes that this user may still write where `path` (or an open descriptor) lies; None when that is unknown."""
-    disk = os.statvfs(path)
-    return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
 
 
 def _check_name(name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import ContextError
-from .data_files import MANIFEST_NAME, free_bytes, open_file, read_small, write_file
+from .data_files import MANIFEST_NAME, open_file, read_small, write_file
 from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported
 from .publish import publish
 from .removal import is_temporary, remove, sweep
@@ -17,7 +17,6 @@ from .removal import is_temporary, remove, sweep
 __all__ = [
     "MANIFEST_NAME",
     "entries",
-    "free_bytes",
     "open_file",
     "open_folder",
     "publish",

@@ -28,8 +28,9 @@ def restore_kept(
         names: as for `capture_kept`.
         rows: sequences that every tensor has; None: that is not known.
 
-    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind, and no
-    others than the layer's class knows.
+    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Others
+    may be there, tensors and types that come with the first token, but none with a name that the layer's class has:
+    a context replaces no method.
     """
     like = capture_kept(layer, names)
     _check(tree, like, place, dir(type(layer)), rows)
@@ -42,13 +43,13 @@ def restore_kept(
         setattr(layer, name, _own(value))
 
 
-def _check(tree: Any, like: dict[Any, Any], place: str, known: Collection[str], rows: int | None) -> None:
-    """`known`: names that entries may have which a new layer has not."""
+def _check(tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], rows: int | None) -> None:
+    """`taken`: names that an entry may have only where a new layer has it."""
     if not isinstance(tree, dict) or like.keys() - tree.keys():
         missing = sorted(map(str, like.keys() - tree.keys())) if isinstance(tree, dict) else "all"
         raise not_whole(place, f"entries are missing: {missing}")
     for field, value in tree.items():
-        if field not in like and (not isinstance(field, str) or field in known):
+        if field not in like and (not isinstance(field, str) or field in taken):
             raise not_whole(place, f"it has the entry {field!r}, which a layer has not")
         expected = like.get(field)
         if isinstance(expected, dict) and expected and isinstance(value, dict):

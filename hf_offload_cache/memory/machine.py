@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 from ..errors import StoreError
@@ -26,9 +25,10 @@ def free_memory(device: str = "cpu") -> int | None:
     return min(known) if known else None
 
 
-def free_disk(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user may still write under `path`, which exists."""
-    return shutil.disk_usage(path).free
+def free_disk(path: str | os.PathLike[str] | int) -> int | None:
+    """Bytes that this user may still write where `path`, or an open descriptor, lies; None where nobody tells."""
+    disk = os.fstatvfs(path) if isinstance(path, int) else os.statvfs(path)
+    return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
 
 
 def free_descriptors() -> int | None:

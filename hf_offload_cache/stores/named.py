@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
+from hf_offload_cache.memory.machine import free_disk
 from hf_offload_cache.stores.base import DEVICE_BLOCK
 from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
 
@@ -82,9 +83,8 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
     gone then.
     """
     place = place_of(folder_fd, name)
-    disk = os.fstatvfs(folder_fd)
-    available = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and available < taken:
+    available = free_disk(folder_fd)
+    if available is not None and available < taken:
         raise StoreFullError(
             errno.ENOSPC,
             f"{place!r} needs {taken:,} bytes and its disk has {max(0, available):,} free; make room there",

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
+from hf_offload_cache.memory.machine import free_disk
 from hf_offload_cache.stores.base import DEVICE_BLOCK
 
 BOUNCE_BYTES = 2**20
@@ -206,11 +207,11 @@ class RecordFile:
 
     def free_bytes(self) -> int | None:
         """Bytes that the file may still grow by: what its disk has, less what it was promised; None when unknown."""
-        disk = os.fstatvfs(self.fd)
-        if disk.f_blocks == 0:
+        free = free_disk(self.fd)
+        if free is None:
             return None
         here = os.fstat(self.fd)
-        return disk.f_bavail * disk.f_frsize - max(0, here.st_size - here.st_blocks * 512)
+        return free - max(0, here.st_size - here.st_blocks * 512)
 
     def close(self) -> None:
         """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""

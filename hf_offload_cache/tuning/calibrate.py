@@ -14,6 +14,7 @@ from ..model.attention_call import AttentionCall
 from ..model.fingerprint import fingerprint
 from ..model.inner_model import inner_model
 from ..predictors.directions import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
+from .sample import text_ids
 
 
 class KeyMoments:
@@ -92,11 +93,7 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
     inner = inner_model(model)
     moments = KeyMoments()
     for text in texts:
-        if isinstance(text, str):
-            if tokenizer is None:
-                raise ValueError("tokenizer is needed when texts are strings; pass it, or token ids")
-            text = tokenizer(text, return_tensors="pt").input_ids
-        ids = torch.as_tensor(text)
+        ids = text_ids(text, tokenizer)
         with torch.inference_mode(), ObservedCache(inner, exact=True, engine="memory") as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache)
             for layer in cache.offloaded:

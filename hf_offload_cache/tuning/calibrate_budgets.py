@@ -11,6 +11,7 @@ import torch
 from ..caches.disk_swap import DiskSwapCache, DiskSwapLayer
 from ..model.inner_model import inner_model
 from ..predictors.layer_budgets import MOST, spread
+from .sample import text_ids
 
 
 def calibrate_budgets(
@@ -31,11 +32,7 @@ def calibrate_budgets(
     curves: list[np.ndarray] = []
     group = 1
     for text in texts:
-        if isinstance(text, str):
-            if tokenizer is None:
-                raise ValueError("tokenizer is needed when texts are strings; pass it, or token ids")
-            text = tokenizer(text, return_tensors="pt").input_ids
-        ids = torch.as_tensor(text)
+        ids = text_ids(text, tokenizer)
         settings = {"engine": "memory", **fields, "num_selected": num_selected, "layer_budgets": "measured"}
         with torch.inference_mode(), DiskSwapCache(inner, **settings) as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache, logits_to_keep=1)

@@ -31,16 +31,19 @@ def _is_prose(paragraph: str) -> bool:
 def sample_ids(texts: Iterable[Any] | str | None, tokenizer: Any) -> list[torch.Tensor]:
     """Token ids (T,), int64, of each text: strings, or ids as tensors or lists; None: the bundled text, as one."""
     texts = [bundled_text()] if texts is None else [texts] if isinstance(texts, str) else list(texts)
-    if tokenizer is None and any(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            "tokenizer must be given where texts are strings or left out, got None: pass the model's tokenizer, or "
-            "token ids as texts"
-        )
-    found = []
-    for text in texts:
-        ids = tokenizer(text, verbose=False)["input_ids"] if isinstance(text, str) else text
-        found.append(torch.as_tensor(ids, dtype=torch.int64).reshape(-1))
-    return found
+    return [text_ids(text, tokenizer).reshape(-1) for text in texts]
+
+
+def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
+    """Token ids, int64, of a string; or `text` itself, ids as a tensor or lists. Raises `ConfigError`."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ConfigError(
+                "tokenizer must be given where texts are strings or left out, got None: pass the model's tokenizer, or "
+                "token ids as texts"
+            )
+        text = tokenizer(text, verbose=False)["input_ids"]
+    return torch.as_tensor(text, dtype=torch.int64)
 
 
 def windows(documents: list[torch.Tensor], count: int, least: int, most: int) -> list[torch.Tensor]:

@@ -17,7 +17,6 @@ from kill_points import FailAt, NoLocks, Quick, ShortWrites, age, contents, name
 
 from hf_offload_cache.contexts.folder import (
     entries,
-    free_bytes,
     open_file,
     open_folder,
     read_small,
@@ -269,13 +268,6 @@ def test_entries_are_contexts_only(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(ContextError, match="not a folder"):
             entries(missing)
-
-
-def test_free_bytes(tmp_path: Path) -> None:
-    disk = os.statvfs(tmp_path)
-    free = free_bytes(tmp_path)
-    assert free is not None
-    assert 0 < free <= disk.f_blocks * disk.f_frsize
 
 
 # ---- removing

@@ -1,0 +1,122 @@
+"""Contexts know caches by a protocol: nothing of a cache, and no transformers, is imported in their room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import SMALL, prompt, tiny
+from transformers import DynamicCache
+
+import hf_offload_cache.contexts
+from hf_offload_cache import DiskSwapCache, OffloadCache, OffloadConfig
+from hf_offload_cache.contexts.fork import fork
+from hf_offload_cache.contexts.open import open_context
+from hf_offload_cache.contexts.protocol import StoredLayer
+from hf_offload_cache.contexts.save import save
+from hf_offload_cache.memory.account import MemoryAccount
+
+ROOM = Path(hf_offload_cache.contexts.__file__).parent
+LOWER = {"config", "errors", "registry", "memory", "model", "report", "stores"}
+"""What contexts may import of this package."""
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import of a file, within functions and for types only too: dots before it, and the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+
+
+def test_only_lower_rooms_are_imported() -> None:
+    for path in ROOM.glob("*.py"):
+        for level, module in imports(path):
+            top = module.partition(".")[0]
+            assert level != 0 or top not in ("transformers", "hf_offload_cache"), (path.name, module)
+            assert level != 2 or top in LOWER, (path.name, module)
+
+
+def test_no_file_of_the_room_imports_itself_over_others() -> None:
+    of = {path.stem: {module for level, module in imports(path) if level == 1} for path in ROOM.glob("*.py")}
+    done: set[str] = set()
+    while ready := {name for name, needs in of.items() if name not in done and needs <= done}:
+        done |= ready
+    assert done == set(of), f"in a circle, or behind one: {sorted(set(of) - done)}"
+
+
+@pytest.mark.parametrize("cls", [OffloadCache, DiskSwapCache])
+def test_which_layers_lie_in_a_store(cls: type[OffloadCache]) -> None:
+    model = tiny("gemma3")
+    with cls(model, **SMALL) as cache:
+        assert [isinstance(layer, StoredLayer) for layer in cache.layers] == [False, True, False, True]
+    assert not any(isinstance(layer, StoredLayer) for layer in DynamicCache(config=model.config).layers)
+
+
+@pytest.mark.parametrize(("name", "may"), [("llama", True), ("gemma3", False), ("mistral_sliding", False)])
+def test_which_models_let_a_cache_be_cropped(name: str, may: bool) -> None:
+    assert DiskSwapCache.may_crop(tiny(name)) is may
+
+
+@pytest.mark.parametrize("cls", [OffloadCache, DiskSwapCache])
+def test_configurations_name_fields_that_they_have(cls: type[OffloadCache]) -> None:
+    config_class = cls.config_class
+    fields = config_class.__dataclass_fields__
+    for name in ("stored_format", "of_a_run", "kept_on_open", "not_beside_exact"):
+        named = getattr(config_class, name)
+        assert set(named) <= set(fields) and len(set(named)) == len(named), name
+    assert not set(config_class.kept_on_open) & set(config_class.of_a_run)
+
+
+class PlainCache(DynamicCache):
+    """Not of our family: it keeps all in memory, and has what the protocol asks for and no more."""
+
+    config_class = OffloadConfig
+    sequences, adapters, path = 1, None, Path("/")
+
+    def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
+        super().__init__(config=model.config)
+        self.model = self.given_model = model
+        self.config = self.config_class.load(config, fields)
+        self.storage = SimpleNamespace(directory=path, engine="memory", ring=None, key=None, account=MemoryAccount())
+        self.ids = torch.empty(1, 0, dtype=torch.int64)
+        self.closed = False
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[1]
+
+    def check_open(self) -> None:
+        assert not self.closed
+
+    def freeze(self) -> None:
+        pass
+
+    def capture(self) -> dict[str, Any]:
+        return {"ids": self.ids}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        self.ids = tree["ids"]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_any_cache_that_keeps_the_protocol_is_saved_opened_and_forked(tmp_path: Path) -> None:
+    model = tiny("gemma3")
+    cache = PlainCache(model)
+    with torch.no_grad():
+        model(prompt(model), past_key_values=cache)
+        cache.ids = prompt(model)
+        save(cache, tmp_path / "context", overwrite=False, tokenizer=None, full_digest=False)
+        opened = open_context(PlainCache, tmp_path / "context", model, None, None, None, {})
+        step = torch.tensor([[17]])
+        logits = [model(step, past_key_values=each).logits for each in (fork(opened), opened, cache)]
+    assert torch.equal(opened.ids, prompt(model)) and not any(each.closed for each in (opened, cache))
+    assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[2])
