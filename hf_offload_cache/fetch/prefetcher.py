@@ -9,16 +9,16 @@ import weakref
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StalledError
-from hf_offload_cache.fetch.reader_pool import ReaderPool
-from hf_offload_cache.fetch.ticket import ReadLog, Ticket
-from hf_offload_cache.fetch.workers import join_before_exit
-from hf_offload_cache.fetch.write_queue import WriteQueue
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import check_batch
-from hf_offload_cache.stores.deadline import Patience
+from ..errors import CacheClosedError, StalledError
+from ..memory.account import MemoryAccount
+from ..report.timeline import Timeline
+from ..stores.base import Store
+from ..stores.checks import check_batch
+from ..stores.deadline import Patience
+from .reader_pool import ReaderPool
+from .ticket import ReadLog, Ticket
+from .workers import join_before_exit
+from .write_queue import WriteQueue
 
 STALLED_READS = "stalled reads"
 """The owner under which the account keeps memory that a read may still write to after `Prefetcher.close`."""

@@ -12,11 +12,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.deadline import Patience, left, passed
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import CacheClosedError, StoreError
+from ..stores.base import Store, runs
+from ..stores.deadline import Patience, left, passed
+from ..stores.transfer import Transfer
+from .workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
 
 SMALLEST_PIECE_BYTES = 256 * 1024
 """A run of adjacent records is split over threads only into pieces of at least this size."""

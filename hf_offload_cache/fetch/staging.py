@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.base import aligned_empty
+from ..memory.account import MemoryAccount
+from ..stores.base import aligned_empty
 
 
 class Staging:

@@ -10,12 +10,12 @@ from types import TracebackType
 
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StalledError
-from hf_offload_cache.fetch.write_queue import WriteQueue
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import CacheClosedError, StalledError
+from ..report.timeline import Timeline
+from ..stores.base import Store
+from ..stores.process import Process
+from ..stores.transfer import Transfer
+from .write_queue import WriteQueue
 
 
 class Ticket:

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import describe
-from hf_offload_cache.stores.deadline import EXIT_SECONDS
+from ..stores.base import Store
+from ..stores.checks import describe
+from ..stores.deadline import EXIT_SECONDS
 
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 """What a thread runs, in order; None ends every thread of the queue. A job that raises ends its thread."""

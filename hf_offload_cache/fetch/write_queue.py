@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.checks import describe
-from hf_offload_cache.stores.deadline import Patience, left, passed
+from ..errors import CacheClosedError, StoreError
+from ..memory.account import MemoryAccount
+from ..report.timeline import Timeline
+from ..stores.base import Store, runs
+from ..stores.checks import describe
+from ..stores.deadline import Patience, left, passed
+from .workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
 
 WRITE_QUEUE = "write queue"
 """The owner under which queued writes are in the memory account."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.transfer import LateRead, Transfer
+from .transfer import LateRead, Transfer
 
 if TYPE_CHECKING:
-    from hf_offload_cache.stores.guard import RecordGuard
-    from hf_offload_cache.stores.uring.ring import Ring
+    from .guard import RecordGuard
+    from .uring.ring import Ring
 
 DEVICE_BLOCK = 4096
 """Bytes that records are rounded up to, and that buffers and offsets are aligned to: what every device accepts."""

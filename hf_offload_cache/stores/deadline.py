@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 
-from hf_offload_cache.errors import StalledError
+from ..errors import StalledError
 
 EXIT_SECONDS = 1.0
 """That the end of the interpreter waits for what is under way, at most."""

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
-from hf_offload_cache.stores.base import aligned_empty
-from hf_offload_cache.stores.guard import NONE_WRONG, Checksums, RecordGuard
+from ..errors import ContextError, CorruptRecordError, EncryptionKeyError
+from .base import aligned_empty
+from .guard import NONE_WRONG, Checksums, RecordGuard
 
 KEY_BYTES = 32
 SALT_BYTES = 32

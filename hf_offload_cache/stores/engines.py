@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, aligned_empty
-from hf_offload_cache.stores.direct import DirectStore
-from hf_offload_cache.stores.file import FrozenFile
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.named import NamedFile
-from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring.ring import Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore
+from ..errors import StoreError
+from .base import DEVICE_BLOCK, Store, aligned_empty
+from .direct import DirectStore
+from .file import FrozenFile
+from .guard import Checksums, RecordGuard
+from .mapped import MappedStore
+from .memory import MemoryStore
+from .named import NamedFile
+from .scratch import ScratchFile
+from .uring.ring import Ring
+from .uring.uring_store import UringStore
 
 ENGINES = ("auto", "uring", "direct", "mapped", "memory")
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
-from hf_offload_cache.stores import named
-from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, runs
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.freelist import FreeList
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile, ShortReadError
-from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import CorruptRecordError, StoreError, StoreFullError
+from . import named
+from .base import DEVICE_BLOCK, Store, runs
+from .checks import check_batch, check_range, describe
+from .freelist import FreeList
+from .guard import Checksums, RecordGuard
+from .record_file import BOUNCE_BYTES, RecordFile, ShortReadError
+from .scratch import ScratchFile
+from .uring.ring import Ring
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20

@@ -6,8 +6,8 @@ import errno
 
 import numpy as np
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.checks import check_range, describe
+from ..errors import StoreError
+from .checks import check_range, describe
 
 
 class FreeList:

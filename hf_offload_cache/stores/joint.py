@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_offload_cache.errors import StalledError
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import StalledError
+from .transfer import Transfer
 
 
 class JointTransfer(Transfer):

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.joint import JointTransfer, give_up
-from hf_offload_cache.stores.merge import merge_parts, parts_that_stay
-from hf_offload_cache.stores.transfer import LateRead, Transfer
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError, StoreFullError
+from .base import Store
+from .checks import check_batch, check_range, describe
+from .guard import RecordGuard
+from .joint import JointTransfer, give_up
+from .merge import merge_parts, parts_that_stay
+from .transfer import LateRead, Transfer
+from .uring.ring import Ring
 
 
 def _total(name: str) -> Any:

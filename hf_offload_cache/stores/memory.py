@@ -8,13 +8,13 @@ import threading
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores import named
-from hf_offload_cache.stores.base import Store, aligned_empty, runs
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.freelist import FreeList
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError
+from . import named
+from .base import Store, aligned_empty, runs
+from .checks import check_batch, check_range
+from .freelist import FreeList
+from .guard import Checksums, RecordGuard
+from .uring.ring import Ring
 
 CHUNK_BYTES = 4 * 2**20
 """Memory is taken in pieces of about this size, so that growing copies nothing."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES
+from .base import Store, aligned_empty
+from .record_file import BOUNCE_BYTES
 
 FEW_PARTS = 4
 """Parts that are not worth copying anything: a document, and what came in a turn or two."""

@@ -9,9 +9,9 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
-from hf_offload_cache.stores.base import DEVICE_BLOCK
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
+from ..errors import CorruptRecordError, StoreError, StoreFullError
+from .base import DEVICE_BLOCK
+from .record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What linking fails with on another file system, one without links, a file that lost its last name, too many links."""

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
-from hf_offload_cache.stores.base import DEVICE_BLOCK
+from .base import DEVICE_BLOCK
 
 BOUNCE_BYTES = 2**20
 """Host memory that a write of unaligned or encrypted data borrows while it runs, and a copy."""

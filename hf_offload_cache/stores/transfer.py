@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError
+from ..errors import CacheClosedError
 
 if TYPE_CHECKING:
-    from hf_offload_cache.stores.base import Store
+    from .base import Store
 
 
 class Transfer(ABC):

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import aligned_empty
-
+from ..errors import StoreError
+from ..stores.base import aligned_empty
 from .frozen import FrozenStoreTests
 from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 

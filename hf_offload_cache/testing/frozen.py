@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.encryption import open_guard
-from hf_offload_cache.stores.engines import open_named
-from hf_offload_cache.stores.guard import RecordGuard
-
+from ..errors import CorruptRecordError, StoreError
+from ..stores.base import Store, aligned_empty
+from ..stores.encryption import open_guard
+from ..stores.engines import open_named
+from ..stores.guard import RecordGuard
 from .sample_records import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.transfer import Transfer
-from hf_offload_cache.stores.uring.ring import Ring
-
+from ..stores.base import Store, runs
+from ..stores.transfer import Transfer
+from ..stores.uring.ring import Ring
 from .wrappers import WrapperStore
 
 

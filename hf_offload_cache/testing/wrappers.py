@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError, StoreFullError
+from ..stores.base import Store
+from ..stores.guard import RecordGuard
+from ..stores.uring.ring import Ring
 
 
 def _inner(name: str) -> Any:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hf_offload_cache.stores.deadline import Patience, passed
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.uring.queues import WRAP, Queues, Waiter
+from ..deadline import Patience, passed
+from ..process import Process
+from .queues import WRAP, Queues, Waiter
 
 if TYPE_CHECKING:
-    from hf_offload_cache.stores.uring.ring import Batch
+    from .ring import Batch
 
 
 class Remains:

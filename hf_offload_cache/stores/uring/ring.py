@@ -12,12 +12,12 @@ import weakref
 
 import numpy as np
 
-from hf_offload_cache.errors import StalledError
-from hf_offload_cache.stores.deadline import Patience, passed
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.orphans import Remains, close_when_done
-from hf_offload_cache.stores.uring.queues import WRAP
+from ...errors import StalledError
+from ..deadline import Patience, passed
+from ..process import Process
+from . import queues as io_uring
+from .orphans import Remains, close_when_done
+from .queues import WRAP
 
 DEPTH = 256
 """Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with

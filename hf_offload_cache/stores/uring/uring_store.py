@@ -8,14 +8,14 @@ import os
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError
-from hf_offload_cache.stores.base import Store, run_edges
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.file import FileStore, FrozenFile
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.transfer import Transfer
-from hf_offload_cache.stores.uring.ring import Batch, Ring
+from ...errors import CacheClosedError
+from ..base import Store, run_edges
+from ..checks import check_batch, check_range
+from ..file import FileStore, FrozenFile
+from ..guard import RecordGuard
+from ..process import Process
+from ..transfer import Transfer
+from .ring import Batch, Ring
 
 LARGEST_REQUEST_BYTES = 2**20
 """A longer run of adjacent records is submitted in pieces of at most this size: an entry's length has 32 bits."""
