@@ -24,7 +24,7 @@ from ..predictors.directions import (
 )
 from ..predictors.layer_budgets import LATEST_QUERIES, SPACING
 from ..predictors.low_rank import LowRankKeys, largest
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .disk_swap_config import DiskSwapConfig
 
 _REFIT = 8
@@ -128,7 +128,7 @@ class DiskSwapLayer(OffloadLayer):
             "scaling": self.scaling,
         }
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         summary = tree["summary"]
         if self.buffer is not None and summary is not None:
             self._check_summary(summary, **tree["history"])

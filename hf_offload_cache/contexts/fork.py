@@ -10,6 +10,7 @@ import torch
 
 from ..core.kept_layers import capture_kept, restore_kept
 from ..core.offload_layer import OffloadLayer
+from ..stores.engines import share_store
 
 if TYPE_CHECKING:
     from ..core.offload_cache import OffloadCache
@@ -45,7 +46,7 @@ def _fork_layer(layer: OffloadLayer, other: OffloadLayer) -> None:
     with contextlib.ExitStack() as undo:
         parts = []
         for part in layer.freeze():
-            parts.append(part.share(other.shared.ring))
+            parts.append(share_store(part, other.shared.ring))
             undo.callback(parts[-1].close)
         device = layer.history.device if layer.is_initialized else torch.device("cpu")
         other.restore(layer.capture(), parts, device)

@@ -19,9 +19,9 @@ from ..memory.machine import check_descriptors
 from ..memory.plan import default_rank, plan_memory
 from ..model.attach import attention_devices
 from ..model.geometry import Geometry
-from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named, resolve_engine
+from ..stores.freezable import FreezableStore
 from .captured import check_cache, check_layer, check_whole
 from .folder import reading
 from .identity import check_identity
@@ -130,11 +130,11 @@ def _config(
 
 def _open_stores(
     cache: OffloadCache, reader: ContextReader, entry: LayerEntry, tags: list[torch.Tensor], name: str
-) -> list[Store]:
+) -> list[FreezableStore]:
     """The stores of a layer's records, the caller's. Raises `ContextError`, `StoreError`."""
     shared = cache.shared
     with contextlib.ExitStack() as undo:
-        stores: list[Store] = []
+        stores: list[FreezableStore] = []
         for part, tag in zip(entry.parts, tags, strict=True):
             guard = open_guard(part.guard, tag.cpu().numpy(), reader.key, cache.config.verify)
             if part.file != records_name(guard, entry.record_bytes):

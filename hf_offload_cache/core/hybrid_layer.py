@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .kept_layers import capture_kept, restore_kept
 from .offload_layer import OffloadLayer
 
@@ -43,7 +43,7 @@ class _HybridMethods:
         names = vars(LinearAttentionLayer(**self._states()))
         return {**super().capture(), "linear": capture_kept(self, names)}  # type: ignore[misc]
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)  # type: ignore[misc]
         restore_kept(self, tree["linear"])
 

@@ -14,7 +14,7 @@ from ..errors import PromptError
 from ..history.position_history import History
 from ..history.record_format import RecordFormat
 from ..model.attention import AttentionFunction, no_backward, stream_attention, visible_columns
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .shared import Shared
 
 TAG = "_hf_offload_cache_tag"
@@ -271,7 +271,7 @@ class OffloadLayer(CacheLayerMixin):
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
         if not self.is_initialized:
             return ()
@@ -279,7 +279,7 @@ class OffloadLayer(CacheLayerMixin):
             self.dropped(freed)
         return self.history.freeze()
 
-    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """See `History.live`; `parts` are what `freeze` gave."""
         return self.history.live(parts) if self.is_initialized else []
 
@@ -289,7 +289,7 @@ class OffloadLayer(CacheLayerMixin):
         state = "unknown" if self.shared.config.exact == "bitwise" else self.state
         return {"state": state, "history": self.history.capture() if self.is_initialized else None}
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
 
         Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.

@@ -23,6 +23,7 @@ from ..report.trace import Trace
 from ..stores.base import Store
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import choose_engine, open_store
+from ..stores.freezable import FreezableStore
 from ..stores.layered import LayeredStore
 from ..stores.process import Process
 from ..stores.uring.ring import Ring
@@ -49,7 +50,7 @@ class Shared:
         self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
         self.counters = Counters()
         self.timeline: Timeline = NO_TIMELINE if config.trace is None else Trace(config.trace, self.account)
-        self.ring = Ring(timeout=config.io_timeout) if self.engine == "uring" else None
+        self.ring = Ring(timeout=config.io_timeout, account=self.account) if self.engine == "uring" else None
         timeline = self.timeline if self.timeline.on else None
         self.prefetcher = Prefetcher(
             self.account, parse_size(config.write_queue), timeline=timeline, timeout=config.io_timeout
@@ -68,11 +69,11 @@ class Shared:
         self.stores.append(store)
         return store
 
-    def _new_store(self, record_bytes: int, name: str) -> Store:
+    def _new_store(self, record_bytes: int, name: str) -> FreezableStore:
         guard = make_guard(self.key, self.config.verify)
         return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard)
 
-    def layer_store(self, parts: Sequence[Store], record_bytes: int, layer_idx: int) -> Store:
+    def layer_store(self, parts: Sequence[FreezableStore], record_bytes: int, layer_idx: int) -> Store:
         """A store for one layer over the frozen `parts`, which it owns; what is added goes to a store of its own."""
         if not parts:
             return self.open_store(record_bytes, layer_idx)
@@ -108,13 +109,13 @@ class Shared:
         """All layers are about to be emptied: forget what was broken. Raises `StalledError` while something that did
         not end in time is still under way."""
         self.check_process()
-        self.prefetcher.mend()
+        self.prefetcher.recover()
         self._broken = False
 
     @property
     def broken(self) -> bool:
         """The cache is not to be used until `reset`: layers may differ, or something may be under way unknown."""
-        return self._broken or self.prefetcher.trouble is not None
+        return self._broken or self.prefetcher.interrupted_by is not None
 
     @broken.setter
     def broken(self, value: bool) -> None:
@@ -125,7 +126,7 @@ class Shared:
         self.check_process()
         if self.closed:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
-        trouble = self.prefetcher.trouble
+        trouble = self.prefetcher.interrupted_by
         if isinstance(trouble, StalledError):
             raise RuntimeError(
                 f"the device stalled in an earlier step ({trouble.strerror}), or reset() it once the device answers"

@@ -13,6 +13,7 @@ from ..config import parse_size
 from ..core.shared import Shared
 from ..errors import ContextError
 from ..stores.base import Store, aligned_empty
+from ..stores.freezable import FreezableStore, require_freezable
 from ..stores.layered import LayeredStore
 from .block_table import BlockTable
 from .record_format import RecordFormat
@@ -88,20 +89,21 @@ class History:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """All that is stored is immutable from now on; what comes goes to a store of its own. Returns the frozen ones.
 
         Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed, as
         long as a record that was lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before.
+        Raises `TypeError` for a store that cannot be frozen.
         """
-        self._shared.prefetcher.flush(self.store)
+        store = require_freezable(self.store)
+        self._shared.prefetcher.flush(store)
         self._shared.prefetcher.check_written(self.store, np.unique(self.table.ids).astype(np.int64))
-        self.store.freeze()
-        if not isinstance(self.store, LayeredStore):
-            alone = self.store
-            self.store = self._shared.layer_store([alone], self.form.record_bytes, self._layer_idx)
+        store.freeze()
+        if not isinstance(store, LayeredStore):
+            self.store = self._shared.layer_store([store], self.form.record_bytes, self._layer_idx)
             self.table.move(self.store)
-            self._shared.stores.remove(alone)
+            self._shared.stores.remove(store)
         assert isinstance(self.store, LayeredStore)
         self.store.merge(self.table.named(self.store.capacity))
         return self.store.parts
@@ -122,7 +124,7 @@ class History:
 
     @classmethod
     def restore(
-        cls, shared: Shared, tree: dict[str, Any], parts: Sequence[Store], device: torch.device, layer_idx: int
+        cls, shared: Shared, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device, layer_idx: int
     ) -> History:
         """The history that `tree` was captured of, over the frozen stores `parts`, which it owns then. Reads nothing.
 

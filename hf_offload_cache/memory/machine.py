@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 from ..errors import StoreError
@@ -26,9 +25,13 @@ def free_memory(device: str = "cpu") -> int | None:
     return min(known) if known else None
 
 
-def free_disk(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user may still write under `path`, which exists."""
-    return shutil.disk_usage(path).free
+def free_disk(place: str | os.PathLike[str] | int) -> int | None:
+    """Bytes that this user may still write to the disk of `place`, a path that exists or an open descriptor.
+
+    None where the file system does not tell.
+    """
+    disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)
+    return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
 
 
 def free_descriptors() -> int | None:

@@ -20,9 +20,11 @@ from ..predictors.directions import fitting_bytes
 from ..predictors.layer_budgets import LATEST_QUERIES, MOST
 from ..report.trace import Trace
 from ..stores.encryption import Encryption
+from ..stores.engines import planned_ring
 from ..stores.file import LARGEST_STEP_BYTES, SMALLEST_STEP_RECORDS
 from ..stores.guard import Checksums
 from ..stores.memory import CHUNK_BYTES
+from ..stores.uring.ring import IO_RING
 
 _TABLE_ITEM = 4
 """Bytes of a record's number in a table."""
@@ -151,6 +153,7 @@ def _held_always(
     rows: Counter[str] = Counter()
     queue = parse_size(config.write_queue)
     rows["token ids"] = batch * context * 8
+    rows[IO_RING] = planned_ring(config.engine)
     rows["timeline"] = 0 if config.trace is None else Trace.HELD_BYTES
     if batch > 1:  # another number of rows: old ids, or a layer's tail, stay until the new ones are made
         tails = (batch * (config.num_recent + form.group_size) * form.entry_bytes for form in forms)

@@ -50,6 +50,12 @@ class MappedStore(FileStore):
                 self.close()
                 raise failure from error
 
+    @classmethod
+    def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
+        """See `FileStore.planned_tables`; whether a record was advised takes a byte."""
+        advised = cls.planned_capacity(records, record_bytes)
+        return super().planned_tables(records, record_bytes, tag_bytes) + advised
+
     def _resized(self, size: int) -> None:
         mapped = mmap.mmap(self._file.fd, size, prot=mmap.PROT_READ)
         if hasattr(mmap, "MADV_RANDOM"):

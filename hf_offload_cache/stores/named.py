@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
+from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
 from .record_file import BOUNCE_BYTES, RecordFile
 
@@ -82,12 +83,11 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
     gone then.
     """
     place = place_of(folder_fd, name)
-    disk = os.fstatvfs(folder_fd)
-    available = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and available < taken:
+    available = free_disk(folder_fd)
+    if available is not None and available < taken:
         raise StoreFullError(
             errno.ENOSPC,
-            f"{place!r} needs {taken:,} bytes and its disk has {max(0, available):,} free; make room there",
+            f"{place!r} needs {taken:,} bytes and its disk has {available:,} free; make room there",
         )
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
+from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
 
 BOUNCE_BYTES = 2**20
@@ -206,11 +207,8 @@ class RecordFile:
 
     def free_bytes(self) -> int | None:
         """Bytes that the file may still grow by: what its disk has, less what it was promised; None when unknown."""
-        disk = os.fstatvfs(self.fd)
-        if disk.f_blocks == 0:
-            return None
-        here = os.fstat(self.fd)
-        return disk.f_bavail * disk.f_frsize - max(0, here.st_size - here.st_blocks * 512)
+        available, here = free_disk(self.fd), os.fstat(self.fd)
+        return None if available is None else available - max(0, here.st_size - here.st_blocks * 512)
 
     def close(self) -> None:
         """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""

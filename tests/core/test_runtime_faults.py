@@ -143,9 +143,9 @@ def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) 
             ticket.wait()
     assert caught.value.errno == errno.ETIMEDOUT
     assert repr(str(tmp_path)) in str(caught.value) and "0.05 seconds" in str(caught.value)
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     with pytest.raises(StalledError, match="layer 3"):
         prefetcher.cancel(store)
     prefetcher.close()  # it was said before
@@ -223,8 +223,8 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
     with pytest.raises(KeyboardInterrupt) as caught:
         prefetcher.read(store, ids[1:8:2], rows(4))
     assert ended == [2], "one piece had begun, and none begins afterwards"
-    assert prefetcher.trouble is caught.value
-    prefetcher.mend()
+    assert prefetcher.interrupted_by is caught.value
+    prefetcher.recover()
     monkeypatch.undo()
     prefetcher.close()
 
@@ -267,17 +267,17 @@ def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch
     assert ended == [[0]]
     gate, ended = Gate(), []
     monkeypatch.setattr(_SharedRead, "wait", wait)
-    prefetcher._readers.patience.seconds = SHORT
+    prefetcher._readers.deadline.seconds = SHORT
     with pytest.raises(StalledError) as caught:
         prefetcher.read(store, ids, rows(3))
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     gate.open()
     store.gate.open()
     while prefetcher._log.stuck:
-        prefetcher.look()
-    prefetcher.mend()
+        prefetcher.poll()
+    prefetcher.recover()
     prefetcher.close()
 
 
@@ -294,9 +294,9 @@ def test_cancel_drops_writes_behind_a_read_that_stalls(account: MemoryAccount) -
     with pytest.raises(StalledError):
         prefetcher.cancel(store)
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     blocked.gate.open()
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.flush()
     gate.open()
     assert torch.equal(read(store.inner, ids), records), "the write was dropped"
@@ -402,11 +402,11 @@ def test_a_write_that_stalls(account: MemoryAccount, operation: str) -> None:
     with pytest.raises(StalledError, match=r"layer 3: writing record 0: no answer for 0\.05 seconds") as caught:
         calls[operation]()
     assert caught.value.errno == errno.ETIMEDOUT
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     if operation not in ("cancel", "close"):
         assert account.by_owner["write queue"] == 2 * RECORD_BYTES, "what was not taken in is not counted"
         with pytest.raises(StalledError, match="still under way"):
-            prefetcher.mend()
+            prefetcher.recover()
     prefetcher.close()
     assert account.by_owner["write queue"] == RECORD_BYTES, "the one that is stuck; the other was dropped"
     store.gate.open()
@@ -449,9 +449,9 @@ def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
     with pytest.raises(StalledError):
         ticket.wait()
     gate.open()
-    while prefetcher.trouble is not None:
+    while prefetcher.interrupted_by is not None:
         with contextlib.suppress(StalledError):
-            prefetcher.mend()
+            prefetcher.recover()
     out = rows(4)
     again = prefetcher.read(store, ids, out)
     while not again.done():
@@ -471,10 +471,10 @@ def test_after_a_write_that_stalled_the_next_has_its_time_again(account: MemoryA
         prefetcher.flush()
     first, store.gate = store.gate, Gate()
     first.open()
-    while prefetcher.trouble is not None:
+    while prefetcher.interrupted_by is not None:
         with contextlib.suppress(StalledError):
-            prefetcher.mend()
-    prefetcher._writes.patience.seconds = LONG
+            prefetcher.recover()
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.write(store, ids[1:], pattern(1))
     store.gate.wait_for(1)
     thread, outcome = in_background(prefetcher.flush)
@@ -497,9 +497,9 @@ def test_a_write_in_time_does_not_keep_a_read_from_being_mended(account: MemoryA
         prefetcher.read(slow, ids, rows(1)).wait()
     gate.open()
     while prefetcher._log.stuck:
-        prefetcher.look()
-    prefetcher.mend()
-    assert prefetcher.trouble is None
+        prefetcher.poll()
+    prefetcher.recover()
+    assert prefetcher.interrupted_by is None
     store.gate.open()
     prefetcher.close()
 
@@ -509,7 +509,7 @@ def test_close_waits_for_a_write_beside_a_read_that_stalled(account: MemoryAccou
     slow = SlowReads(memory(), gate)
     ids, _ = fill(slow, 1)
     prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.write(store, store.allocate(1), pattern(1))
     store.gate.wait_for(1)
     with pytest.raises(StalledError):
@@ -575,15 +575,15 @@ def test_a_cache_on_a_device_that_stalls(
     generate(model, cache, ids, max_new_tokens=2)
     cache.shared.prefetcher.flush()
     prefetcher = cache.shared.prefetcher
-    used = [full_ring_patience(cache), prefetcher._readers.patience, prefetcher._writes.patience]
-    assert [patience.seconds for patience in used] == [LONG] * 3
+    used = [deadline_of(cache), prefetcher._readers.deadline, prefetcher._writes.deadline]
+    assert [deadline.seconds for deadline in used] == [LONG] * 3
     if engine == "uring":
         full = FullRing(cache.shared.ring)
-        cache.shared.ring._patience.seconds = SHORT
+        cache.shared.ring._deadline.seconds = SHORT
     else:
         for store in slow:
             store.gate = gate
-        cache.shared.prefetcher._readers.patience.seconds = SHORT
+        cache.shared.prefetcher._readers.deadline.seconds = SHORT
     cache.buffer._drop_slots(0)  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
@@ -606,8 +606,8 @@ def test_a_cache_on_a_device_that_stalls(
         while cache.shared.broken:
             with contextlib.suppress(StalledError):
                 cache.reset()
-        for patience in (cache.shared.prefetcher._readers.patience, *([full_ring_patience(cache)])):
-            patience.seconds = LONG
+        for deadline in (cache.shared.prefetcher._readers.deadline, *([deadline_of(cache)])):
+            deadline.seconds = LONG
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=4))
         cache.close()
         assert not cache.shared.account.by_owner[STALLED_READS]
@@ -622,9 +622,9 @@ def test_a_cache_on_a_device_that_stalls(
         full.close()
 
 
-def full_ring_patience(cache: DiskSwapCache) -> Any:
+def deadline_of(cache: DiskSwapCache) -> Any:
     ring = cache.shared.ring
-    return cache.shared.prefetcher._writes.patience if ring is None else ring._patience
+    return cache.shared.prefetcher._writes.deadline if ring is None else ring._deadline
 
 
 # ---------------------------------------------------------------------------------------------- threads that die
@@ -654,7 +654,7 @@ def test_a_writer_that_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits is told; what was queued counts as lost; and the next write has a new thread."""
-    monkeypatch.setattr("hf_offload_cache.fetch.write_queue.LOOK_SECONDS", SHORT)
+    monkeypatch.setattr("hf_offload_cache.fetch.write_queue.ALIVE_CHECK_SECONDS", SHORT)
     store = SlowWrites(memory())
     ids = store.allocate(8)
     prefetcher = Prefetcher(account, 3 * RECORD_BYTES, timeline=Lethal(error), timeout=timeout)
@@ -710,8 +710,8 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     first, store.gate = store.gate, Gate()
     first.open()
     prefetcher._writes.threads[0].join(LONG)
-    prefetcher.mend()
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher.recover()
+    prefetcher._writes.deadline.seconds = LONG
     with pytest.raises(StoreError, match="enough"):
         prefetcher.write(store, ids, pattern(1))
     prefetcher.write(store, ids, pattern(1))
@@ -721,7 +721,7 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     assert thread.is_alive(), outcome
     store.gate.open()
     thread.join(LONG)
-    assert outcome == [None] and prefetcher.trouble is None
+    assert outcome == [None] and prefetcher.interrupted_by is None
     prefetcher.close()
 
 
@@ -730,7 +730,7 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
 def test_a_reader_that_dies(
     account: MemoryAccount, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.LOOK_SECONDS", SHORT)
+    monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.ALIVE_CHECK_SECONDS", SHORT)
     gate = Gate()
     store = SlowReads(memory(), gate)
     ids, records = fill(store, 4)
@@ -858,7 +858,7 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
             lambda: prefetcher.write(store, chosen, out),
             prefetcher.flush,
             lambda: prefetcher.cancel(store),
-            prefetcher.mend,
+            prefetcher.recover,
         ]
         for number, use in enumerate(refused):
             try:
@@ -1024,7 +1024,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
     """A part of a read may be under way that nobody knows of."""
     with sparse(model, **ALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
-        cache.shared.prefetcher._log.trouble = KeyboardInterrupt()
+        cache.shared.prefetcher._log.interrupted_by = KeyboardInterrupt()
         assert cache.shared.broken
         with pytest.raises(RuntimeError, match=r"interrupted.*reset"):
             cache.crop(-1)

@@ -25,7 +25,8 @@ from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, Stalle
 from hf_offload_cache.stores.base import aligned_empty, runs
 from hf_offload_cache.stores.engines import probe_uring
 from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.ring import Batch, Ring
+from hf_offload_cache.stores.uring.batch import Batch
+from hf_offload_cache.stores.uring.ring import Ring
 from hf_offload_cache.stores.uring.uring_store import UringStore, _cut
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
@@ -144,11 +145,11 @@ def test_looking_sees_the_end_and_lets_others_go(ring: Ring, file: tuple[int, np
     stalled, out = pipe.stall(ring, 4), np.zeros((6, 512), np.uint8)
     waiting = queue(ring, fd, np.arange(6), out)
     for _ in range(3):
-        ring.look()
+        ring.poll()
     assert stalled.finished_at is None and waiting.finished_at is None and not out.any()
     pipe.feed(4)
     while waiting.finished_at is None:
-        ring.look()
+        ring.poll()
     assert stalled.finished_at is not None and stalled.finished_at <= waiting.finished_at
     assert np.array_equal(out, content[:6])
 
@@ -207,14 +208,14 @@ def test_memory_is_held_as_long_as_it_is_read_into(ring: Ring, pipe: Pipe) -> No
     assert not gone.is_set()
     pipe.feed()
     while not gone.is_set():
-        ring.look()
+        ring.poll()
 
 
 def test_after_close(file: tuple[int, np.ndarray]) -> None:
     ring = Ring(4)
     ring.close()
     ring.close()
-    ring.look()
+    ring.poll()
     ring.release(file[0])
     with pytest.raises(OSError, match="closed"):
         queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8))
@@ -233,7 +234,7 @@ def test_a_forked_child_keeps_off(ring: Ring, file: tuple[int, np.ndarray], pipe
                 lambda: queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8)),
                 lambda: ring.wait(stalled),
                 lambda: ring.drop(stalled),
-                ring.look,
+                ring.poll,
             ):
                 try:
                     call()
@@ -315,7 +316,8 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
         left = [moment]
 
         def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("stores/ring.py") or frame.f_code.co_name == "_close":
+            of_the_ring = frame.f_code.co_filename.endswith(("uring/ring.py", "uring/batch.py"))
+            if not of_the_ring or frame.f_code.co_name == "_close":
                 return None
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             if event == "line" and not statement.startswith(("with ", "try:", "pass")):  # no signal is served there
@@ -368,7 +370,7 @@ def test_a_wait_that_takes_too_long(impatient: Ring, file: tuple[int, np.ndarray
     assert batch.finished_at is None and not pipe.memory.any()
     pipe.feed(2)
     while batch.finished_at is None:
-        impatient.look()
+        impatient.poll()
     impatient.wait(batch)
     assert sorted(pipe.memory[:2, 0].tolist()) == [1, 2], "it was still under way"
     out = np.zeros((20, 512), np.uint8)
@@ -460,7 +462,7 @@ def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
         ring = Ring(4, timeout=0.05)
         ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), (kept, memory))
         if sys.argv[1] == "the interpreter ends":
-            ring._patience.hurry()
+            ring._deadline.shorten_for_exit()
         else:
             threading.Thread.start = refuse
         ring.close()
@@ -482,11 +484,11 @@ def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
 def test_nothing_of_a_ring_is_left(closed: bool) -> None:
     """Its exit handler neither."""
     rings = [Ring(4, timeout=60.0)]
-    patience = weakref.ref(rings[0]._patience)
+    deadline = weakref.ref(rings[0]._deadline)
     if closed:
         rings[0].close()
     rings.clear()
-    assert patience() is None
+    assert deadline() is None
 
 
 @pytest.mark.parametrize("timeout", ["None", "3600.0", "0.05"])
