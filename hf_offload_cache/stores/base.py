@@ -150,3 +150,8 @@ def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> tor
         raw = torch.empty(count * record_bytes + DEVICE_BLOCK, dtype=torch.uint8, pin_memory=pinned)
     skip = -raw.data_ptr() % DEVICE_BLOCK
     return raw[skip : skip + count * record_bytes].view(count, record_bytes)
+
+
+def byte_view(records: torch.Tensor) -> memoryview:
+    """The bytes of `records` (contiguous, host memory), without a copy; it keeps their memory."""
+    return records.numpy().data.cast("B")

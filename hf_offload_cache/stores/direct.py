@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreError
-from .base import runs
+from .base import byte_view, runs
 from .checks import check_batch, check_range
 from .file import FileStore, FrozenFile
 from .guard import RecordGuard
@@ -42,7 +42,7 @@ class DirectStore(FileStore):
         check_range(self.name, ids, self._capacity, self.first_id)
         if len(ids) == 0:
             return
-        buffer = out.numpy().data.cast("B")
+        buffer = byte_view(out)
         ranges = runs(ids)
         for start, stop in ranges:
             try:

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
 from . import named
-from .base import DEVICE_BLOCK, runs
+from .base import DEVICE_BLOCK, byte_view, runs
 from .checks import check_batch, check_range, describe
 from .free_list import FreeList
 from .freezable import FreezableStore
@@ -133,7 +133,7 @@ class FileStore(FreezableStore):
             self.bytes_written += records.numel()
 
     def _write(self, ids: np.ndarray, sealed: torch.Tensor) -> None:
-        data = sealed.numpy().data.cast("B")
+        data = byte_view(sealed)
         bounce = self._file.direct and sealed.data_ptr() % DEVICE_BLOCK
         write = self._file.write_unaligned if bounce else self._file.write
         for start, stop in runs(ids):

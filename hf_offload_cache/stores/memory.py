@@ -9,7 +9,7 @@ import torch
 
 from ..errors import StoreError
 from . import named
-from .base import aligned_empty, runs
+from .base import aligned_empty, byte_view, runs
 from .checks import check_batch, check_range
 from .free_list import FreeList
 from .freezable import FreezableStore
@@ -129,7 +129,7 @@ class MemoryStore(FreezableStore):
                         for chunk, rows, positions in self._by_chunk(some):
                             buffer.numpy()[positions] = chunk[rows]
                         sealed = guard.seal(some, buffer[: len(some)])
-                        file.write(sealed.numpy().data.cast("B"), int(some[0]) * self.record_bytes)
+                        file.write(byte_view(sealed), int(some[0]) * self.record_bytes)
         except OSError as error:
             kind = type(error) if isinstance(error, StoreError) else StoreError
             raise kind(error.errno, f"{self.name}: saving as {name!r}: {error.strerror}") from error

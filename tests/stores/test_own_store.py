@@ -1,5 +1,5 @@
-"""A store written from outside, with nothing but `Store` and its helpers: the shipped suite and a prefetcher run
-on it, and what needs a store that can be frozen says so."""
+"""A store written from outside, with nothing but `Store` and its helpers: the shipped suite, a prefetcher and a
+cache run on it, and what needs a store that can be frozen says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import fresh, generate, prompt
+from transformers import DynamicCache
 
+from hf_offload_cache import OffloadCache
+from hf_offload_cache.core.shared import Shared
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.memory.account import MemoryAccount
@@ -108,3 +112,20 @@ def test_freezing_it_is_refused_with_what_is_missing() -> None:
         with pytest.raises(TypeError, match="layer 3 is in a DictStore"):
             call()
     assert torch.equal(read(around, ids), records), "it is as it was"
+
+
+def test_a_cache_generates_over_it_and_says_why_it_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shared, "_new_store", lambda shared, record_bytes, name: DictStore(record_bytes, name))
+    model = fresh("llama")
+    ids = prompt(model, 1, 200)
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=6)
+    with OffloadCache(model, path=tmp_path) as cache:
+        got = generate(model, cache, ids, max_new_tokens=3)
+        for call in (lambda: cache.save(tmp_path / "context"), cache.fork):
+            with pytest.raises(TypeError, match=r"saving and forking need .* layer 0 is in a DictStore"):
+                call()
+        assert not (tmp_path / "context").exists()
+        got = generate(model, cache, got.tokens, max_new_tokens=3)
+    assert torch.equal(got.tokens, expected.tokens), "the context is as it was"

@@ -351,7 +351,7 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
 
 
 @pytest.fixture(params=[True, False], ids=["timed call", "polled"])
-def impatient(request: pytest.FixtureRequest) -> Iterator[Ring]:
+def with_deadline(request: pytest.FixtureRequest) -> Iterator[Ring]:
     """A ring whose waits are short, with and without the kernel's help."""
     ring = Ring(4, timeout=0.05)
     if request.param and not ring._waiter.timed:
@@ -361,38 +361,38 @@ def impatient(request: pytest.FixtureRequest) -> Iterator[Ring]:
     ring.close()
 
 
-def test_a_wait_that_takes_too_long(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
-    batch = pipe.stall(impatient, 2)
+def test_a_wait_that_takes_too_long(with_deadline: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    batch = pipe.stall(with_deadline, 2)
     for _ in range(3):
         with pytest.raises(StalledError, match=r"0\.05 seconds.*stalled") as caught:
-            impatient.wait(batch)
+            with_deadline.wait(batch)
         assert caught.value.errno == errno.ETIMEDOUT
     assert batch.finished_at is None and not pipe.memory.any()
     pipe.feed(2)
     while batch.finished_at is None:
-        impatient.poll()
-    impatient.wait(batch)
+        with_deadline.poll()
+    with_deadline.wait(batch)
     assert sorted(pipe.memory[:2, 0].tolist()) == [1, 2], "it was still under way"
     out = np.zeros((20, 512), np.uint8)
-    impatient.wait(queue(impatient, file[0], np.arange(20), out))
+    with_deadline.wait(queue(with_deadline, file[0], np.arange(20), out))
     assert np.array_equal(out, file[1][:20]), "and the ring can be used on"
 
 
-def test_what_waits_behind_a_stalled_read(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+def test_what_waits_behind_a_stalled_read(with_deadline: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
     """Reads that never began, and what was dropped of them, are waited for no longer than the one that is stuck."""
-    pipe.stall(impatient, 4)
+    pipe.stall(with_deadline, 4)
     out = np.zeros((6, 512), np.uint8)
-    behind = queue(impatient, file[0], np.arange(6), out)
+    behind = queue(with_deadline, file[0], np.arange(6), out)
     with pytest.raises(StalledError):
-        impatient.wait(behind)
+        with_deadline.wait(behind)
     with pytest.raises(StalledError):
-        impatient.release(file[0])
+        with_deadline.release(file[0])
     pipe.feed(4)
-    impatient.wait(behind)
+    with_deadline.wait(behind)
     assert behind.dropped and not out.any()
 
 
-def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
+def test_a_stalled_read_outlives_its_ring(with_deadline: Ring, pipe: Pipe) -> None:
     """After `close` a thread holds the memory and the descriptor until the read has ended."""
 
     class Kept:
@@ -401,10 +401,10 @@ def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
     kept, gone = Kept(), threading.Event()
     weakref.finalize(kept, gone.set)
     address = np.array([pipe.memory.ctypes.data])
-    impatient.read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
+    with_deadline.read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
     descriptors = open_descriptors()
-    impatient.close()
-    impatient.close()
+    with_deadline.close()
+    with_deadline.close()
     del kept
     keepers = [thread for thread in threading.enumerate() if thread.name == "hf_offload_cache-ring"]
     assert len(keepers) == 1 and keepers[0].daemon

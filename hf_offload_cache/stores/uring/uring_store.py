@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import CacheClosedError
-from ..base import run_edges
+from ..base import byte_view, run_edges
 from ..checks import check_batch, check_range
 from ..file import FileStore, FrozenFile
 from ..guard import RecordGuard
@@ -94,7 +94,7 @@ class UringStore(FileStore):
             try:
                 if result < 0 and -result not in _AGAIN:
                     raise OSError(-result, os.strerror(-result))
-                buffer = out[start:stop].numpy().data.cast("B")
+                buffer = byte_view(out[start:stop])
                 done = max(0, result)
                 self._file.read(buffer[done:], int(ids[start]) * self.record_bytes + done)
             except OSError as error:
