@@ -30,7 +30,7 @@ from ..predictors.layer_budgets import MOST, spread
 from ..predictors.low_rank import LowRankPredictor, Rules
 from ..predictors.low_rank import Shared as PredictorShared
 from ..predictors.low_rank_keys import default_rank
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .adapter import Adapter, adapter_rank
 from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
@@ -128,7 +128,7 @@ class DiskSwapLayer(SelectiveLayer):
             learnt = {**dict.fromkeys(_LEARNT), "adapter": self.adapter, "fitted_at": 0, "measured_at": 0}
         return {**tree, **learnt}
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         learnt = {name: tree[name] for name in _LEARNT}
         self.adapter = tree["adapter"]
         super().restore({**tree, "predictor": learnt}, parts, device)

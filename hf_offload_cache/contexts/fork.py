@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any, TypeVar
 
+from ..stores.engines import share_store
 from .configuration import fields_in_states
 from .kept_layers import capture_kept, restore_kept
 from .protocol import ContextCache, StoredLayer
@@ -39,7 +40,7 @@ def _fork_layer(layer: StoredLayer, other: StoredLayer, twin: ContextCache) -> N
     with contextlib.ExitStack() as undo:
         parts = []
         for part in layer.freeze():
-            parts.append(part.share(twin.storage.ring))
+            parts.append(share_store(part, twin.storage.ring))
             undo.callback(parts[-1].close)
         other.restore(layer.capture(), parts, layer.history_device)
         undo.pop_all()

@@ -14,9 +14,9 @@ from ..errors import ContextError, ContextMismatchError
 from ..memory.machine import check_descriptors
 from ..model.decoder_blocks import attention_devices
 from ..model.fingerprint import check_fingerprint
-from ..stores.base import Store
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
+from ..stores.freezable import FreezableStore
 from .captured import check_kinds, check_layer, not_whole, token_ids
 from .configuration import opened_config
 from .folder import reading
@@ -94,11 +94,11 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
 
 def _open_stores(
     cache: ContextCache, reader: ContextReader, entry: LayerEntry, tags: list[torch.Tensor], name: str
-) -> list[Store]:
+) -> list[FreezableStore]:
     """The stores of a layer's records, the caller's. Raises `ContextError`, `StoreError`."""
     storage = cache.storage
     with contextlib.ExitStack() as undo:
-        stores: list[Store] = []
+        stores: list[FreezableStore] = []
         for part, tag in zip(entry.parts, tags, strict=True):
             guard = open_guard(part.guard, tag.cpu().numpy(), reader.key, cache.config.verify)
             if part.file != records_name(guard, entry.record_bytes):
@@ -110,7 +110,7 @@ def _open_stores(
     return stores
 
 
-def _fill_layer(layer: StoredLayer, tree: dict[str, Any], stores: list[Store], device: torch.device) -> None:
+def _fill_layer(layer: StoredLayer, tree: dict[str, Any], stores: list[FreezableStore], device: torch.device) -> None:
     """Let a new layer hold its state over `stores`, which are closed if that fails."""
     with contextlib.ExitStack() as undo:
         for store in stores:

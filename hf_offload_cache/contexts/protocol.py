@@ -16,7 +16,7 @@ import torch
 from ..config import OffloadConfig
 from ..memory.account import MemoryAccount
 from ..model.geometry import Geometry
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 
 
 @runtime_checkable
@@ -38,18 +38,18 @@ class StoredLayer(Protocol):
     def history_device(self) -> torch.device:
         """Where keys and values come from and go to; the CPU where nothing is held."""
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """Make all that is stored immutable and force it to the disk; the frozen stores, which the layer owns. None
         for a layer that holds nothing."""
 
-    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """Of each of the stores that `freeze` gave, which records are in use: (capacity,) bool."""
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, for `restore`: views, valid until the next change. A new layer's has
         the same keys, with values of the same kinds, or None for what comes with the first token."""
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Let a new layer hold what was captured, over frozen stores. Computes nothing, reads nothing back.
 
         Checks that what it takes makes sense: raises `ContextError`, `BudgetError`; `parts` belong to the layer only

@@ -16,8 +16,8 @@ import xxhash
 from ..errors import ContextError, ContextMismatchError
 from ..memory.account import MemoryAccount
 from ..model.fingerprint import full_fingerprint
-from ..stores.base import Store
 from ..stores.encryption import encrypt, key_check
+from ..stores.freezable import FreezableStore
 from .configuration import saved_fields
 from .data_files import MANIFEST_NAME, write_file
 from .kept_layers import capture_kept
@@ -100,7 +100,7 @@ class _Writer:
         record_bytes = stores[0].record_bytes if stores else 0
         return LayerEntry(kind="offloaded", state=state, record_bytes=record_bytes, parts=parts)
 
-    def _records(self, store: Store, live: np.ndarray) -> tuple[RecordsFile, torch.Tensor]:
+    def _records(self, store: FreezableStore, live: np.ndarray) -> tuple[RecordsFile, torch.Tensor]:
         """The records of a frozen store that are `live`, under their digest; and their tags."""
         provisional = f"{secrets.token_hex(16)}.records"
         guard = store.export(self._folder_fd, provisional, live)

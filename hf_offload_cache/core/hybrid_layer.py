@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..contexts.kept_layers import capture_kept, restore_kept
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .offload_layer import OffloadLayer
 
 
@@ -43,7 +43,7 @@ class _HybridMethods:
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "linear": capture_kept(self, self._linear_names())}  # type: ignore[misc]
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)  # type: ignore[misc]
         place = f"layer {self.layer_idx}"  # type: ignore[attr-defined]
         rows = self.batch or None  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from ..memory.plan import LayerPlan, Planned
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
 from ..model.tag import TAG, Tag
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .layer_operations import LayerOperations
 from .planned import LayerKind, plan_history, stream_bytes
 from .rows import Rows
@@ -63,7 +63,7 @@ class OffloadLayer(LayerOperations):
         """An empty history; a method whose order is its own overrides this and `restore_history`."""
         return PositionHistory(self.shared.storage, form, rows, device, self.shared.config, self.name)
 
-    def restore_history(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> History:
+    def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
         """The history that `tree` was captured of, over the frozen `parts`."""
         return PositionHistory.restore(self.shared.storage, tree, parts, device, self.shared.config, self.name)
 
@@ -206,7 +206,7 @@ class OffloadLayer(LayerOperations):
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
         if not self.is_initialized:
             return ()
@@ -214,7 +214,7 @@ class OffloadLayer(LayerOperations):
             self.dropped(freed)
         return self.history.freeze()
 
-    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """See `History.live`; `parts` are what `freeze` gave."""
         return self.history.live(parts) if self.is_initialized else []
 
@@ -224,7 +224,7 @@ class OffloadLayer(LayerOperations):
         state = "unknown" if self.shared.config.exact == "bitwise" else self.state
         return {"state": state, "history": self.history.capture() if self.is_initialized else None}
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
 
         Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.

@@ -9,16 +9,15 @@ from typing import Any
 
 from ..config import OffloadConfig, parse_size
 from ..fetch.staging import Staging
+from ..fetch.write_queue import WriteQueue
 from ..history.position_history import PositionHistory, sealed_groups
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry, LayerShape
 from ..report.trace import Trace
-from ..stores.encryption import Encryption
-from ..stores.file import LARGEST_STEP_BYTES, SMALLEST_STEP_RECORDS
-from ..stores.guard import Checksums
-from ..stores.memory import CHUNK_BYTES
+from ..stores.engines import planned_ring, planned_store
+from ..stores.uring.ring import IO_RING
 from .token_log import TokenLog
 
 
@@ -51,7 +50,9 @@ def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerP
     records = kind.rows * sealed_groups(form, config, context)
     plan = PositionHistory.planned(form, config, context, kind.rows)
     streams = Planned({"stream buffers": stream_bytes(kind, config)})
-    return plan + LayerPlan(_store(form, config, records), streams, records * form.record_bytes)
+    encrypted = config.encryption_key is not None
+    store = planned_store(config.engine, records, form.record_bytes, encrypted=encrypted)
+    return plan + LayerPlan(Planned.always(store), streams, records * form.record_bytes)
 
 
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
@@ -59,18 +60,6 @@ def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     group = kind.form.group_size
     units = max(config.block_tokens // group, -(-config.num_recent // group) + 2)  # what `truncate` reads back
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
-
-
-def _store(form: RecordFormat, config: OffloadConfig, records: int) -> Planned:
-    """A store's books on each of its records (its tag, whether it is taken, whether it was advised), of which a file
-    has up to an eighth more than it holds; and the records themselves where they lie in memory."""
-    tag = (Checksums if config.encryption_key is None else Encryption).tag_bytes
-    capacity = records + max(SMALLEST_STEP_RECORDS, min(records // 8, LARGEST_STEP_BYTES // form.record_bytes))
-    held = {"tables": capacity * (tag + 1 + (config.engine == "mapped"))}
-    if config.engine == "memory":
-        chunk = max(1, CHUNK_BYTES // form.record_bytes)
-        held["records in memory"] = -(-records // chunk) * chunk * form.record_bytes
-    return Planned.always(held)
 
 
 def plan_cache(
@@ -95,7 +84,8 @@ def plan_cache(
             "token ids": ids,
             "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
             "layers not offloaded": geometry.kept_bytes(context, batch),
-            "write queue": max(parse_size(config.write_queue), records),
+            "write queue": WriteQueue.planned(parse_size(config.write_queue), records),
+            IO_RING: planned_ring(config.engine),
         }
     )
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})

@@ -20,7 +20,7 @@ from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
 from ..predictors.base import Decision, Predictor, Query
 from ..predictors.sinks import sink_units
-from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .offload_layer import OffloadLayer, Output
 from .plan_selective import plan_selective
 from .planned import LayerKind
@@ -286,7 +286,7 @@ class SelectiveLayer(OffloadLayer):
         learnt = None if self.predictor is None else self.predictor.capture()
         return {**super().capture(), "predictor": learnt, "scaling": self.scaling}
 
-    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)
         self.scaling = tree["scaling"]
         if self.selecting is not None and self.is_initialized:

@@ -38,7 +38,7 @@ class Shared:
     @property
     def broken(self) -> bool:
         """The cache is not to be used until `reset`: layers may differ, or something may be under way unknown."""
-        return self.storage.torn or self.storage.prefetcher.trouble is not None
+        return self.storage.torn or self.storage.prefetcher.interrupted_by is not None
 
     def check_open(self) -> None:
         """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is broken."""
@@ -47,7 +47,7 @@ class Shared:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
         if not self.broken:
             return
-        trouble = self.storage.prefetcher.trouble
+        trouble = self.storage.prefetcher.interrupted_by
         if isinstance(trouble, StalledError):
             raise RuntimeError(
                 f"the device stalled in an earlier step ({trouble.strerror}), or reset() it once the device answers"
@@ -103,6 +103,6 @@ class Shared:
         """All layers are about to be emptied: forget what was broken. Raises `StalledError` while something that did
         not end in time is still under way."""
         self.storage.check_process()
-        self.storage.prefetcher.mend()
+        self.storage.prefetcher.recover()
         self.storage.torn = False
         self.step = self.unseen = self.front = None

@@ -9,16 +9,16 @@ import weakref
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StalledError
-from hf_offload_cache.fetch.reader_pool import ReaderPool
-from hf_offload_cache.fetch.ticket import ReadLog, Ticket
-from hf_offload_cache.fetch.workers import join_before_exit
-from hf_offload_cache.fetch.write_queue import WriteQueue
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import check_batch
-from hf_offload_cache.stores.deadline import Patience
+from ..errors import CacheClosedError, StalledError
+from ..memory.account import MemoryAccount
+from ..report.timeline import Timeline
+from ..stores.base import Store
+from ..stores.checks import check_batch
+from ..stores.deadline import Deadline
+from .reader_pool import ReaderPool
+from .ticket import ReadLog, Ticket
+from .workers import join_before_exit
+from .write_queue import WriteQueue
 
 STALLED_READS = "stalled reads"
 """The owner under which the account keeps memory that a read may still write to after `Prefetcher.close`."""
@@ -59,29 +59,31 @@ class Prefetcher:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._account = account
         self._log = ReadLog(timeline)
-        self._readers = ReaderPool(threads, Patience(timeout))
-        self._writes = WriteQueue(account, write_queue_bytes, timeline, Patience(timeout))
+        self._readers = ReaderPool(threads, Deadline(timeout))
+        self._writes = WriteQueue(account, write_queue_bytes, timeline, Deadline(timeout))
         at_exit = functools.partial(_end, self._readers, self._writes)
         self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
         atexit.register(at_exit)
 
     @property
-    def trouble(self) -> BaseException | None:
-        """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`."""
-        return self._log.trouble
+    def interrupted_by(self) -> BaseException | None:
+        """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
 
-    def mend(self) -> None:
-        """Forget the trouble; for when all stores are about to be cancelled and closed.
+        None: all is as it should be. Else nothing but `recover` and `close` is of use.
+        """
+        return self._log.interrupted_by
+
+    def recover(self) -> None:
+        """Set `interrupted_by` back to None; for when all stores are about to be cancelled and closed.
 
         Raises `StalledError` while something that did not end in time is still under way.
         """
         self._log.process.check("this prefetcher")
-        self.look()
-        if isinstance(self._log.trouble, StalledError) and (self._log.stuck or self._writes.stuck):
-            raise StalledError(
-                self._log.trouble.errno, f"still under way: {self._log.trouble.strerror}, or try again later"
-            ) from self._log.trouble
-        self._log.trouble = None
+        self.poll()
+        error = self._log.interrupted_by
+        if isinstance(error, StalledError) and (self._log.stuck or self._writes.stuck):
+            raise StalledError(error.errno, f"still under way: {error.strerror}, or try again later") from error
+        self._log.interrupted_by = None
 
     @property
     def seconds_in_flight(self) -> float:
@@ -101,7 +103,7 @@ class Prefetcher:
         """
         check_batch(ids, out, store.record_bytes, aligned=True)
         self._log.process.check("this prefetcher")
-        self.look()
+        self.poll()
         missing = self._writes.copy_queued(store, ids, out)
         ticket = Ticket(self._log, self._writes, store, out, sum(stop - start for start, stop in missing))
         try:
@@ -110,17 +112,17 @@ class Prefetcher:
                 ticket.transfers.append(store.start(part, rows) or self._readers.start(store, part, rows))
         except BaseException as error:
             if not isinstance(error, Exception):  # a signal's: a part may have begun that nobody knows of
-                self._log.trouble = error
+                self._log.interrupted_by = error
             self._log.begin(store, ticket)
-            with self._log.noticing():
+            with self._log.noting_stalls():
                 self._log.end_all([ticket])
             raise
         self._log.begin(store, ticket)
         return ticket
 
-    def look(self) -> None:
-        """See what has come to an end, and let reads that wait for a place in a queue go. Does not block; cheap."""
-        self._log.look()
+    def poll(self) -> None:
+        """Note which reads have ended, and submit those that wait for a place in a queue. Does not block; cheap."""
+        self._log.poll()
 
     def write(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes both over.
@@ -130,15 +132,15 @@ class Prefetcher:
         """
         check_batch(ids, records, store.record_bytes)
         self._log.process.check("this prefetcher")
-        self.look()
-        with self._log.noticing():
+        self.poll()
+        with self._log.noting_stalls():
             self._writes.add(store, ids, records)
 
     def flush(self, store: Store | None = None) -> None:
         """Block until the writes queued for `store` (None: for all) are done; raises the error of one that failed."""
         self._log.process.check("this prefetcher")
-        self.look()
-        with self._log.noticing():
+        self.poll()
+        with self._log.noting_stalls():
             self._writes.flush(store)
 
     def check_written(self, store: Store, ids: np.ndarray) -> None:
@@ -157,9 +159,9 @@ class Prefetcher:
         of; whatever is stuck holds it, and its file goes with it.
         """
         self._log.process.check("this prefetcher")
-        with self._log.noticing():
+        with self._log.noting_stalls():
             self._writes.drop(store)
-            self.look()
+            self.poll()
             tickets = self._log.of(store)
             for ticket in tickets:
                 ticket.fail(CacheClosedError("the read was cancelled: its store was reset or closed"))
@@ -173,10 +175,10 @@ class Prefetcher:
         """
         if not self._log.process.is_here:
             return
-        known = self._log.trouble
+        known = self._log.interrupted_by
         self._stop()
         try:
-            with self._log.noticing():
+            with self._log.noting_stalls():
                 self._writes.drop_all()
                 try:
                     self._log.end_all(self._log.running())
@@ -203,8 +205,8 @@ def _stop(readers: ReaderPool, writes: WriteQueue, at_exit: functools.partial) -
 
 def _end(readers: ReaderPool, writes: WriteQueue) -> None:
     """Before the interpreter ends."""
-    readers.patience.hurry()
-    writes.patience.hurry()
+    readers.deadline.shorten_for_exit()
+    writes.deadline.shorten_for_exit()
     readers.stop()
     writes.stop()
     join_before_exit([*readers.threads, *writes.threads])

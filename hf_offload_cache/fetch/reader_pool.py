@@ -12,11 +12,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.deadline import Patience, left, passed
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import CacheClosedError, StoreError
+from ..stores.base import Store, runs
+from ..stores.deadline import Deadline, has_passed, seconds_left
+from ..stores.transfer import Transfer
+from .workers import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
 
 SMALLEST_PIECE_BYTES = 256 * 1024
 """A run of adjacent records is split over threads only into pieces of at least this size."""
@@ -31,13 +31,13 @@ class ReaderPool:
     Attributes:
         threads: those that were started and have not been seen to end.
         stopped: `stop` was called.
-        patience: how long a read may take.
+        deadline: how long a read may take.
     """
 
-    def __init__(self, most: int, patience: Patience) -> None:
+    def __init__(self, most: int, deadline: Deadline) -> None:
         self.threads: list[Worker] = []
         self.stopped = False
-        self.patience = patience
+        self.deadline = deadline
         self._most = most
         self._jobs: Jobs = queue.SimpleQueue()
 
@@ -81,7 +81,7 @@ class ReaderPool:
 
     def join(self) -> None:
         """After `stop`: wait for the threads. Those that do not end in time are left to themselves."""
-        join_all(self.threads, self.patience.deadline())
+        join_all(self.threads, self.deadline.expires())
 
 
 class _SharedRead(Transfer):
@@ -126,7 +126,7 @@ class _SharedRead(Transfer):
                     self._running -= 1
                     if error is not None and self._error is None:
                         self._error, self._traceback = error, error.__traceback__
-                    self._pool.patience.answered()
+                    self._pool.deadline.answered()
                     if self._running == 0 and self._ending:
                         self.finished_at = time.perf_counter()
                         self._changed.notify_all()
@@ -151,14 +151,14 @@ class _SharedRead(Transfer):
     def wait(self) -> None:
         """As in `Transfer`. What is stuck is held by its thread: the store and `out` live until that has returned.
 
-        Raises `StalledError` when it takes longer than the pool's patience.
+        Raises `StalledError` when it takes longer than the pool's deadline.
         """
         with self._changed:
-            deadline = None if self._over else self._pool.patience.deadline()
+            expires = None if self._over else self._pool.deadline.expires()
             while not self._over:
-                if passed(deadline):
-                    raise self._pool.patience.give_up(self._doing())
-                self._changed.wait(left(deadline, LOOK_SECONDS))
+                if has_passed(expires):
+                    raise self._pool.deadline.missed(self._work_text())
+                self._changed.wait(seconds_left(expires, ALIVE_CHECK_SECONDS))
                 if not self._over and not any(thread.is_alive() for thread in self._pool.threads):
                     self._error = self._died()
             self._work = None
@@ -170,14 +170,14 @@ class _SharedRead(Transfer):
         if self._begun < len(self._pieces):
             raise CacheClosedError("the read was cancelled: its store was reset or closed")
 
-    def _doing(self) -> str:
+    def _work_text(self) -> str:
         assert self._work is not None
         store, ids, _ = self._work
-        return doing("reading", store, ids)
+        return work_text("reading", store, ids)
 
     def _died(self) -> StoreError:
         why = "; ".join(thread.ended_by for thread in self._pool.threads if thread.error is not None) or "they ended"
-        return StoreError(errno.EIO, f"{self._doing()}: no thread is left that could do it: {why}")
+        return StoreError(errno.EIO, f"{self._work_text()}: no thread is left that could do it: {why}")
 
 
 def split(ids: np.ndarray, record_bytes: int, most: int) -> list[tuple[int, int]]:

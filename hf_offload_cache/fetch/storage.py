@@ -20,6 +20,7 @@ from ..report.trace import Trace
 from ..stores.base import Store
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import choose_engine, open_store
+from ..stores.freezable import FreezableStore
 from ..stores.layered import LayeredStore
 from ..stores.process import Process
 from ..stores.uring.ring import Ring
@@ -53,7 +54,7 @@ class Storage:
         if config.trace is not None:
             self.account.hold("timeline", Trace.HELD_BYTES)
             self.timeline = Trace(config.trace)
-        self.ring = Ring(timeout=config.io_timeout) if self.engine == "uring" else None
+        self.ring = Ring(timeout=config.io_timeout, account=self.account) if self.engine == "uring" else None
         timeline = self.timeline if self.timeline.on else None
         self.write_queue = parse_size(config.write_queue)
         self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
@@ -72,11 +73,11 @@ class Storage:
         self.stores.append(store)
         return store
 
-    def _new_store(self, record_bytes: int, name: str) -> Store:
+    def _new_store(self, record_bytes: int, name: str) -> FreezableStore:
         guard = make_guard(self.key, self._verify)
         return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard)
 
-    def layer_store(self, parts: Sequence[Store], record_bytes: int, name: str) -> Store:
+    def layer_store(self, parts: Sequence[FreezableStore], record_bytes: int, name: str) -> Store:
         """A store over the frozen `parts`, which it owns; what is added goes to a store of its own."""
         if not parts:
             return self.open_store(record_bytes, name)

@@ -10,12 +10,12 @@ from types import TracebackType
 
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StalledError
-from hf_offload_cache.fetch.write_queue import WriteQueue
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import CacheClosedError, StalledError
+from ..report.timeline import Timeline
+from ..stores.base import Store
+from ..stores.process import Process
+from ..stores.transfer import Transfer
+from .write_queue import WriteQueue
 
 
 class Ticket:
@@ -53,7 +53,7 @@ class Ticket:
         signal's exception (Ctrl-C) leaves the read under way: wait again.
 
         `StalledError`: it did not end in time, and may still write to `out`, which the ring or the thread that is stuck
-        holds until it has. The prefetcher has no use for anything but `close` from then on (see `Prefetcher.trouble`).
+        holds until it has. See `Prefetcher.interrupted_by` for what can be done then.
         """
         self._log.process.check("this read")
         start = time.perf_counter()
@@ -80,14 +80,14 @@ class Ticket:
         for transfer in self.transfers:
             transfer.drop()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Nothing touches the store or `out` from then on. Raises `StalledError` where something still may."""
         self.drop()
         for transfer in self.transfers:
             transfer.wait()
 
-    def let_go(self) -> None:
-        """Nothing is under way: hold nothing."""
+    def release_all(self) -> None:
+        """Nothing is under way any more: hold neither transfers nor memory."""
         self.transfers, self.out = [], None
 
     def _finish(self) -> None:
@@ -101,12 +101,12 @@ class Ticket:
             try:
                 if isinstance(error, StalledError):
                     raise
-                self.give_up()
+                self.cancel()
             except StalledError as stalled:
-                self.stalled, self._log.trouble = True, stalled
+                self.stalled, self._log.interrupted_by = True, stalled
                 return  # still under way: the log looks after it
         self._log.end(self)
-        self.let_go()
+        self.release_all()
 
 
 class ReadLog:
@@ -115,13 +115,13 @@ class ReadLog:
     Attributes:
         seconds: sum over the reads that were seen to end, from submission to the last byte.
         process: whose reads they are.
-        trouble: see `Prefetcher.trouble`.
+        interrupted_by: see `Prefetcher.interrupted_by`.
     """
 
     def __init__(self, timeline: Timeline | None) -> None:
         self.seconds = 0.0
         self.process = Process()
-        self.trouble: BaseException | None = None
+        self.interrupted_by: BaseException | None = None
         self._timeline = timeline
         # Held here: what goes on by itself, so that it can be waited for when its caller has forgotten it. What is only
         # advised goes when its caller lets go of it.
@@ -129,12 +129,12 @@ class ReadLog:
         self._advised: weakref.WeakKeyDictionary[Ticket, weakref.ref[Store]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def noticing(self) -> Iterator[None]:
-        """A `StalledError` in here is kept as the trouble."""
+    def noting_stalls(self) -> Iterator[None]:
+        """A `StalledError` in here is noted in `interrupted_by`."""
         try:
             yield
         except StalledError as error:
-            self.trouble = error
+            self.interrupted_by = error
             raise
 
     def begin(self, store: Store, ticket: Ticket) -> None:
@@ -143,9 +143,9 @@ class ReadLog:
             tickets = self._running if ticket.transfers[0].runs else self._advised
             tickets[ticket] = weakref.ref(store)
         else:
-            ticket.let_go()
+            ticket.release_all()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note what has come to an end."""
         for ticket in list(self._running):
             if ticket.done():
@@ -170,13 +170,13 @@ class ReadLog:
             ticket.drop()  # all before the first wait: what is dropped behind a stalled one never begins
         for ticket in tickets:
             try:
-                ticket.give_up()
+                ticket.cancel()
             except StalledError as error:
                 ticket.stalled, stalled = True, stalled or error
             else:
                 self.end(ticket)
                 if ticket.error is not None:
-                    ticket.let_go()  # nobody asks it any more
+                    ticket.release_all()  # nobody asks it any more
         if stalled is not None:
             raise stalled
 

@@ -14,14 +14,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import describe
-from hf_offload_cache.stores.deadline import EXIT_SECONDS
+from ..stores.base import Store
+from ..stores.checks import describe
+from ..stores.deadline import EXIT_SECONDS
 
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 """What a thread runs, in order; None ends every thread of the queue. A job that raises ends its thread."""
 
-LOOK_SECONDS = 0.5
+ALIVE_CHECK_SECONDS = 0.5
 """Who waits for a thread looks this often whether it is still alive."""
 
 
@@ -64,11 +64,11 @@ def start_worker(role: str, jobs: Jobs) -> Worker:
     return worker
 
 
-def join_all(threads: Iterable[threading.Thread], deadline: float | None) -> list[threading.Thread]:
-    """Wait until `deadline` (`time.monotonic()`; None: for ever) for threads told to end; returns those still alive."""
+def join_all(threads: Iterable[threading.Thread], expires: float | None) -> list[threading.Thread]:
+    """Wait until `expires` (`time.monotonic()`; None: for ever) for threads told to end; returns those still alive."""
     threads = [thread for thread in threads if thread is not threading.current_thread()]  # a garbage collection closes
     for thread in threads:
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        thread.join(None if expires is None else max(0.0, expires - time.monotonic()))
     return [thread for thread in threads if thread.is_alive()]
 
 
@@ -78,7 +78,7 @@ def join_before_exit(threads: Iterable[threading.Thread]) -> None:
     join_all(threads, time.monotonic() + EXIT_SECONDS)
 
 
-def doing(verb: str, store: Store, ids: np.ndarray) -> str:
+def work_text(verb: str, store: Store, ids: np.ndarray) -> str:
     """For a message: "layer 3: reading records 4..8 (5) in '/tmp'"."""
     place = "" if store.directory is None else f" in {store.directory!r}"
     return f"{store.name}: {verb} {describe(ids)}{place}"

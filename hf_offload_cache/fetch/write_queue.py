@@ -13,13 +13,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch.workers import LOOK_SECONDS, Jobs, Worker, doing, join_all, start_worker
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.timeline import Timeline
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.checks import describe
-from hf_offload_cache.stores.deadline import Patience, left, passed
+from ..errors import CacheClosedError, StoreError
+from ..memory.account import MemoryAccount
+from ..report.timeline import Timeline
+from ..stores.base import Store
+from ..stores.checks import describe
+from ..stores.deadline import Deadline, has_passed, seconds_left
+from .workers import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
+from .write_batch import StoreWrites, WriteBatch, copy_rows
 
 WRITE_QUEUE = "write queue"
 """The owner under which queued writes are in the memory account."""
@@ -32,7 +33,7 @@ class WriteQueue:
     methods raise `CacheClosedError`, except `cancel` and `take_failure`. For what becomes of a write that failed see
     `Prefetcher`; the writes that were queued when the thread died have failed too.
 
-    A wait during which no write ends for as long as `patience` says raises `StalledError`. The write that is stuck is
+    A wait during which no write ends for as long as `deadline` says raises `StalledError`. The write that is stuck is
     held by its thread, records and store, and its bytes stay in the account until it ends.
 
     Attributes:
@@ -40,49 +41,54 @@ class WriteQueue:
     """
 
     def __init__(
-        self, account: MemoryAccount, most_bytes: int, timeline: Timeline | None, patience: Patience
+        self, account: MemoryAccount, most_bytes: int, timeline: Timeline | None, deadline: Deadline
     ) -> None:
         self.closed = False
         self.threads: list[Worker] = []
-        self.patience = patience
+        self.deadline = deadline
         self._account = account
         self._most_bytes = most_bytes
         self._timeline = timeline
-        self._changed = threading.Condition()  # guards the lines
-        self._lines: weakref.WeakKeyDictionary[Store, _Line] = weakref.WeakKeyDictionary()
+        self._changed = threading.Condition()  # guards what follows, and the batches
+        self._by_store: weakref.WeakKeyDictionary[Store, StoreWrites] = weakref.WeakKeyDictionary()
         self._jobs: Jobs = queue.SimpleQueue()
         self._ended = 0  # batches that came to an end
 
+    @staticmethod
+    def planned(most_bytes: int, largest_batch: int) -> int:
+        """The most bytes that are queued at once: `most_bytes`, or one batch that is larger."""
+        return max(most_bytes, largest_batch)
+
     def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """See `Prefetcher.write`."""
-        batch = _Batch(store, ids, records)
+        batch = WriteBatch(store, ids, records)
         with self._changed:
             self._check_open()
             if not self._alive:
                 self._fail_all()  # before there is another thread, which would not know of what this one had begun
-            line = self._line(store)
-            self._raise_failure(line)
+            writes = self._of(store)
+            self._raise_failure(writes)
             if batch.nbytes == 0:
                 return
             while (queued := self._bytes) and queued + batch.nbytes > self._most_bytes:
                 self._wait(lambda: self._bytes < queued)
                 self._check_open()
-                self._raise_failure(line)
+                self._raise_failure(writes)
             self._need_writer(store)
             self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
             try:
-                self._jobs.put(functools.partial(self._run, batch))  # finds nothing to do where the next line fails
-                line.batches.append(batch)
+                self._jobs.put(functools.partial(self._run, batch))  # does nothing where the next line fails
+                writes.batches.append(batch)
             except BaseException:
-                if batch not in line.batches:
+                if batch not in writes.batches:
                     self._account.release(WRITE_QUEUE, batch.nbytes)
                 raise
-            line.lost = [(rest, error) for lost, error in line.lost if len(rest := np.setdiff1d(lost, ids))]
+            writes.lost = [(rest, error) for lost, error in writes.lost if len(rest := np.setdiff1d(lost, ids))]
 
     @property
     def _bytes(self) -> int:
         """Queued and being written. Counted anew each time: an exception of a signal cannot leave it wrong."""
-        return sum(batch.nbytes for line in list(self._lines.values()) for batch in line.batches)
+        return sum(batch.nbytes for writes in list(self._by_store.values()) for batch in writes.batches)
 
     @property
     def _alive(self) -> bool:
@@ -107,65 +113,65 @@ class WriteQueue:
         """
         with self._changed:
             self._check_open()
-            line = self._lines.get(store)
-            if line is None:
+            writes = self._by_store.get(store)
+            if writes is None:
                 return [(0, len(ids))] if len(ids) else []
-            self._raise_failure(line, ids)
-            queued = [(batch, batch.records) for batch in line.batches]  # one that is done lets go of its records
-        return _copy(queued, ids, out) if queued else [(0, len(ids))] if len(ids) else []
+            self._raise_failure(writes, ids)
+            queued = [(batch, batch.records) for batch in writes.batches]  # one that is done lets go of its records
+        return copy_rows(queued, ids, out) if queued else [(0, len(ids))] if len(ids) else []
 
     def flush(self, store: Store | None) -> None:
         """See `Prefetcher.flush`."""
         with self._changed:
             self._check_open()
-            lines = list(self._lines.values()) if store is None else [self._line(store)]
-            self._wait(lambda: self.closed or not any(line.batches for line in lines))
+            waited = list(self._by_store.values()) if store is None else [self._of(store)]
+            self._wait(lambda: self.closed or not any(each.batches for each in waited))
             self._check_open()
-            for line in lines:
-                self._raise_failure(line)
+            for each in waited:
+                self._raise_failure(each)
 
     def check_written(self, store: Store, ids: np.ndarray) -> None:
         """Raises what a write of `store` failed with that was not reported yet, or that hit one of `ids`."""
         with self._changed:
             self._check_open()
-            line = self._lines.get(store)
-            if line is not None:
-                self._raise_failure(line, ids)
+            writes = self._by_store.get(store)
+            if writes is not None:
+                self._raise_failure(writes, ids)
 
     def drop(self, store: Store) -> None:
         """Forget what is queued for `store` and has not begun. Does not block on a write."""
         with self._changed:
-            line = self._line(store)
-            for batch in [batch for batch in line.batches if not batch.started]:
-                self._finish(batch, line)
+            writes = self._of(store)
+            for batch in [batch for batch in writes.batches if not batch.started]:
+                self._finish(batch, writes)
 
     def drop_all(self) -> None:
         """`drop` for every store."""
-        for store in list(self._lines):
+        for store in list(self._by_store):
             self.drop(store)
 
     def cancel(self, store: Store) -> None:
         """`drop`, wait for the write that has begun, and forget failures."""
         self.drop(store)
         with self._changed:
-            line = self._line(store)
-            self._wait(lambda: not line.batches)
-            line.lost.clear()
-            line.failure = None
+            writes = self._of(store)
+            self._wait(lambda: not writes.batches)
+            writes.lost.clear()
+            writes.failure = None
 
     def take_failure(self, store: Store) -> BaseException | None:
         """What a write of `store` failed with, when that was not reported yet."""
-        line = self._lines.get(store)
-        if line is None or line.failure is None:
+        writes = self._by_store.get(store)
+        if writes is None or writes.failure is None:
             return None
         with self._changed:
-            failure, line.failure = line.failure, None
+            failure, writes.failure = writes.failure, None
             return failure
 
     @property
     def stuck(self) -> bool:
         """A write that did not end in time is still under way."""
-        return self._alive and self.patience.stalled
+        return self._alive and self.deadline.stalled
 
     def stop(self) -> None:
         """Let the thread drop what has not begun, and end."""
@@ -174,70 +180,71 @@ class WriteQueue:
 
     def join(self) -> None:
         """After `stop`: wait for the thread. Raises `StalledError` when its last write does not end in time."""
-        alive = join_all(self.threads, self.patience.deadline())
+        alive = join_all(self.threads, self.deadline.expires())
         with self._changed:
             if alive:
-                raise self.patience.give_up(self._doing())
+                raise self.deadline.missed(self._work_text())
             self._fail_all()  # what a thread that died has left
 
-    def _line(self, store: Store) -> _Line:
-        line = self._lines.get(store)
-        if line is None:
-            line = self._lines[store] = _Line()
-        return line
+    def _of(self, store: Store) -> StoreWrites:
+        writes = self._by_store.get(store)
+        if writes is None:
+            writes = self._by_store[store] = StoreWrites()
+        return writes
 
     def _wait(self, over: Callable[[], bool]) -> None:
         """Block until `over()`, which a write that ends may bring about. With `_changed` held, which is let go."""
-        deadline, ended = None, -1
+        expires, ended = None, -1
         while not over():
             if ended != self._ended:
-                ended, deadline = self._ended, self.patience.deadline()
-            elif passed(deadline):
-                raise self.patience.give_up(self._doing())
-            self._changed.wait(left(deadline, LOOK_SECONDS))
+                ended, expires = self._ended, self.deadline.expires()
+            elif has_passed(expires):
+                raise self.deadline.missed(self._work_text())
+            self._changed.wait(seconds_left(expires, ALIVE_CHECK_SECONDS))
             if not self._alive:
                 self._fail_all()
 
-    def _doing(self) -> str:
-        batches = sorted((batch for line in self._lines.values() for batch in line.batches), key=lambda b: b.started)
+    def _work_text(self) -> str:
+        batches = [batch for writes in self._by_store.values() for batch in writes.batches]
+        batches.sort(key=lambda batch: batch.started)
         if not batches or batches[-1].store is None:
             return "writing"
-        return doing("writing", batches[-1].store, batches[-1].ids)
+        return work_text("writing", batches[-1].store, batches[-1].ids)
 
     def _fail_all(self) -> None:
         """No thread is left: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
-        self.patience.answered()  # nothing is waited for any more
+        self.deadline.answered()  # nothing is waited for any more
         why = self.threads[0].ended_by if self.threads else "it was not started"
-        for line in list(self._lines.values()):
-            for batch in list(line.batches):
+        for writes in list(self._by_store.values()):
+            for batch in list(writes.batches):
                 assert batch.store is not None
-                where = doing("writing", batch.store, batch.ids)
+                where = work_text("writing", batch.store, batch.ids)
                 error = StoreError(errno.EIO, f"{where}: no thread is left that could do it: {why}")
-                line.failure = line.failure or error
-                line.lost.append((batch.ids, error))
-                self._finish(batch, line)
+                writes.failure = writes.failure or error
+                writes.lost.append((batch.ids, error))
+                self._finish(batch, writes)
 
     def _check_open(self) -> None:
         if self.closed:
             raise CacheClosedError("the cache was closed; make a new one")
 
-    def _raise_failure(self, line: _Line, ids: np.ndarray | None = None) -> None:
+    def _raise_failure(self, writes: StoreWrites, ids: np.ndarray | None = None) -> None:
         """Raise for a failed write that was not reported yet, or that one of `ids` was part of."""
-        failure, line.failure = line.failure, None
+        failure, writes.failure = writes.failure, None
         if failure is not None:
             raise failure
         if ids is None:
             return
-        for lost, error in line.lost:
+        for lost, error in writes.lost:
             if len(touched := np.intersect1d(lost, ids)):
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
                 raise StoreError(number, f"{describe(touched)} could not be written: {error}") from error
 
-    def _run(self, batch: _Batch) -> None:
+    def _run(self, batch: WriteBatch) -> None:
         with self._changed:
             store = batch.store
-            line = None if store is None else self._line(store)
-            if store is None or line is None or batch not in line.batches:
+            writes = None if store is None else self._of(store)
+            if store is None or writes is None or batch not in writes.batches:
                 return
             batch.started = True
         error: BaseException | None = None
@@ -250,56 +257,17 @@ class WriteQueue:
             if self._timeline is not None:
                 details = {"records": len(batch.ids), "bytes": batch.nbytes}
                 self._timeline.add("writes", store.name, started, time.perf_counter(), **details)
-        self.patience.answered()
+        self.deadline.answered()
         with self._changed:
             if error is not None:
-                line.failure = line.failure or error
-                line.lost.append((batch.ids, error))
-            self._finish(batch, line)
+                writes.failure = writes.failure or error
+                writes.lost.append((batch.ids, error))
+            self._finish(batch, writes)
 
-    def _finish(self, batch: _Batch, line: _Line) -> None:
+    def _finish(self, batch: WriteBatch, writes: StoreWrites) -> None:
         """`batch` is done with, however it went. With `_changed` held."""
-        line.batches.remove(batch)
+        writes.batches.remove(batch)
         self._ended += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
         batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8)
         self._changed.notify_all()
-
-
-class _Batch:
-    """What was given to one `add`."""
-
-    def __init__(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
-        self.store: Store | None = store
-        self.ids = ids
-        self.records = records
-        self.nbytes = records.numel()
-        self.started = False
-        self.lowest, self.highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
-
-
-class _Line:
-    """The writes of one store."""
-
-    def __init__(self) -> None:
-        self.batches: list[_Batch] = []  # oldest first; the one being written is in it
-        self.lost: list[tuple[np.ndarray, BaseException]] = []
-        self.failure: BaseException | None = None  # not yet reported
-
-
-def _copy(queued: list[tuple[_Batch, torch.Tensor]], ids: np.ndarray, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Fill the rows of `out` whose records are in `queued` (oldest first); the ranges of rows that remain."""
-    absent = np.ones(len(ids), dtype=bool)
-    if len(ids):
-        lowest, highest = int(ids.min()), int(ids.max())
-        rows = out.numpy()
-        for batch, records in queued:
-            if batch.lowest > highest or batch.highest < lowest:
-                continue
-            found = np.isin(ids, batch.ids)
-            if found.any():
-                order = np.argsort(batch.ids)
-                rows[found] = records.numpy()[order[np.searchsorted(batch.ids, ids[found], sorter=order)]]
-                absent[found] = False
-    positions = np.flatnonzero(absent)
-    return [(int(positions[first]), int(positions[stop - 1]) + 1) for first, stop in runs(positions)]

@@ -11,6 +11,7 @@ import torch
 
 from ..fetch.choice import Extents
 from ..stores.base import Store
+from ..stores.freezable import FreezableStore
 from .record_format import RecordFormat
 
 
@@ -94,10 +95,10 @@ class History(Protocol):
     def sweep(self, always: bool = False) -> np.ndarray | None:
         """Give back records that nothing names, where that pays or `always`; returns them."""
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """All that is stored is immutable from now on; returns the frozen stores. Ids stay what they are."""
 
-    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """Of each of the frozen `parts` which records some row names: (capacity,), bool."""
 
     def capture(self) -> dict[str, Any]:

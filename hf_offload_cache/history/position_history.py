@@ -15,6 +15,7 @@ from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty
+from ..stores.freezable import FreezableStore, require_freezable
 from ..stores.layered import LayeredStore
 from .base import Block, Sealed, joined
 from .block_table import BlockTable
@@ -133,23 +134,24 @@ class PositionHistory:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def freeze(self) -> Sequence[Store]:
+    def freeze(self) -> Sequence[FreezableStore]:
         """As `History.freeze`. Blocks until all writes are done; raises what one failed with, with nothing changed, as
         long as a record that was lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before.
+        Raises `TypeError` for a store that cannot be frozen.
         """
-        self._storage.prefetcher.flush(self.store)
-        self._storage.prefetcher.check_written(self.store, np.unique(self.table.ids).astype(np.int64))
-        self.store.freeze()
-        if not isinstance(self.store, LayeredStore):
-            alone = self.store
-            self.store = self._storage.layer_store([alone], self.form.record_bytes, self._name)
+        store = require_freezable(self.store)
+        self._storage.prefetcher.flush(store)
+        self._storage.prefetcher.check_written(store, np.unique(self.table.ids).astype(np.int64))
+        store.freeze()
+        if not isinstance(store, LayeredStore):
+            self.store = self._storage.layer_store([store], self.form.record_bytes, self._name)
             self.table.move(self.store)
-            self._storage.stores.remove(alone)
+            self._storage.stores.remove(store)
         assert isinstance(self.store, LayeredStore)
         self.store.merge(self.table.named(self.store.capacity))
         return self.store.parts
 
-    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         edges = np.cumsum([part.capacity for part in parts])
         return np.split(self.table.named(self.store.capacity), edges[:-1])
 
@@ -167,7 +169,7 @@ class PositionHistory:
         cls,
         storage: Storage,
         tree: dict[str, Any],
-        parts: Sequence[Store],
+        parts: Sequence[FreezableStore],
         device: torch.device,
         config: OffloadConfig,
         name: str,

@@ -25,9 +25,12 @@ def free_memory(device: str = "cpu") -> int | None:
     return min(known) if known else None
 
 
-def free_disk(path: str | os.PathLike[str] | int) -> int | None:
-    """Bytes that this user may still write where `path`, or an open descriptor, lies; None where nobody tells."""
-    disk = os.fstatvfs(path) if isinstance(path, int) else os.statvfs(path)
+def free_disk(place: str | os.PathLike[str] | int) -> int | None:
+    """Bytes that this user may still write to the disk of `place`, a path that exists or an open descriptor.
+
+    None where the file system does not tell.
+    """
+    disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)
     return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
 
 

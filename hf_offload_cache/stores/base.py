@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.transfer import LateRead, Transfer
-
-if TYPE_CHECKING:
-    from hf_offload_cache.stores.guard import RecordGuard
-    from hf_offload_cache.stores.uring.ring import Ring
+from .transfer import LateRead, Transfer
 
 DEVICE_BLOCK = 4096
 """Bytes that records are rounded up to, and that buffers and offsets are aligned to: what every device accepts."""
@@ -27,12 +22,12 @@ class Store(ABC):
     A record is immutable from its write until `free`; reading one that was never written raises `CorruptRecordError`
     where the store checks what it reads, and gives undefined bytes elsewhere.
 
-    A store that is frozen is immutable for good. It can be shared with others, and given a name.
+    A store whose records can be shared and saved is a `FreezableStore`; all else works with any store. `StoreTests` of
+    `hf_offload_cache.testing` say whether a store of your own keeps this contract.
 
     Attributes:
         record_bytes: size of a record, a multiple of `DEVICE_BLOCK`.
         name: how errors name this store, e.g. "layer 3".
-        first_id: how errors number its first record: what it is called by whoever holds this store as a part.
         advises: True when `advise` makes the kernel read ahead, so that `read` has little to wait for and runs on the
             calling thread; False when `read` is where the time goes. Says what `start` does, where a store has none
             of its own.
@@ -47,7 +42,6 @@ class Store(ABC):
             raise ValueError(f"record_bytes must be a positive multiple of {DEVICE_BLOCK}, got {record_bytes}")
         self.record_bytes = record_bytes
         self.name = name
-        self.first_id = 0
         self.bytes_read = 0
         self.bytes_written = 0
         self.reads = 0
@@ -61,13 +55,14 @@ class Store(ABC):
     def allocate(self, count: int) -> np.ndarray:
         """Ids (int64, ascending where possible adjacent) of `count` free records; grows the store where needed.
 
-        Raises `StoreFullError` with the numbers, having allocated nothing, when the disk has no room, and `StoreError`
-        when the store is frozen.
+        Raises `StoreFullError` with the numbers, having allocated nothing, when the disk has no room.
         """
 
     @abstractmethod
     def free(self, ids: np.ndarray) -> None:
-        """Give records back for a later `allocate`. Their content may be overwritten from now on. Frozen: ignored."""
+        """Give records back for a later `allocate`. Their content may be overwritten from now on.
+
+        Raises `StoreError`, having changed nothing, when one is not taken or comes twice."""
 
     @abstractmethod
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -89,7 +84,7 @@ class Store(ABC):
         if not self.advises:
             return None
         self.advise(ids)
-        return LateRead(self, ids, out)
+        return LateRead(self.read, ids, out)
 
     @abstractmethod
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
@@ -106,50 +101,12 @@ class Store(ABC):
 
     @property
     @abstractmethod
-    def written(self) -> np.ndarray:
-        """Which records of a frozen store hold something: (capacity,), bool; the caller's."""
-
-    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:  # noqa: B027  (as a rule `read` has done it)
-        """Raise `CorruptRecordError` unless `records`, which `read` gave for `ids`, are what was written.
-
-        For who is about to vouch for them: it checks what `read` was told to trust. What is wrong is overwritten.
-        """
-
-    @abstractmethod
-    def freeze(self) -> None:
-        """Make all records immutable for good, and give the unused end back. Idempotent.
-
-        No write may be under way or follow. Raises `StoreError`, and is not frozen then.
-        """
-
-    @abstractmethod
-    def share(self, ring: Ring | None) -> Store:
-        """Another frozen store over the same records, with counters of its own; each is closed by its owner.
-
-        Takes no disk space. Reads go through `ring` where this store reads through one (None: one of its own). May be
-        used by another thread than this store. Raises `StoreError` unless this store is frozen.
-        """
-
-    @abstractmethod
-    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
-
-        A hard link where the file system lets us, else a copy. `live` ((capacity,), bool; None: all) says which of them
-        may be in the file: where others hold something, it is a copy without them, which has holes in their place.
-
-        What the file holds is on the device when this returns; its name is when the directory is synced. Returns the
-        guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is
-        copied): nothing of that name is there then.
-        """
-
-    @property
-    @abstractmethod
     def disk_bytes(self) -> int:
         """Bytes taken on the disk now, those that are shared with other stores included."""
 
     @property
     def own_disk_bytes(self) -> int:
-        """Bytes taken on the disk by what no other store shares."""
+        """Bytes taken on the disk that no other store may share: all of them, except in a store with frozen parts."""
         return self.disk_bytes
 
     @property
@@ -193,3 +150,8 @@ def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> tor
         raw = torch.empty(count * record_bytes + DEVICE_BLOCK, dtype=torch.uint8, pin_memory=pinned)
     skip = -raw.data_ptr() % DEVICE_BLOCK
     return raw[skip : skip + count * record_bytes].view(count, record_bytes)
+
+
+def byte_view(records: torch.Tensor) -> memoryview:
+    """The bytes of `records` (contiguous, host memory), without a copy; it keeps their memory."""
+    return records.numpy().data.cast("B")

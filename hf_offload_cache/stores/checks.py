@@ -7,8 +7,8 @@ import errno
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import DEVICE_BLOCK
+from ..errors import StoreError
+from .base import DEVICE_BLOCK
 
 
 def check_batch(ids: np.ndarray, records: torch.Tensor, record_bytes: int, *, aligned: bool = False) -> None:

@@ -1,20 +1,20 @@
-"""How long a device is waited for."""
+"""How long a wait for a device may take before the device counts as stalled."""
 
 from __future__ import annotations
 
 import errno
 import time
 
-from hf_offload_cache.errors import StalledError
+from ..errors import StalledError
 
 EXIT_SECONDS = 1.0
-"""That the end of the interpreter waits for what is under way, at most."""
+"""The longest that the end of the interpreter waits for what is under way."""
 
 
-class Patience:
-    """`seconds` a wait (None: for ever), and none at all once the device has stalled, until it answers again.
+class Deadline:
+    """A wait may take `seconds` (None: any time); once the device has stalled, no time at all until it answers again.
 
-    So one stalled read does not make everything that is then given up wait as long again. Any thread.
+    So one stalled read costs `seconds` once, and not again for each of the reads that are then given up. Any thread.
 
     Attributes:
         stalled: the last wait ended without an answer.
@@ -26,35 +26,38 @@ class Patience:
         self.stalled = False
         self.at_exit = False
 
-    def deadline(self) -> float | None:
-        """`time.monotonic()` when a wait that begins now is to be given up; None: never."""
+    def expires(self) -> float | None:
+        """The `time.monotonic()` at which a wait that begins now is to be given up; None: never."""
         if self.stalled:
             return time.monotonic()
         seconds = EXIT_SECONDS if self.at_exit else self.seconds
         return None if seconds is None else time.monotonic() + seconds
 
     def answered(self) -> None:
-        """The device did something."""
+        """The device did something: waits have their usual time again."""
         self.stalled = False
 
-    def hurry(self) -> None:
+    def shorten_for_exit(self) -> None:
         """The interpreter ends: waits are `EXIT_SECONDS` from now on."""
         self.at_exit = True
 
-    def give_up(self, doing: str = "") -> StalledError:
-        """The error to raise for a wait whose deadline has passed; `doing` says where and at what."""
+    def missed(self, work: str = "") -> StalledError:
+        """The error to raise for a wait that took too long; `work` says where and at what.
+
+        The device counts as stalled from now on."""
         self.stalled = True
         seconds = "the end of the process" if self.seconds is None else f"{self.seconds:g} seconds (io_timeout)"
         return StalledError(
             errno.ETIMEDOUT,
-            f"{doing}{': ' if doing else ''}no answer for {seconds}: the device has stalled; close the cache",
+            f"{work}{': ' if work else ''}no answer for {seconds}: the device has stalled; close the cache",
         )
 
 
-def left(deadline: float | None, most: float) -> float:
-    """Seconds to wait now: until `deadline`, `most` at most."""
-    return most if deadline is None else max(0.0, min(most, deadline - time.monotonic()))
+def seconds_left(expires: float | None, most: float) -> float:
+    """Seconds to wait now: until `expires` (`time.monotonic()`; None: never), but at most `most`."""
+    return most if expires is None else max(0.0, min(most, expires - time.monotonic()))
 
 
-def passed(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
+def has_passed(expires: float | None) -> bool:
+    """Whether `expires` (`time.monotonic()`; None: never) is over."""
+    return expires is not None and time.monotonic() >= expires

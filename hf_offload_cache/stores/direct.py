@@ -8,11 +8,11 @@ import os
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import runs
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.file import FileStore, FrozenFile
-from hf_offload_cache.stores.guard import RecordGuard
+from ..errors import StoreError
+from .base import byte_view, runs
+from .checks import check_batch, check_range
+from .file import FileStore, FrozenFile
+from .guard import RecordGuard
 
 
 class DirectStore(FileStore):
@@ -42,7 +42,7 @@ class DirectStore(FileStore):
         check_range(self.name, ids, self._capacity, self.first_id)
         if len(ids) == 0:
             return
-        buffer = out.numpy().data.cast("B")
+        buffer = byte_view(out)
         ranges = runs(ids)
         for start, stop in ranges:
             try:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
-from hf_offload_cache.stores.base import aligned_empty
-from hf_offload_cache.stores.guard import NONE_WRONG, Checksums, RecordGuard
+from ..errors import ContextError, CorruptRecordError, EncryptionKeyError
+from .base import aligned_empty, byte_view
+from .guard import NONE_WRONG, Checksums, RecordGuard
 
 KEY_BYTES = 32
 SALT_BYTES = 32
@@ -55,7 +55,7 @@ class Encryption(RecordGuard):
             first = self._writes + 1
             self._writes += count
         sealed = aligned_empty(count + 1, size)  # the last row takes the last record's GCM tag
-        source, target = records.numpy().data.cast("B"), sealed.numpy().data.cast("B")
+        source, target = byte_view(records), byte_view(sealed)
         tags = bytearray()
         for index, identity in enumerate(ids.tolist()):
             start, stop = index * size, (index + 1) * size
@@ -71,7 +71,7 @@ class Encryption(RecordGuard):
     def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
         from cryptography.exceptions import InvalidTag
 
-        size, data = records.shape[1], records.numpy().data.cast("B")
+        size, data = records.shape[1], byte_view(records)
         tags = self._tags[ids].tobytes()
         sealed = memoryview(bytearray(size + _TAG_BYTES))
         wrong: list[int] = []

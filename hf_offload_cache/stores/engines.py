@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, aligned_empty
-from hf_offload_cache.stores.direct import DirectStore
-from hf_offload_cache.stores.file import FrozenFile
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.named import NamedFile
-from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring.ring import Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore
+from ..errors import StoreError
+from .base import DEVICE_BLOCK, aligned_empty
+from .direct import DirectStore
+from .encryption import Encryption
+from .file import FileStore, FrozenFile
+from .freezable import FreezableStore
+from .guard import Checksums, RecordGuard
+from .mapped import MappedStore
+from .memory import MemoryStore
+from .named import NamedFile
+from .scratch import ScratchFile
+from .uring.queues import ring_bytes
+from .uring.ring import DEPTH, Ring
+from .uring.uring_store import UringStore
 
 ENGINES = ("auto", "uring", "direct", "mapped", "memory")
 
@@ -114,7 +117,7 @@ def open_store(
     name: str,
     ring: Ring | None = None,
     guard: RecordGuard | None = None,
-) -> Store:
+) -> FreezableStore:
     """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there.
 
     Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it. `guard`
@@ -140,7 +143,7 @@ def open_named(
     name: str,
     ring: Ring | None = None,
     guard: RecordGuard | None = None,
-) -> Store:
+) -> FreezableStore:
     """A frozen store over the `count` records of the file `file_name` in the open directory `folder_fd`, read only.
 
     `guard` has their tags, and is this store's from now on; None trusts the file. Where `engine` (as `choose_engine`
@@ -170,6 +173,33 @@ def open_named(
     if engine == "uring" or (engine != "mapped" and ring is not None):
         return UringStore(frozen, record_bytes, name, ring)
     return MappedStore(frozen, record_bytes, name)
+
+
+def planned_store(engine: str, records: int, record_bytes: int, *, encrypted: bool) -> dict[str, int]:
+    """The most that a store of `engine` (resolved) holds in host memory for `records` taken at once, by owner.
+
+    "records in memory" for `memory_bytes`, "tables" for `tables_bytes`. Pages that a mapped store was advised of, and
+    has not read yet, come on top: they are those of the buffers that are read into.
+    """
+    if engine == "memory":
+        held, tables = MemoryStore.planned(records, record_bytes)
+        return {"records in memory": held, "tables": tables}
+    kind = MappedStore if engine == "mapped" else FileStore
+    tag_bytes = (Encryption if encrypted else Checksums).tag_bytes
+    return {"records in memory": 0, "tables": kind.planned_tables(records, record_bytes, tag_bytes)}
+
+
+def planned_ring(engine: str) -> int:
+    """Bytes that a cache's io_uring takes in host memory, for the owner `IO_RING`; 0 for the other engines."""
+    return ring_bytes(DEPTH) if engine == "uring" else 0
+
+
+def share_store(store: FreezableStore, ring: Ring | None) -> FreezableStore:
+    """`store.share()`, for a cache whose reads go through `ring`: where `store` reads through one, the share uses that.
+
+    None, or a store that is read in another way: the share reads as it sees fit. Raises as `FreezableStore.share`.
+    """
+    return store.share(ring) if isinstance(store, UringStore) else store.share()
 
 
 def _unresolved(engine: str) -> ValueError:

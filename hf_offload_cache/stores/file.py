@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
-from hf_offload_cache.stores import named
-from hf_offload_cache.stores.base import DEVICE_BLOCK, Store, runs
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.freelist import FreeList
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile, ShortReadError
-from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import CorruptRecordError, StoreError, StoreFullError
+from . import named
+from .base import DEVICE_BLOCK, byte_view, runs
+from .checks import check_batch, check_range, describe
+from .free_list import FreeList
+from .freezable import FreezableStore
+from .guard import Checksums, RecordGuard
+from .record_file import BOUNCE_BYTES, RecordFile, ShortReadError
+from .scratch import ScratchFile
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20
@@ -38,7 +38,7 @@ class FrozenFile:
     holes: np.ndarray
 
 
-class FileStore(Store):
+class FileStore(FreezableStore):
     """Records one after another in a file, record `i` at byte `i * record_bytes`.
 
     The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
@@ -69,13 +69,23 @@ class FileStore(Store):
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
-        self._check_not_frozen()
+        self._check_not_frozen(self._frozen)
         missing = count - self._free.available
         if missing > 0:
             self._grow(missing)
         ids = self._free.take(count)
         self._guard.forget(ids)  # what was there before must not pass for what is to be written, should that fail
         return ids
+
+    @staticmethod
+    def planned_capacity(records: int, record_bytes: int) -> int:
+        """The most records that the file has room for when at most `records` are taken at once."""
+        return records + max(SMALLEST_STEP_RECORDS, min(records // 8, LARGEST_STEP_BYTES // record_bytes))
+
+    @classmethod
+    def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
+        """`tables_bytes` of a store in which at most `records` are taken at once, with tags of `tag_bytes`."""
+        return cls.planned_capacity(records, record_bytes) * (tag_bytes + FreeList.RECORD_BYTES)
 
     def _grow(self, missing: int) -> None:
         step = min(max(SMALLEST_STEP_RECORDS, self._capacity // 8), LARGEST_STEP_BYTES // self.record_bytes)
@@ -112,7 +122,7 @@ class FileStore(Store):
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
         check_range(self.name, ids, self._capacity, self.first_id)
-        self._check_not_frozen()
+        self._check_not_frozen(self._frozen)
         if len(ids) == 0:
             return
         step = max(1, BOUNCE_BYTES // self.record_bytes) if self._guard.copies else len(ids)
@@ -123,7 +133,7 @@ class FileStore(Store):
             self.bytes_written += records.numel()
 
     def _write(self, ids: np.ndarray, sealed: torch.Tensor) -> None:
-        data = sealed.numpy().data.cast("B")
+        data = byte_view(sealed)
         bounce = self._file.direct and sealed.data_ptr() % DEVICE_BLOCK
         write = self._file.write_unaligned if bounce else self._file.write
         for start, stop in runs(ids):
@@ -154,13 +164,13 @@ class FileStore(Store):
         self._holes = np.flatnonzero(~self._guard.written)
         self._free = FreeList(self.name)
 
-    def share(self, ring: Ring | None) -> Store:
-        self._check_frozen("shared")
-        return self._over(FrozenFile(self._file.share(), self._capacity, self._guard, self._holes), ring)
+    def share(self) -> FreezableStore:
+        return type(self)(self._shared_file(), self.record_bytes, self.name)
 
-    def _over(self, frozen: FrozenFile, ring: Ring | None) -> Store:
-        """A store of this engine that takes `frozen` over."""
-        return type(self)(frozen, self.record_bytes, self.name)
+    def _shared_file(self) -> FrozenFile:
+        """The records once more, for another store to take over. Raises `StoreError` unless they are frozen."""
+        self._check_frozen(self._frozen, "shared")
+        return FrozenFile(self._file.share(), self._capacity, self._guard, self._holes)
 
     @property
     def written(self) -> np.ndarray:
@@ -170,7 +180,7 @@ class FileStore(Store):
         self._refuse(self._guard.recheck(ids, records), ids, records)
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        self._check_frozen("exported")
+        self._check_frozen(self._frozen, "exported")
         size = self._capacity * self.record_bytes
         try:
             if live is not None and (self._guard.written & ~live).any():
@@ -195,14 +205,6 @@ class FileStore(Store):
         """Where each run of records begins and ends in the file, in bytes."""
         edges = [(int(ids[start]), int(ids[stop - 1]) + 1) for start, stop in runs(ids)]
         return [(first * self.record_bytes, end * self.record_bytes) for first, end in edges]
-
-    def _check_frozen(self, done: str) -> None:
-        if not self._frozen:
-            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
-
-    def _check_not_frozen(self) -> None:
-        if self._frozen:
-            raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
 
     def _checked(self, ids: np.ndarray, out: torch.Tensor) -> None:
         """Raise `CorruptRecordError` unless the rows of `out`, as they were read, are what was written to `ids`.
@@ -232,7 +234,7 @@ class FileStore(Store):
             self.reads += requests
             self.bytes_read += nbytes
 
-    def _failure(self, doing: str, error: OSError) -> StoreError:
+    def _failure(self, work: str, error: OSError) -> StoreError:
         """The error to raise from `error`: it names the store, the records and the place."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind: type[StoreError] = StoreFullError if full else StoreError
@@ -242,7 +244,7 @@ class FileStore(Store):
             kind = type(error)
         advice = "; make room or give another `path`" if full and not isinstance(error, StoreFullError) else ""
         reason = error.strerror or str(error)
-        return kind(error.errno or errno.EIO, f"{self.name}: {doing} in {self._file.place!r}: {reason}{advice}")
+        return kind(error.errno or errno.EIO, f"{self.name}: {work} in {self._file.place!r}: {reason}{advice}")
 
     @property
     def directory(self) -> str | None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.checks import check_batch, check_range, describe
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.joint import JointTransfer, give_up
-from hf_offload_cache.stores.merge import merge_parts, parts_that_stay
-from hf_offload_cache.stores.transfer import LateRead, Transfer
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError, StoreFullError
+from .checks import check_batch, check_range, describe
+from .freezable import FreezableStore
+from .guard import RecordGuard
+from .id_layout import IdLayout
+from .joint_transfer import JointTransfer, cancel_all
+from .merge import merge_parts, parts_that_stay
+from .transfer import LateRead, Transfer
 
 
 def _total(name: str) -> Any:
@@ -35,7 +34,7 @@ def _total(name: str) -> Any:
     return property(get, put)
 
 
-class LayeredStore(Store):
+class LayeredStore(FreezableStore):
     """Records of frozen `parts`, one after the other, and then those of a store of its own.
 
     Ids go on from part to part: the first record of a part comes after the last of the part before, as many as its
@@ -50,7 +49,12 @@ class LayeredStore(Store):
     bytes_written = _total("bytes_written")
     reads = _total("reads")
 
-    def __init__(self, parts: Sequence[Store], make_own: Callable[[], Store], own: Store | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[FreezableStore],
+        make_own: Callable[[], FreezableStore],
+        own: FreezableStore | None = None,
+    ) -> None:
         if own is None and not parts:
             own = make_own()
         stores = [*parts, *([] if own is None else [own])]
@@ -59,11 +63,11 @@ class LayeredStore(Store):
         self.record_bytes, self.name = stores[0].record_bytes, stores[0].name  # the base would set counters
         self._first_id = 0
         self._make_own = make_own
-        self._layout: _Layout
+        self._layout: IdLayout
         self._arrange(tuple(parts), own)
 
     @property
-    def parts(self) -> tuple[Store, ...]:
+    def parts(self) -> tuple[FreezableStore, ...]:
         """The frozen stores, lowest ids first."""
         return self._layout.parts
 
@@ -81,13 +85,13 @@ class LayeredStore(Store):
         self._first_id = value
         self._arrange(self._layout.parts, self._layout.own)
 
-    def _arrange(self, parts: tuple[Store, ...], own: Store | None) -> None:
-        layout = _Layout(parts, own)
+    def _arrange(self, parts: tuple[FreezableStore, ...], own: FreezableStore | None) -> None:
+        layout = IdLayout(parts, own)
         for store, first in zip(layout.stores, layout.firsts.tolist(), strict=True):
             store.first_id = self._first_id + first
         self._layout = layout  # in one step: other threads read
 
-    def _stores(self) -> tuple[Store, ...]:
+    def _stores(self) -> tuple[FreezableStore, ...]:
         return self._layout.stores
 
     def allocate(self, count: int) -> np.ndarray:
@@ -129,11 +133,11 @@ class LayeredStore(Store):
         layout.own.write(ids - layout.base, records)
 
     def advise(self, ids: np.ndarray) -> None:
-        for store, some, _ in self._pieces(ids):
+        for store, some, _ in self._layout.pieces(ids):
             store.advise(some)
 
     def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer | None:
-        pieces = self._pieces(ids)
+        pieces = self._layout.pieces(ids)
         if len(pieces) == 1:
             store, some, _ = pieces[0]
             return store.start(some, out)
@@ -143,36 +147,16 @@ class LayeredStore(Store):
                 transfer = store.start(some, out[first:stop])
                 if transfer is None and not begun:
                     return None  # it can only block: other threads read all of it
-                begun.append(transfer or LateRead(store, some, out[first:stop]))
+                begun.append(transfer or LateRead(store.read, some, out[first:stop]))
         except BaseException:
-            give_up(begun)
+            cancel_all(begun)
             raise
         return JointTransfer(begun)
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
-        for store, some, (first, stop) in self._pieces(ids):
+        for store, some, (first, stop) in self._layout.pieces(ids):
             store.read(some, out[first:stop])
-
-    def _pieces(self, ids: np.ndarray) -> list[tuple[Store, np.ndarray, tuple[int, int]]]:
-        """Stretches of `ids` that lie in one store: the store, its own ids for them, and the positions in `ids`.
-
-        Ids that do not exist, also those below 0, are the last store's to refuse.
-        """
-        layout = self._layout
-        count = len(ids)
-        if count == 0:
-            return []
-        if np.maximum.reduce(ids.view(np.uint64)) < layout.second:  # as a rule; a negative one is above all others
-            return [(layout.stores[0], ids, (0, count))]
-        index = np.searchsorted(layout.firsts, ids, side="right") - 1
-        cuts = np.flatnonzero(index[1:] != index[:-1]) + 1
-        edges = [0, *cuts.tolist(), count]
-        pieces = []
-        for first, stop in pairwise(edges):
-            at = int(index[first])
-            pieces.append((layout.stores[at], ids[first:stop] - layout.firsts[at], (first, stop)))
-        return pieces
 
     @property
     def capacity(self) -> int:
@@ -208,7 +192,7 @@ class LayeredStore(Store):
         `CorruptRecordError` for a damaged record that would have to be copied, also where reads trust the disk; nothing
         has changed then.
         """
-        self._check_frozen("merged")
+        self._check_frozen(self._layout.own is None, "merged")
         parts = self.parts
         first = parts_that_stay([part.capacity for part in parts])
         latest = parts[first:]
@@ -223,13 +207,13 @@ class LayeredStore(Store):
         for part in latest:
             part.close()
 
-    def share(self, ring: Ring | None) -> Store:
+    def share(self) -> FreezableStore:
         """A layered store over the same parts, as its only ones. Its own store is made as this one's."""
-        parts: list[Store] = []
+        parts: list[FreezableStore] = []
         try:
-            self._check_frozen("shared")
+            self._check_frozen(self._layout.own is None, "shared")
             for part in self.parts:
-                parts.append(part.share(ring))
+                parts.append(part.share())
         except BaseException:
             for part in parts:
                 part.close()
@@ -237,8 +221,8 @@ class LayeredStore(Store):
         return LayeredStore(parts, self._make_own)
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        """See `Store.export`; several parts with records are several files, to be exported one by one."""
-        self._check_frozen("exported")
+        """See `FreezableStore.export`; several parts with records are several files, to be exported one by one."""
+        self._check_frozen(self._layout.own is None, "exported")
         full = [part for part in self.parts if part.capacity] or list(self.parts[:1])
         if len(full) != 1:
             raise StoreError(errno.EINVAL, f"{self.name}: {len(full)} parts are files of their own: export each")
@@ -249,12 +233,8 @@ class LayeredStore(Store):
         return np.concatenate([store.written for store in self._stores()])
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        for store, some, (first, stop) in self._pieces(ids):
+        for store, some, (first, stop) in self._layout.pieces(ids):
             store.verify(some, records[first:stop])
-
-    def _check_frozen(self, done: str) -> None:
-        if self._layout.own is not None:
-            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
 
     @property
     def directory(self) -> str | None:
@@ -287,22 +267,3 @@ class LayeredStore(Store):
                 failure = failure or error
         if failure is not None:
             raise failure
-
-
-class _Layout:
-    """Which store has which ids; never changed.
-
-    Attributes:
-        stores: the parts, and the own store where there is one.
-        firsts: the first id of each of them (int64).
-        base: the first id behind the parts.
-        second: the first id that is not the first store's; 2**64 where that has all.
-    """
-
-    def __init__(self, parts: tuple[Store, ...], own: Store | None) -> None:
-        self.parts, self.own = parts, own
-        self.stores = parts if own is None else (*parts, own)
-        ends = np.cumsum([part.capacity for part in parts], dtype=np.int64)
-        self.base = int(ends[-1]) if len(ends) else 0
-        self.firsts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[: len(self.stores)]
-        self.second = int(self.firsts[1]) if len(self.firsts) > 1 else 2**64

@@ -10,11 +10,11 @@ import os
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.base import runs
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.file import FileStore, FrozenFile
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.record_file import ShortReadError
+from .base import runs
+from .checks import check_batch, check_range
+from .file import FileStore, FrozenFile
+from .guard import RecordGuard
+from .record_file import ShortReadError
 
 
 class MappedStore(FileStore):
@@ -49,6 +49,12 @@ class MappedStore(FileStore):
                 failure = self._failure("mapping", error)
                 self.close()
                 raise failure from error
+
+    @classmethod
+    def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
+        """See `FileStore.planned_tables`; whether a record was advised takes a byte."""
+        advised = cls.planned_capacity(records, record_bytes)
+        return super().planned_tables(records, record_bytes, tag_bytes) + advised
 
     def _resized(self, size: int) -> None:
         mapped = mmap.mmap(self._file.fd, size, prot=mmap.PROT_READ)

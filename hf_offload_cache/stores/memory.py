@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores import named
-from hf_offload_cache.stores.base import Store, aligned_empty, runs
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.freelist import FreeList
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError
+from . import named
+from .base import aligned_empty, byte_view, runs
+from .checks import check_batch, check_range
+from .free_list import FreeList
+from .freezable import FreezableStore
+from .guard import Checksums, RecordGuard
 
 CHUNK_BYTES = 4 * 2**20
 """Memory is taken in pieces of about this size, so that growing copies nothing."""
 
 
-class MemoryStore(Store):
+class MemoryStore(FreezableStore):
     """Records in a list of tensors of equal size. `read` copies on the calling thread: there is nothing to await.
 
     Nothing is checked here. A file that is exported is sealed by a fresh guard of `guard`'s kind (None: checksums).
@@ -38,10 +37,17 @@ class MemoryStore(Store):
         self._written = np.zeros(0, dtype=bool)
         self._frozen = False
 
+    @staticmethod
+    def planned(records: int, record_bytes: int) -> tuple[int, int]:
+        """`memory_bytes` and `tables_bytes` of a store in which at most `records` are taken at once."""
+        chunk = max(1, CHUNK_BYTES // record_bytes)
+        capacity = -(-records // chunk) * chunk
+        return capacity * record_bytes, capacity * (FreeList.RECORD_BYTES + 1)
+
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
-        self._check_not_frozen()
+        self._check_not_frozen(self._frozen)
         while self._free.available < count:
             self._chunks.append(aligned_empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
@@ -58,7 +64,7 @@ class MemoryStore(Store):
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
         check_range(self.name, ids, self.capacity, self.first_id)
-        self._check_not_frozen()
+        self._check_not_frozen(self._frozen)
         source = records.numpy()
         for chunk, rows, positions in self._by_chunk(ids):
             chunk[rows] = source[positions]
@@ -102,14 +108,14 @@ class MemoryStore(Store):
         self._free = FreeList(self.name)
         self._frozen = True
 
-    def share(self, ring: Ring | None) -> Store:
-        self._check_frozen("shared")
+    def share(self) -> FreezableStore:
+        self._check_frozen(self._frozen, "shared")
         other = type(self)(self.record_bytes, self.name, self._guard)
         other._chunks, other._written, other._frozen = list(self._chunks), self._written, True
         return other
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        self._check_frozen("exported")
+        self._check_frozen(self._frozen, "exported")
         guard = self._guard.fresh()
         guard.resize(self.capacity)
         ids = np.flatnonzero(self._written if live is None else self._written & live)
@@ -123,19 +129,11 @@ class MemoryStore(Store):
                         for chunk, rows, positions in self._by_chunk(some):
                             buffer.numpy()[positions] = chunk[rows]
                         sealed = guard.seal(some, buffer[: len(some)])
-                        file.write(sealed.numpy().data.cast("B"), int(some[0]) * self.record_bytes)
+                        file.write(byte_view(sealed), int(some[0]) * self.record_bytes)
         except OSError as error:
             kind = type(error) if isinstance(error, StoreError) else StoreError
             raise kind(error.errno, f"{self.name}: saving as {name!r}: {error.strerror}") from error
         return guard
-
-    def _check_frozen(self, done: str) -> None:
-        if not self._frozen:
-            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {done}; freeze it first")
-
-    def _check_not_frozen(self) -> None:
-        if self._frozen:
-            raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
 
     @property
     def disk_bytes(self) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES
+from .base import aligned_empty
+from .freezable import FreezableStore
+from .record_file import BOUNCE_BYTES
 
 FEW_PARTS = 4
 """Parts that are not worth copying anything: a document, and what came in a turn or two."""
@@ -31,7 +32,9 @@ def parts_that_stay(capacities: Sequence[int]) -> int:
     return first
 
 
-def merge_parts(parts: Sequence[Store], live: np.ndarray | None, make: Callable[[], Store]) -> Store:
+def merge_parts(
+    parts: Sequence[FreezableStore], live: np.ndarray | None, make: Callable[[], FreezableStore]
+) -> FreezableStore:
     """A frozen store, the caller's, of the records of `parts`, part after part, in an empty one that `make` makes.
 
     Records that hold nothing, or are not `live` ((sum of capacities,), bool), hold nothing in it. It has the counters

@@ -9,10 +9,10 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
-from hf_offload_cache.memory.machine import free_disk
-from hf_offload_cache.stores.base import DEVICE_BLOCK
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile
+from ..errors import CorruptRecordError, StoreError, StoreFullError
+from ..memory.machine import free_disk
+from .base import DEVICE_BLOCK
+from .record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What linking fails with on another file system, one without links, a file that lost its last name, too many links."""
@@ -87,7 +87,7 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
     if available is not None and available < taken:
         raise StoreFullError(
             errno.ENOSPC,
-            f"{place!r} needs {taken:,} bytes and its disk has {max(0, available):,} free; make room there",
+            f"{place!r} needs {taken:,} bytes and its disk has {available:,} free; make room there",
         )
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)

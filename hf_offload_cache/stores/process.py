@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hf_offload_cache.errors import ForkedProcessError
+from ..errors import ForkedProcessError
 
 
 class Process:

@@ -10,8 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
-from hf_offload_cache.memory.machine import free_disk
-from hf_offload_cache.stores.base import DEVICE_BLOCK
+from ..memory.machine import free_disk
+from .base import DEVICE_BLOCK
 
 BOUNCE_BYTES = 2**20
 """Host memory that a write of unaligned or encrypted data borrows while it runs, and a copy."""
@@ -207,11 +207,8 @@ class RecordFile:
 
     def free_bytes(self) -> int | None:
         """Bytes that the file may still grow by: what its disk has, less what it was promised; None when unknown."""
-        free = free_disk(self.fd)
-        if free is None:
-            return None
-        here = os.fstat(self.fd)
-        return free - max(0, here.st_size - here.st_blocks * 512)
+        available, here = free_disk(self.fd), os.fstat(self.fd)
+        return None if available is None else available - max(0, here.st_size - here.st_blocks * 512)
 
     def close(self) -> None:
         """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""

@@ -6,8 +6,8 @@ import errno
 import os
 import secrets
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.record_file import RecordFile
+from ..errors import StoreError
+from .record_file import RecordFile
 
 
 class ScratchFile(RecordFile):

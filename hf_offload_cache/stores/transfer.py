@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError
-
-if TYPE_CHECKING:
-    from hf_offload_cache.stores.base import Store
+from ..errors import CacheClosedError
 
 
 class Transfer(ABC):
@@ -55,12 +52,14 @@ class Transfer(ABC):
 
 
 class LateRead(Transfer):
-    """A read that was advised: `finish` runs the store's `read`, on the calling thread, however long that takes."""
+    """A read that was advised: `finish` runs `read`, a store's, on the calling thread, however long that takes."""
 
     runs = False
 
-    def __init__(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> None:
-        self._store = store
+    def __init__(
+        self, read: Callable[[np.ndarray, torch.Tensor], None], ids: np.ndarray, out: torch.Tensor
+    ) -> None:
+        self._read = read
         self._ids = ids
         self._out = out
         self._dropped = False
@@ -79,5 +78,5 @@ class LateRead(Transfer):
             return
         if self._dropped:
             raise CacheClosedError("the read was cancelled: its store was reset or closed")
-        self._store.read(self._ids, self._out)
+        self._read(self._ids, self._out)
         self.finished_at = time.perf_counter()

@@ -1,10 +1,11 @@
 """Tools to test stores with, ours and third parties': a conformance suite and wrappers that misbehave on purpose.
 
-Importing this needs no pytest; running `StoreTests` does.
+Importing this needs no pytest; running `StoreTests` or `FreezableStoreTests` does.
 """
 
-from .conformance import StoreTests
+from .freezable_store_tests import FreezableStoreTests
 from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
+from .store_tests import StoreTests
 from .throttled import DeviceClock, ThrottledStore
 from .wrappers import FaultyStore, LatencyStore, WrapperStore
 
@@ -12,6 +13,7 @@ __all__ = [
     "RECORD_BYTES",
     "DeviceClock",
     "FaultyStore",
+    "FreezableStoreTests",
     "LatencyStore",
     "StoreTests",
     "ThrottledStore",

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.base import Store, aligned_empty
+from ..stores.base import Store, aligned_empty
 
 RECORD_BYTES = 8192
 

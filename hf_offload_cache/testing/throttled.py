@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.stores.base import Store, runs
-from hf_offload_cache.stores.transfer import Transfer
-from hf_offload_cache.stores.uring.ring import Ring
-
+from ..stores.base import Store, runs
+from ..stores.freezable import FreezableStore
+from ..stores.transfer import Transfer
 from .wrappers import WrapperStore
 
 
@@ -74,9 +73,9 @@ class DeviceClock:
 
     def wait_until(self, moment: float) -> None:
         """Sleep until `moment`; returns at once when it has passed."""
-        left = moment - self._now()
-        if left > 0:
-            self._sleep(left)
+        remaining = moment - self._now()
+        if remaining > 0:
+            self._sleep(remaining)
 
 
 class ThrottledStore(WrapperStore):
@@ -100,8 +99,8 @@ class ThrottledStore(WrapperStore):
         self.inner.read(ids, out)
         self.clock.wait_until(done)
 
-    def share(self, ring: Ring | None) -> Store:
-        return ThrottledStore(self.inner.share(ring), self.clock)
+    def share(self) -> FreezableStore:
+        return ThrottledStore(self._freezable.share(), self.clock)
 
     def _book(self, ids: np.ndarray) -> float:
         return self.clock.book([(stop - start) * self.record_bytes for start, stop in runs(ids)])

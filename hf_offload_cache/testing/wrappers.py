@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.uring.ring import Ring
+from ..errors import StoreError, StoreFullError
+from ..stores.base import Store
+from ..stores.freezable import FreezableStore, require_freezable
+from ..stores.guard import RecordGuard
 
 
 def _inner(name: str) -> Any:
@@ -30,8 +30,10 @@ def _inner(name: str) -> Any:
     return property(get, put)
 
 
-class WrapperStore(Store):
+class WrapperStore(FreezableStore):
     """Delegates everything to `inner`, counters too. A wrapper overrides what it changes.
+
+    It can be frozen where `inner` can: elsewhere what that needs raises `TypeError`.
 
     `share` gives a share of `inner` without the wrapper, unless the wrapper says otherwise.
     """
@@ -45,7 +47,18 @@ class WrapperStore(Store):
     bytes_read = _inner("bytes_read")
     bytes_written = _inner("bytes_written")
     reads = _inner("reads")
-    first_id = _inner("first_id")
+
+    @property
+    def first_id(self) -> int:
+        return getattr(self.inner, "first_id", 0)
+
+    @first_id.setter
+    def first_id(self, value: int) -> None:
+        self._freezable.first_id = value
+
+    @property
+    def _freezable(self) -> FreezableStore:
+        return require_freezable(self.inner)
 
     @property
     def directory(self) -> str | None:
@@ -71,20 +84,20 @@ class WrapperStore(Store):
         return self.inner.capacity
 
     def freeze(self) -> None:
-        self.inner.freeze()
+        self._freezable.freeze()
 
-    def share(self, ring: Ring | None) -> Store:
-        return self.inner.share(ring)
+    def share(self) -> FreezableStore:
+        return self._freezable.share()
 
     @property
     def written(self) -> np.ndarray:
-        return self.inner.written
+        return self._freezable.written
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        self.inner.verify(ids, records)
+        self._freezable.verify(ids, records)
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        return self.inner.export(folder_fd, name, live)
+        return self._freezable.export(folder_fd, name, live)
 
     @property
     def disk_bytes(self) -> int:
@@ -125,8 +138,8 @@ class LatencyStore(WrapperStore):
         self._sleep(self._seconds)
         self.inner.read(ids, out)
 
-    def share(self, ring: Ring | None) -> Store:
-        return LatencyStore(self.inner.share(ring), self._seconds, sleep=self._sleep, advises=self.advises)
+    def share(self) -> FreezableStore:
+        return LatencyStore(self._freezable.share(), self._seconds, sleep=self._sleep, advises=self.advises)
 
 
 class FaultyStore(WrapperStore):

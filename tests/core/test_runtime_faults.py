@@ -134,9 +134,9 @@ def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) 
             ticket.wait()
     assert caught.value.errno == errno.ETIMEDOUT
     assert repr(str(tmp_path)) in str(caught.value) and "0.05 seconds" in str(caught.value)
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     with pytest.raises(StalledError, match="layer 3"):
         prefetcher.cancel(store)
     prefetcher.close()  # it was said before
@@ -215,8 +215,8 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
     with pytest.raises(KeyboardInterrupt) as caught:
         prefetcher.read(store, ids[1:8:2], rows(4))
     assert ended == [2], "one piece had begun, and none begins afterwards"
-    assert prefetcher.trouble is caught.value
-    prefetcher.mend()
+    assert prefetcher.interrupted_by is caught.value
+    prefetcher.recover()
     monkeypatch.undo()
     prefetcher.close()
 
@@ -260,17 +260,17 @@ def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch
     assert ended == [[0]]
     gate, ended = Gate(), []
     monkeypatch.setattr(_SharedRead, "wait", wait)
-    prefetcher._readers.patience.seconds = SHORT
+    prefetcher._readers.deadline.seconds = SHORT
     with pytest.raises(StalledError) as caught:
         prefetcher.read(store, ids, rows(3))
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     gate.open()
     store.gate.open()
     while prefetcher._log.stuck:
-        prefetcher.look()
-    prefetcher.mend()
+        prefetcher.poll()
+    prefetcher.recover()
     prefetcher.close()
 
 
@@ -288,9 +288,9 @@ def test_cancel_drops_writes_behind_a_read_that_stalls(account: MemoryAccount) -
     with pytest.raises(StalledError):
         prefetcher.cancel(store)
     with pytest.raises(StalledError, match="still under way"):
-        prefetcher.mend()
+        prefetcher.recover()
     blocked.gate.open()
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.flush()
     gate.open()
     assert torch.equal(read(store.inner, ids), records), "the write was dropped"
@@ -399,11 +399,11 @@ def test_a_write_that_stalls(account: MemoryAccount, operation: str) -> None:
     with pytest.raises(StalledError, match=r"layer 3: writing record 0: no answer for 0\.05 seconds") as caught:
         calls[operation]()
     assert caught.value.errno == errno.ETIMEDOUT
-    assert prefetcher.trouble is caught.value
+    assert prefetcher.interrupted_by is caught.value
     if operation not in ("cancel", "close"):
         assert account.by_owner["write queue"] == 2 * RECORD_BYTES, "what was not taken in is not counted"
         with pytest.raises(StalledError, match="still under way"):
-            prefetcher.mend()
+            prefetcher.recover()
     prefetcher.close()
     assert account.by_owner["write queue"] == RECORD_BYTES, "the one that is stuck; the other was dropped"
     store.gate.open()
@@ -447,9 +447,9 @@ def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
     with pytest.raises(StalledError):
         ticket.wait()
     gate.open()
-    while prefetcher.trouble is not None:
+    while prefetcher.interrupted_by is not None:
         with contextlib.suppress(StalledError):
-            prefetcher.mend()
+            prefetcher.recover()
     out = rows(4)
     again = prefetcher.read(store, ids, out)
     while not again.done():
@@ -470,10 +470,10 @@ def test_after_a_write_that_stalled_the_next_has_its_time_again(account: MemoryA
         prefetcher.flush()
     first, store.gate = store.gate, Gate()
     first.open()
-    while prefetcher.trouble is not None:
+    while prefetcher.interrupted_by is not None:
         with contextlib.suppress(StalledError):
-            prefetcher.mend()
-    prefetcher._writes.patience.seconds = LONG
+            prefetcher.recover()
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.write(store, ids[1:], pattern(1))
     store.gate.wait_for(1)
     thread, outcome = in_background(prefetcher.flush)
@@ -497,9 +497,9 @@ def test_a_write_in_time_does_not_keep_a_read_from_being_mended(account: MemoryA
         prefetcher.read(slow, ids, rows(1)).wait()
     gate.open()
     while prefetcher._log.stuck:
-        prefetcher.look()
-    prefetcher.mend()
-    assert prefetcher.trouble is None
+        prefetcher.poll()
+    prefetcher.recover()
+    assert prefetcher.interrupted_by is None
     store.gate.open()
     prefetcher.close()
 
@@ -510,7 +510,7 @@ def test_close_waits_for_a_write_beside_a_read_that_stalled(account: MemoryAccou
     slow = SlowReads(memory(), gate)
     ids, _ = fill(slow, 1)
     prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher._writes.deadline.seconds = LONG
     prefetcher.write(store, store.allocate(1), pattern(1))
     store.gate.wait_for(1)
     with pytest.raises(StalledError):
@@ -577,15 +577,15 @@ def test_a_cache_on_a_device_that_stalls(
     generate(model, cache, ids, max_new_tokens=2)
     cache.storage.prefetcher.flush()
     prefetcher = cache.storage.prefetcher
-    used = [full_ring_patience(cache), prefetcher._readers.patience, prefetcher._writes.patience]
-    assert [patience.seconds for patience in used] == [LONG] * 3
+    used = [deadline_of(cache), prefetcher._readers.deadline, prefetcher._writes.deadline]
+    assert [deadline.seconds for deadline in used] == [LONG] * 3
     if engine == "uring":
         full = FullRing(cache.storage.ring)
-        cache.storage.ring._patience.seconds = SHORT
+        cache.storage.ring._deadline.seconds = SHORT
     else:
         for store in slow:
             store.gate = gate
-        cache.storage.prefetcher._readers.patience.seconds = SHORT
+        cache.storage.prefetcher._readers.deadline.seconds = SHORT
     cache.buffer._drop_slots(0)  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
@@ -608,8 +608,8 @@ def test_a_cache_on_a_device_that_stalls(
         while cache.shared.broken:
             with contextlib.suppress(StalledError):
                 cache.reset()
-        for patience in (cache.storage.prefetcher._readers.patience, *([full_ring_patience(cache)])):
-            patience.seconds = LONG
+        for deadline in (cache.storage.prefetcher._readers.deadline, *([deadline_of(cache)])):
+            deadline.seconds = LONG
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=4))
         cache.close()
         assert not cache.storage.account.by_owner[STALLED_READS]
@@ -624,9 +624,9 @@ def test_a_cache_on_a_device_that_stalls(
         full.close()
 
 
-def full_ring_patience(cache: DiskSwapCache) -> Any:
+def deadline_of(cache: DiskSwapCache) -> Any:
     ring = cache.storage.ring
-    return cache.storage.prefetcher._writes.patience if ring is None else ring._patience
+    return cache.storage.prefetcher._writes.deadline if ring is None else ring._deadline
 
 
 # ---------------------------------------------------------------------------------------------- threads that die
@@ -657,7 +657,7 @@ def test_a_writer_that_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits is told; what was queued counts as lost; and the next write has a new thread."""
-    monkeypatch.setattr("hf_offload_cache.fetch.write_queue.LOOK_SECONDS", SHORT)
+    monkeypatch.setattr("hf_offload_cache.fetch.write_queue.ALIVE_CHECK_SECONDS", SHORT)
     store = SlowWrites(memory())
     ids = store.allocate(8)
     prefetcher = Prefetcher(account, 3 * RECORD_BYTES, timeline=Lethal(error), timeout=timeout)
@@ -714,8 +714,8 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     first, store.gate = store.gate, Gate()
     first.open()
     prefetcher._writes.threads[0].join(LONG)
-    prefetcher.mend()
-    prefetcher._writes.patience.seconds = LONG
+    prefetcher.recover()
+    prefetcher._writes.deadline.seconds = LONG
     with pytest.raises(StoreError, match="enough"):
         prefetcher.write(store, ids, pattern(1))
     prefetcher.write(store, ids, pattern(1))
@@ -725,7 +725,7 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     assert thread.is_alive(), outcome
     store.gate.open()
     thread.join(LONG)
-    assert outcome == [None] and prefetcher.trouble is None
+    assert outcome == [None] and prefetcher.interrupted_by is None
     prefetcher.close()
 
 
@@ -735,7 +735,7 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
 def test_a_reader_that_dies(
     account: MemoryAccount, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.LOOK_SECONDS", SHORT)
+    monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.ALIVE_CHECK_SECONDS", SHORT)
     gate = Gate()
     store = SlowReads(memory(), gate)
     ids, records = fill(store, 4)
@@ -863,7 +863,7 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
             lambda: prefetcher.write(store, chosen, out),
             prefetcher.flush,
             lambda: prefetcher.cancel(store),
-            prefetcher.mend,
+            prefetcher.recover,
         ]
         for number, use in enumerate(refused):
             try:
@@ -1028,7 +1028,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
     """A part of a read may be under way that nobody knows of."""
     with sparse(model, **ALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
-        cache.storage.prefetcher._log.trouble = KeyboardInterrupt()
+        cache.storage.prefetcher._log.interrupted_by = KeyboardInterrupt()
         assert cache.shared.broken
         with pytest.raises(RuntimeError, match=r"interrupted.*reset"):
             cache.crop(-1)

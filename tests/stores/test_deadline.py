@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hf_offload_cache.stores import deadline as patience
-from hf_offload_cache.stores.deadline import EXIT_SECONDS, Patience, left, passed
+from hf_offload_cache.stores import deadline
+from hf_offload_cache.stores.deadline import EXIT_SECONDS, Deadline, has_passed, seconds_left
 from hf_offload_cache.stores.uring import queues as io_uring
 
 NOW = 1000.0
@@ -22,44 +22,44 @@ def set_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """`time.monotonic` stands still."""
 
     def set_to(seconds: float) -> None:
-        monkeypatch.setattr(patience.time, "monotonic", lambda: seconds)
+        monkeypatch.setattr(deadline.time, "monotonic", lambda: seconds)
 
     set_to(NOW)
     return set_to
 
 
 def test_a_wait_has_its_time() -> None:
-    assert Patience(60.0).deadline() == NOW + 60
-    assert Patience(None).deadline() is None
+    assert Deadline(60.0).expires() == NOW + 60
+    assert Deadline(None).expires() is None
 
 
 def test_after_a_stall_none_until_there_is_an_answer() -> None:
     for seconds, usual in ((60.0, NOW + 60), (None, None)):
-        waiting = Patience(seconds)
-        error = waiting.give_up("layer 3: reading record 4")
+        waiting = Deadline(seconds)
+        error = waiting.missed("layer 3: reading record 4")
         assert error.errno == errno.ETIMEDOUT and str(error).count("layer 3: reading record 4: no answer for") == 1
-        assert waiting.stalled and waiting.deadline() == NOW
+        assert waiting.stalled and waiting.expires() == NOW
         waiting.answered()
-        assert not waiting.stalled and waiting.deadline() == usual
+        assert not waiting.stalled and waiting.expires() == usual
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.05, None])
 def test_the_end_of_the_interpreter_is_not_held_up(seconds: float | None) -> None:
-    waiting = Patience(seconds)
-    waiting.hurry()
-    assert waiting.deadline() == NOW + EXIT_SECONDS
-    waiting.give_up()
-    assert waiting.deadline() == NOW
+    waiting = Deadline(seconds)
+    waiting.shorten_for_exit()
+    assert waiting.expires() == NOW + EXIT_SECONDS
+    waiting.missed()
+    assert waiting.expires() == NOW
 
 
 def test_what_is_left_of_a_deadline(set_time: Callable[[float], None]) -> None:
-    assert left(None, 0.5) == 0.5 and not passed(None)
-    assert left(NOW + 2, 0.5) == 0.5 and not passed(NOW + 2)
-    assert left(NOW + 0.25, 0.5) == 0.25
+    assert seconds_left(None, 0.5) == 0.5 and not has_passed(None)
+    assert seconds_left(NOW + 2, 0.5) == 0.5 and not has_passed(NOW + 2)
+    assert seconds_left(NOW + 0.25, 0.5) == 0.25
     set_time(NOW + 0.25)
-    assert left(NOW + 0.25, 0.5) == 0 and passed(NOW + 0.25)
+    assert seconds_left(NOW + 0.25, 0.5) == 0 and has_passed(NOW + 0.25)
     set_time(NOW + 1)
-    assert left(NOW + 0.25, 0.5) == 0 and passed(NOW + 0.25)
+    assert seconds_left(NOW + 0.25, 0.5) == 0 and has_passed(NOW + 0.25)
 
 
 # --------------------------------------------------------------------------------------------------- the kernel's call

@@ -12,49 +12,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
-from hf_offload_cache.stores.base import Store, aligned_empty
+from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
 from hf_offload_cache.stores.encryption import Encryption, decrypt, encrypt, key_check, load_key, make_guard, open_guard
 from hf_offload_cache.stores.engines import probe_direct, probe_uring
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.guard import Checksums
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.record_file import BOUNCE_BYTES
 from hf_offload_cache.stores.uring.uring_store import UringStore
-from hf_offload_cache.testing import RECORD_BYTES, StoreTests, fill, pattern, read
+from hf_offload_cache.testing import RECORD_BYTES, FreezableStoreTests, fill, pattern, read
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-class TestEncryptedMapped(StoreTests):
+class TestEncryptedMapped(FreezableStoreTests):
     key = KEY
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return MappedStore(directory, record_bytes, "layer 3", Encryption(KEY))
 
 
-class TestEncryptedDirect(StoreTests):
+class TestEncryptedDirect(FreezableStoreTests):
     key = KEY
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         if not probe_direct(directory)[0]:
             pytest.skip("no O_DIRECT here")
         return DirectStore(directory, record_bytes, "layer 3", Encryption(KEY))
 
 
-class TestEncryptedUring(StoreTests):
+class TestEncryptedUring(FreezableStoreTests):
     key = KEY
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         if not probe_uring(directory)[0]:
             pytest.skip(probe_uring(directory)[1])
         return UringStore(directory, record_bytes, "layer 3", guard=Encryption(KEY))
 
 
-class TestMemoryThatIsSavedEncrypted(StoreTests):
+class TestMemoryThatIsSavedEncrypted(FreezableStoreTests):
     key = KEY
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return MemoryStore(record_bytes, "layer 3", Encryption(KEY))
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, CorruptRecordError, StalledError, StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store, aligned_empty, runs
+from hf_offload_cache.stores.base import aligned_empty, runs
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.layered import LayeredStore
 from hf_offload_cache.stores.mapped import MappedStore
@@ -23,7 +24,7 @@ from hf_offload_cache.stores.transfer import LateRead, Transfer
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,
-    StoreTests,
+    FreezableStoreTests,
     WrapperStore,
     fill,
     open_descriptors,
@@ -32,42 +33,44 @@ from hf_offload_cache.testing import (
 )
 
 
-def in_memory() -> Store:
+def in_memory() -> FreezableStore:
     return MemoryStore(RECORD_BYTES, "layer 3")
 
 
-def frozen(count: int, seed: int, make: Callable[[], Store] = in_memory) -> tuple[Store, torch.Tensor]:
+def frozen(
+    count: int, seed: int, make: Callable[[], FreezableStore] = in_memory
+) -> tuple[FreezableStore, torch.Tensor]:
     store = make()
     records = fill(store, count, seed=seed)[1] if count else pattern(0)
     store.freeze()
     return store, records
 
 
-class TestLayeredStoreWithoutParts(StoreTests):
+class TestLayeredStoreWithoutParts(FreezableStoreTests):
     grows_when_frozen = True
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return LayeredStore((), lambda: MappedStore(directory, record_bytes, "layer 3"))
 
 
-class TestLayeredStoreOverAnEmptyPart(StoreTests):
+class TestLayeredStoreOverAnEmptyPart(FreezableStoreTests):
     """So that ids begin at 0, and everything goes through two stores."""
 
     grows_when_frozen = True
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         engine = choose_engine("auto", directory)[0]
         part = open_store(engine, directory, record_bytes, "layer 3")
         part.freeze()
         return LayeredStore([part], lambda: open_store(engine, directory, record_bytes, "layer 3"))
 
 
-class TestLayeredStoreOverFullParts(StoreTests):
+class TestLayeredStoreOverFullParts(FreezableStoreTests):
     """The conformance suite for what is above: the parts are in memory, and ids begin behind them."""
 
     grows_when_frozen = True
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         part = MemoryStore(record_bytes, "layer 3")
         fill(part, 3)
         part.freeze()
@@ -112,11 +115,11 @@ class _Shifted(WrapperStore):
         return self.inner.capacity - self.base
 
     @property
-    def parts(self) -> tuple[Store, ...]:
+    def parts(self) -> tuple[FreezableStore, ...]:
         return self.inner.parts  # type: ignore[attr-defined]
 
-    def share(self, ring: object) -> Store:
-        return _Shifted(self.inner.share(None), self.base)  # type: ignore[arg-type]
+    def share(self) -> FreezableStore:
+        return _Shifted(self._freezable.share(), self.base)  # type: ignore[arg-type]
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         if len(self.parts) == 1:
@@ -137,7 +140,7 @@ def test_it_is_one_array_of_records(data: st.DataObject, tmp_path_factory: pytes
     """Parts of any size and engine, ids in any order: what is read, and what it counts."""
     directory = tmp_path_factory.mktemp("layers")
 
-    def make(engine: str) -> Store:
+    def make(engine: str) -> FreezableStore:
         resolved = choose_engine("auto", directory)[0] if engine == "auto" else engine
         return open_store(resolved, directory, RECORD_BYTES, "layer 3")
 
@@ -262,7 +265,7 @@ def test_a_store_that_can_only_block() -> None:
     transfer.finish()
     assert torch.equal(out[1:], read(above.inner, np.array([0])))
     late, _ = layers(None, None)
-    late.parts[0].answer = LateRead(late.parts[0], ids[:1], out[:1])  # type: ignore[attr-defined]
+    late.parts[0].answer = LateRead(late.parts[0].read, ids[:1], out[:1])  # type: ignore[attr-defined]
     transfer = late.start(ids, out)
     assert transfer is not None and not transfer.runs, "all that is left happens in `finish`"
 
@@ -325,7 +328,7 @@ def test_counters_are_sums() -> None:
 
 
 def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
-    def make() -> Store:
+    def make() -> FreezableStore:
         return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
 
     part, _ = frozen(40, 0, make)
@@ -337,7 +340,7 @@ def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
         assert store.own_disk_bytes == 10 * RECORD_BYTES
         assert store.disk_bytes == part.disk_bytes + 10 * RECORD_BYTES
         assert store.tables_bytes >= tables + 64 * 8
-        with closing(part.share(None)) as other, closing(LayeredStore([other], make)) as fork:
+        with closing(part.share()) as other, closing(LayeredStore([other], make)) as fork:
             assert (fork.own_disk_bytes, fork.disk_bytes) == (0, part.disk_bytes)
         assert store.memory_bytes == sum(one.memory_bytes for one in store._stores())
 
@@ -369,7 +372,7 @@ def test_parts_are_not_written_to() -> None:
 
 
 def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
-    def make() -> Store:
+    def make() -> FreezableStore:
         return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
 
     parts = [frozen(5, 0, make)[0], frozen(6, 1, make)[0]]
@@ -389,7 +392,7 @@ def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
         store.freeze()
         with pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
             read(store, ids)
-        with closing(store.share(None)) as other, pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
+        with closing(store.share()) as other, pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
             read(other, ids)
 
 
@@ -410,9 +413,9 @@ def test_what_is_stored_already_may_be_taken_in() -> None:
 def test_freezing_nothing_adds_no_part(tmp_path: Path) -> None:
     before = open_descriptors()
     part, _ = frozen(3, 0)
-    made: list[Store] = []  # held here: nothing is closed by being forgotten
+    made: list[FreezableStore] = []  # held here: nothing is closed by being forgotten
 
-    def make() -> Store:
+    def make() -> FreezableStore:
         made.append(MappedStore(tmp_path, RECORD_BYTES, "layer 3"))
         return made[-1]
 
@@ -429,7 +432,7 @@ def test_no_room_for_the_own_store(tmp_path: Path) -> None:
     """Nothing has changed then, and it may be tried again."""
     answers = [StoreFullError(28, "layer 3: no room")]
 
-    def make() -> Store:
+    def make() -> FreezableStore:
         if answers:
             raise answers.pop()
         return in_memory()
@@ -444,13 +447,13 @@ def test_no_room_for_the_own_store(tmp_path: Path) -> None:
 
 def test_a_share_that_fails_closes_what_it_made(tmp_path: Path) -> None:
     class NoShare(WrapperStore):
-        def share(self, ring: object) -> Store:
+        def share(self) -> FreezableStore:
             raise StoreError(24, "no descriptor left")
 
-    made: list[Store] = []  # held here: nothing is closed by being forgotten
+    made: list[FreezableStore] = []  # held here: nothing is closed by being forgotten
 
     class Shares(WrapperStore):
-        def share(self, ring: object) -> Store:
+        def share(self) -> FreezableStore:
             made.append(MappedStore(tmp_path, RECORD_BYTES, "layer 3"))
             return made[-1]
 
@@ -458,7 +461,7 @@ def test_a_share_that_fails_closes_what_it_made(tmp_path: Path) -> None:
     before = open_descriptors()
     with closing(LayeredStore([good, NoShare(frozen(2, 1)[0])], in_memory)) as store:
         with pytest.raises(StoreError, match="no descriptor"):
-            store.share(None)
+            store.share()
         assert len(made) == 1 and open_descriptors() == before
 
 
@@ -496,7 +499,7 @@ def test_direct_parts_are_left_to_other_threads(tmp_path: Path) -> None:
     if not probe_direct(tmp_path)[0]:
         pytest.skip("no O_DIRECT here")
 
-    def make() -> Store:
+    def make() -> FreezableStore:
         return open_store("direct", tmp_path, RECORD_BYTES, "layer 3")
 
     part, records = frozen(3, 0, make)

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
 from hf_offload_cache.stores import merge
-from hf_offload_cache.stores.base import Store
 from hf_offload_cache.stores.encryption import Encryption, open_guard
 from hf_offload_cache.stores.engines import choose_engine, open_named, open_store, probe_direct, probe_uring
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.guard import Checksums, RecordGuard
 from hf_offload_cache.stores.layered import LayeredStore
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, read
 
 KEY = bytes(range(32))
-Make = Callable[[], Store]
+Make = Callable[[], FreezableStore]
 
 
 def maker(directory: Path, engine: str = "mapped", guard: Callable[[], RecordGuard] = Checksums) -> Make:
@@ -50,7 +50,7 @@ def capacities(store: LayeredStore) -> list[int]:
     return [part.capacity for part in store.parts]
 
 
-def damage(part: Store, record: int) -> None:
+def damage(part: FreezableStore, record: int) -> None:
     with open(f"/proc/self/fd/{part._file.fd}", "r+b") as file:  # type: ignore[attr-defined]
         file.seek(record * RECORD_BYTES + 100)
         file.write(bytes(range(64)))
@@ -127,7 +127,7 @@ def test_sixty_saves(tmp_path: Path, engine: str) -> None:
             assert len(store.parts) <= 5
             assert open_descriptors() - before <= one * (5 if fork is None else 5 + len(fork.parts))
             if turn == 30:
-                fork = store.share(None)  # type: ignore[assignment]
+                fork = store.share()  # type: ignore[assignment]
         written = (store.bytes_written - 40 * RECORD_BYTES) / (180 * RECORD_BYTES)
         assert 1 < written <= 1 + 4, "written once, and copied four times at most"
         everything = torch.cat(all_records)
@@ -210,7 +210,7 @@ def test_parts_of_a_context_are_merged_with_what_came_after(tmp_path: Path) -> N
     """So that a context that is opened and saved again and again has few files, too; the context stays as it is."""
     make = maker(tmp_path)
     with folder(tmp_path / "context") as context:
-        parts: list[Store] = []
+        parts: list[FreezableStore] = []
         expected = []
         for turn in range(30):
             store = LayeredStore(parts, make)
@@ -270,9 +270,9 @@ def test_a_store_that_cannot_be_written(tmp_path: Path, operation: str, most: in
     with closing(store):
         parts, before = store.parts, open_descriptors()
         for call in range(1, most + 1):
-            made: list[Store] = []  # held here: nothing is closed by being forgotten
+            made: list[FreezableStore] = []  # held here: nothing is closed by being forgotten
 
-            def make(call: int = call, made: list[Store] = made) -> Store:
+            def make(call: int = call, made: list[FreezableStore] = made) -> FreezableStore:
                 made.append(FaultyStore(maker(tmp_path)(), operation, call, number))
                 return made[-1]
 
@@ -295,7 +295,7 @@ def test_no_file_can_be_made(tmp_path: Path) -> None:
     with closing(store):
         parts = store.parts
 
-        def make() -> Store:
+        def make() -> FreezableStore:
             raise StoreError(errno.EMFILE, "layer 3: no descriptor left")
 
         store._make_own = make

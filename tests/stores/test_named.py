@@ -19,6 +19,7 @@ from hf_offload_cache.stores.base import Store, aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
 from hf_offload_cache.stores.encryption import Encryption, open_guard
 from hf_offload_cache.stores.engines import choose_engine, open_named, open_store, probe_direct, probe_uring
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.guard import RecordGuard
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def frozen(directory: Path, count: int = 6, guard: RecordGuard | None = None) -> tuple[Store, torch.Tensor]:
+def frozen(directory: Path, count: int = 6, guard: RecordGuard | None = None) -> tuple[FreezableStore, torch.Tensor]:
     store = open_store(choose_engine("auto", directory)[0], directory, RECORD_BYTES, "layer 3", guard=guard)
     _, records = fill(store, count)
     store.freeze()
@@ -65,7 +66,7 @@ def raising(number: int, *, after: int = 0, real: Callable | None = None) -> Cal
     ("engine", "kind"),
     [("uring", UringStore), ("direct", DirectStore), ("mapped", MappedStore), ("memory", MappedStore)],
 )
-def test_every_engine_reads_a_saved_store(tmp_path: Path, folder: int, engine: str, kind: type[Store]) -> None:
+def test_every_engine_reads_a_saved_store(tmp_path: Path, folder: int, engine: str, kind: type[FreezableStore]) -> None:
     if engine == "uring" and not probe_uring(tmp_path)[0]:
         pytest.skip(probe_uring(tmp_path)[1])
     if engine == "direct" and not probe_direct(tmp_path)[0]:
@@ -81,7 +82,7 @@ def test_every_engine_reads_a_saved_store(tmp_path: Path, folder: int, engine: s
         assert opened.disk_bytes == 200 * RECORD_BYTES
         with pytest.raises(StoreError, match=r"layer 9.*frozen"):
             opened.allocate(1)
-        with closing(opened.share(None)) as share:
+        with closing(opened.share()) as share:
             assert type(share) is kind
             assert torch.equal(read(share, order), records[torch.from_numpy(order)])
 
@@ -92,7 +93,7 @@ def test_a_folder_without_o_direct(tmp_path: Path, folder: int, monkeypatch: pyt
     with closing(store):
         guard = store.export(folder, "saved")
     monkeypatch.setattr(RecordFile, "try_direct", lambda self: "not in this test")
-    expected: list[tuple[str, bool, type[Store]]] = [("direct", False, MappedStore)]
+    expected: list[tuple[str, bool, type[FreezableStore]]] = [("direct", False, MappedStore)]
     if probe_uring(tmp_path)[0]:
         expected += [("direct", True, UringStore), ("memory", True, UringStore), ("uring", False, UringStore)]
     for engine, with_ring, kind in expected:
@@ -140,7 +141,7 @@ def test_linking_takes_no_space(tmp_path: Path, folder: int) -> None:
         pytest.skip("no unnamed files here")
     with closing(store):
         store.export(folder, "one")
-        with closing(store.share(None)) as share:
+        with closing(store.share()) as share:
             share.export(folder, "two")
         status = os.stat("one", dir_fd=folder)
         assert status.st_ino == os.stat("two", dir_fd=folder).st_ino == os.fstat(store._file.fd).st_ino  # type: ignore[attr-defined]

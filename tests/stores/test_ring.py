@@ -25,7 +25,8 @@ from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, Stalle
 from hf_offload_cache.stores.base import aligned_empty, runs
 from hf_offload_cache.stores.engines import probe_uring
 from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.ring import Batch, Ring
+from hf_offload_cache.stores.uring.batch import Batch
+from hf_offload_cache.stores.uring.ring import Ring
 from hf_offload_cache.stores.uring.uring_store import UringStore, _cut
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
@@ -144,11 +145,11 @@ def test_looking_sees_the_end_and_lets_others_go(ring: Ring, file: tuple[int, np
     stalled, out = pipe.stall(ring, 4), np.zeros((6, 512), np.uint8)
     waiting = queue(ring, fd, np.arange(6), out)
     for _ in range(3):
-        ring.look()
+        ring.poll()
     assert stalled.finished_at is None and waiting.finished_at is None and not out.any()
     pipe.feed(4)
     while waiting.finished_at is None:
-        ring.look()
+        ring.poll()
     assert stalled.finished_at is not None and stalled.finished_at <= waiting.finished_at
     assert np.array_equal(out, content[:6])
 
@@ -207,14 +208,14 @@ def test_memory_is_held_as_long_as_it_is_read_into(ring: Ring, pipe: Pipe) -> No
     assert not gone.is_set()
     pipe.feed()
     while not gone.is_set():
-        ring.look()
+        ring.poll()
 
 
 def test_after_close(file: tuple[int, np.ndarray]) -> None:
     ring = Ring(4)
     ring.close()
     ring.close()
-    ring.look()
+    ring.poll()
     ring.release(file[0])
     with pytest.raises(OSError, match="closed"):
         queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8))
@@ -233,7 +234,7 @@ def test_a_forked_child_keeps_off(ring: Ring, file: tuple[int, np.ndarray], pipe
                 lambda: queue(ring, file[0], np.arange(3), np.zeros((3, 512), np.uint8)),
                 lambda: ring.wait(stalled),
                 lambda: ring.drop(stalled),
-                ring.look,
+                ring.poll,
             ):
                 try:
                     call()
@@ -315,7 +316,8 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
         left = [moment]
 
         def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("stores/uring/ring.py") or frame.f_code.co_name == "_close":
+            of_the_ring = frame.f_code.co_filename.endswith(("uring/ring.py", "uring/batch.py"))
+            if not of_the_ring or frame.f_code.co_name == "_close":
                 return None
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             if event == "line" and not statement.startswith(("with ", "try:", "pass")):  # no signal is served there
@@ -349,7 +351,7 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
 
 
 @pytest.fixture(params=[True, False], ids=["timed call", "polled"])
-def impatient(request: pytest.FixtureRequest) -> Iterator[Ring]:
+def with_deadline(request: pytest.FixtureRequest) -> Iterator[Ring]:
     """A ring whose waits are short, with and without the kernel's help."""
     ring = Ring(4, timeout=0.05)
     if request.param and not ring._waiter.timed:
@@ -360,40 +362,40 @@ def impatient(request: pytest.FixtureRequest) -> Iterator[Ring]:
 
 
 @pytest.mark.alone
-def test_a_wait_that_takes_too_long(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
-    batch = pipe.stall(impatient, 2)
+def test_a_wait_that_takes_too_long(with_deadline: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+    batch = pipe.stall(with_deadline, 2)
     for _ in range(3):
         with pytest.raises(StalledError, match=r"0\.05 seconds.*stalled") as caught:
-            impatient.wait(batch)
+            with_deadline.wait(batch)
         assert caught.value.errno == errno.ETIMEDOUT
     assert batch.finished_at is None and not pipe.memory.any()
     pipe.feed(2)
     while batch.finished_at is None:
-        impatient.look()
-    impatient.wait(batch)
+        with_deadline.poll()
+    with_deadline.wait(batch)
     assert sorted(pipe.memory[:2, 0].tolist()) == [1, 2], "it was still under way"
     out = np.zeros((20, 512), np.uint8)
-    impatient.wait(queue(impatient, file[0], np.arange(20), out))
+    with_deadline.wait(queue(with_deadline, file[0], np.arange(20), out))
     assert np.array_equal(out, file[1][:20]), "and the ring can be used on"
 
 
 @pytest.mark.alone
-def test_what_waits_behind_a_stalled_read(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
+def test_what_waits_behind_a_stalled_read(with_deadline: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
     """Reads that never began, and what was dropped of them, are waited for no longer than the one that is stuck."""
-    pipe.stall(impatient, 4)
+    pipe.stall(with_deadline, 4)
     out = np.zeros((6, 512), np.uint8)
-    behind = queue(impatient, file[0], np.arange(6), out)
+    behind = queue(with_deadline, file[0], np.arange(6), out)
     with pytest.raises(StalledError):
-        impatient.wait(behind)
+        with_deadline.wait(behind)
     with pytest.raises(StalledError):
-        impatient.release(file[0])
+        with_deadline.release(file[0])
     pipe.feed(4)
-    impatient.wait(behind)
+    with_deadline.wait(behind)
     assert behind.dropped and not out.any()
 
 
 @pytest.mark.alone
-def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
+def test_a_stalled_read_outlives_its_ring(with_deadline: Ring, pipe: Pipe) -> None:
     """After `close` a thread holds the memory and the descriptor until the read has ended."""
 
     class Kept:
@@ -402,10 +404,10 @@ def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
     kept, gone = Kept(), threading.Event()
     weakref.finalize(kept, gone.set)
     address = np.array([pipe.memory.ctypes.data])
-    impatient.read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
+    with_deadline.read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
     descriptors = open_descriptors()
-    impatient.close()
-    impatient.close()
+    with_deadline.close()
+    with_deadline.close()
     del kept
     keepers = [thread for thread in threading.enumerate() if thread.name == "hf_offload_cache-ring"]
     assert len(keepers) == 1 and keepers[0].daemon
@@ -464,7 +466,7 @@ def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
         ring = Ring(4, timeout=0.05)
         ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), (kept, memory))
         if sys.argv[1] == "the interpreter ends":
-            ring._patience.hurry()
+            ring._deadline.shorten_for_exit()
         else:
             threading.Thread.start = refuse
         ring.close()
@@ -486,11 +488,11 @@ def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
 def test_nothing_of_a_ring_is_left(closed: bool) -> None:
     """Its exit handler neither."""
     rings = [Ring(4, timeout=60.0)]
-    patience = weakref.ref(rings[0]._patience)
+    deadline = weakref.ref(rings[0]._deadline)
     if closed:
         rings[0].close()
     rings.clear()
-    assert patience() is None
+    assert deadline() is None
 
 
 @pytest.mark.parametrize("timeout", ["None", "3600.0", "0.05"])

@@ -17,10 +17,11 @@ import torch
 
 from hf_offload_cache.errors import StalledError, StoreError
 from hf_offload_cache.stores import engines
-from hf_offload_cache.stores.base import Store, aligned_empty
+from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.stores.direct import DirectStore
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.freelist import FreeList
+from hf_offload_cache.stores.free_list import FreeList
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.stores.scratch import ScratchFile
@@ -31,8 +32,8 @@ from hf_offload_cache.stores.uring.uring_store import UringStore
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,
+    FreezableStoreTests,
     LatencyStore,
-    StoreTests,
     fill,
     open_descriptors,
     pattern,
@@ -79,20 +80,20 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "O_DIRECT refused by this test")
 
 
-class TestMemoryStore(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestMemoryStore(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return MemoryStore(record_bytes, "layer 3")
 
 
 @pytest.mark.usefixtures("needs_direct")
-class TestDirectStore(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestDirectStore(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return DirectStore(directory, record_bytes, "layer 3")
 
 
 @pytest.mark.usefixtures("needs_uring")
-class TestUringStore(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestUringStore(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return UringStore(directory, record_bytes, "layer 3")
 
 
@@ -109,8 +110,8 @@ class TestUringStoreOfALittleRing(TestUringStore):
         monkeypatch.setattr(uring, "Ring", functools.partial(Ring, 2))
 
 
-class TestMappedStore(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestMappedStore(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return MappedStore(directory, record_bytes, "layer 3")
 
 
@@ -134,13 +135,13 @@ class TestMappedStoreWithPagesLargerThanRecords(TestMappedStore):
         monkeypatch.setattr(mmap, "PAGESIZE", 65536)
 
 
-class TestLatencyStore(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestLatencyStore(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return LatencyStore(MemoryStore(record_bytes, "layer 3"), 0.0)
 
 
-class TestFaultyStoreBeforeItsFault(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestFaultyStoreBeforeItsFault(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return FaultyStore(MappedStore(directory, record_bytes, "layer 3"), "read", 10**9, advises=True)
 
 
@@ -212,7 +213,7 @@ def test_choose_engine(tmp_path: Path) -> None:
     ("engine", "kind"),
     [("memory", MemoryStore), ("uring", UringStore), ("direct", DirectStore), ("mapped", MappedStore)],
 )
-def test_open_store(tmp_path: Path, engine: str, kind: type[Store]) -> None:
+def test_open_store(tmp_path: Path, engine: str, kind: type[FreezableStore]) -> None:
     if engine == "direct" and not probe_direct(tmp_path)[0]:
         pytest.skip("no O_DIRECT here")
     if engine == "uring" and not probe_uring(tmp_path)[0]:

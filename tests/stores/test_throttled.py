@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from eval.profiles import EMMC, PROFILES, SD, UFS
-from hf_offload_cache.stores.base import Store, aligned_empty
+from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
+from hf_offload_cache.stores.freezable import FreezableStore
 from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.testing import DeviceClock, StoreTests, ThrottledStore, fill, read
+from hf_offload_cache.testing import DeviceClock, FreezableStoreTests, ThrottledStore, fill, read
 
 
 class Time:
@@ -34,15 +35,15 @@ def clock_of(time: Time, rate: float, latency: float, depth: int) -> DeviceClock
     return DeviceClock(rate, latency, depth, now=time, sleep=time.sleep)
 
 
-class TestThrottledMemory(StoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+class TestThrottledMemory(FreezableStoreTests):
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         return ThrottledStore(MemoryStore(record_bytes, "layer 3"), DeviceClock(1e12, 0.0, 8))
 
 
-class TestThrottledFile(StoreTests):
+class TestThrottledFile(FreezableStoreTests):
     """The engine that "auto" takes here."""
 
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
         engine = choose_engine("auto", directory)[0]
         return ThrottledStore(open_store(engine, directory, record_bytes, "layer 3"), DeviceClock(1e12, 0.0, 8))
 

@@ -26,6 +26,7 @@ ENTRY = np.dtype(
      ("length", "u4"), ("how", "u4"), ("serial", "u8"), ("unused", "u8", 3)]
 )  # fmt: skip
 COMPLETION = np.dtype([("serial", "u8"), ("result", "i4"), ("flags", "u4")])
+_HEADER_BYTES = 128  # at most, of the counters before a queue
 
 
 def _fields(*names: str) -> list[tuple[str, Any]]:
@@ -61,7 +62,7 @@ class _EnterArgument(ctypes.Structure):
 
 
 class Waiter:
-    """Waits for completions of the ring `fd`, until a deadline. One thread at a time.
+    """Waits for completions of the ring `fd`, until a given time. One thread at a time.
 
     Attributes:
         timed: the kernel does both in one call (5.11); else the ring's descriptor is polled.
@@ -73,13 +74,13 @@ class Waiter:
         self._time = _TimeSpec()
         self._argument = _EnterArgument(time=ctypes.addressof(self._time))
 
-    def wait(self, submit: int, wanted: int, deadline: float | None) -> int:
-        """`enter`, which waits for `wanted` completions, or less long: until `deadline` (`time.monotonic()`; None: no
-        limit), or a signal. Without `timed` and with a deadline, until there is one completion that was not taken in.
+    def wait(self, submit: int, wanted: int, expires: float | None) -> int:
+        """`enter`, which waits for `wanted` completions, or ends earlier: at `expires` (`time.monotonic()`; None: no
+        limit), or a signal. Without `timed` and with a limit, until there is one completion that was not taken in.
         """
-        if deadline is None:
+        if expires is None:
             return enter(self._fd, submit, wanted, GETEVENTS)
-        seconds = max(0.0, deadline - time.monotonic())
+        seconds = max(0.0, expires - time.monotonic())
         if self.timed:
             self._time.seconds, self._time.nanoseconds = int(seconds), int(seconds % 1 * 1e9)
             argument = ctypes.addressof(self._argument), ctypes.sizeof(self._argument)
@@ -94,7 +95,7 @@ class Waiter:
 
 
 class Queues:
-    """The queues, as they lie in memory that the kernel shares. Unmapped when the last reference goes."""
+    """The queues, as they lie in memory that the kernel shares (`ring_bytes`). Unmapped with the last reference."""
 
     def __init__(self, fd: int, parameters: Parameters) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -112,6 +113,17 @@ class Queues:
         self.completions = np.frombuffer(completion, COMPLETION, parameters.cq_entries, cq.cqes)
         order = np.frombuffer(submission, np.uint32, parameters.sq_entries, sq.array)
         order[:] = np.arange(parameters.sq_entries)
+
+
+def ring_bytes(depth: int) -> int:
+    """The most bytes of memory that a ring of `depth` shares with the kernel: three queues, each in pages of its own.
+
+    Newer kernels put two of them into the same pages. The kernel rounds `depth` up to a power of two, and makes the
+    completion queue twice as long.
+    """
+    entries = 1 << max(depth - 1, 0).bit_length()
+    maps = (entries * ENTRY.itemsize, entries * 4 + _HEADER_BYTES, 2 * entries * COMPLETION.itemsize + _HEADER_BYTES)
+    return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in maps)
 
 
 def open_ring(depth: int) -> tuple[int, Parameters]:

@@ -12,47 +12,22 @@ import weakref
 
 import numpy as np
 
-from hf_offload_cache.errors import StalledError
-from hf_offload_cache.stores.deadline import Patience, passed
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.orphans import Remains, close_when_done
-from hf_offload_cache.stores.uring.queues import WRAP
+from ...errors import StalledError
+from ...memory.account import MemoryAccount
+from ..deadline import Deadline, has_passed
+from ..process import Process
+from . import queues as io_uring
+from .batch import PENDING, Batch
+from .orphaned_reads import OrphanedReads, close_when_done
+from .queues import WRAP
+
+IO_RING = "io ring"
+"""The owner under which a ring's queues are in the memory account."""
 
 DEPTH = 256
 """Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with
 this many it stays busy while the next ones are put in (measured on a virtual NVMe disk: 128 is slower, 512 no faster).
 """
-
-_PENDING = np.iinfo(np.int32).min  # no result of a read
-
-
-class Batch:
-    """Reads that were queued together.
-
-    Attributes:
-        lengths: bytes asked for, one entry a read.
-        results: bytes read or a negative errno, one entry a read; valid once `finished_at` is set. Fewer bytes than
-            asked for are the caller's to complete.
-        finished_at: `time.perf_counter()` when the last completion was seen, None before.
-        dropped: reads at the end were given up before they began; their results mean nothing.
-    """
-
-    __slots__ = ("_entries", "_fd", "_keep", "_left", "base", "dropped", "end", "finished_at", "lengths", "results")
-
-    def __init__(self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object) -> None:
-        self.base = base
-        self.end = base + len(entries)
-        self.lengths = lengths
-        self.results = np.empty(len(entries), dtype=np.int32)
-        self.results.fill(_PENDING)
-        self.finished_at: float | None = None
-        self.dropped = False
-        self._left = len(entries)  # that have not completed
-        self._fd = fd
-        self._entries = entries
-        self._keep = keep
-
 
 class Ring:
     """Submits reads of files to the kernel and takes in what has completed.
@@ -66,8 +41,9 @@ class Ring:
     ring is then as it was and can be used on. In a forked child the methods raise `ForkedProcessError`, but `close` and
     `release`, which leave the parent's ring alone.
 
-    `timeout` (seconds; None: no limit) is how long a wait may take: `StalledError` then. Raises `OSError` that says why
-    when the kernel gives no ring (old, forbidden by a container, out of memory).
+    `timeout` (seconds; None: no limit) is how long a wait may take: `StalledError` then. What the queues take in host
+    memory is in `account` as `IO_RING` from construction to `close`. Raises `OSError` that says why when the kernel
+    gives no ring (old, forbidden by a container, out of memory), and `BudgetError`.
     """
 
     # The completion queue is at least as long as what may be in flight, so it cannot overflow. All counts come from
@@ -75,9 +51,21 @@ class Ring:
     # middle is either done or done again. Entries are numbered from 0 over the ring's life (`serial`), in the order in
     # which batches were queued, and put into the submission queue in that order.
 
-    def __init__(self, depth: int = DEPTH, timeout: float | None = None) -> None:
+    def __init__(
+        self, depth: int = DEPTH, timeout: float | None = None, account: MemoryAccount | None = None
+    ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
+        self._account, self._held = account, io_uring.ring_bytes(depth)
+        if account is not None:
+            account.hold(IO_RING, self._held)
+        try:
+            self._open_queues(depth, timeout)
+        except BaseException:
+            self._release()
+            raise
+
+    def _open_queues(self, depth: int, timeout: float | None) -> None:
         fd, parameters = io_uring.open_ring(depth)
         try:
             self._memory: io_uring.Queues | None = io_uring.Queues(fd, parameters)
@@ -86,17 +74,17 @@ class Ring:
             raise
         self._fd = fd
         self._waiter = io_uring.Waiter(fd, parameters)
-        self._patience = Patience(timeout)
+        self._deadline = Deadline(timeout)
         self._process = Process()
         self._depth = min(depth, parameters.sq_entries)
         self._put = 0  # entries ever put into the submission queue
         self._open: list[Batch] = []
         self._lock = threading.Lock()
         self._fence_lock = threading.Lock()
-        hurry = self._patience.hurry
-        remains = Remains(fd, self._memory, self._waiter, self._open)
-        self._close = weakref.finalize(self, close_when_done, remains, self._patience, self._process, hurry)
-        atexit.register(hurry)  # after `finalize` has registered itself: it is called before
+        exit_handler = self._deadline.shorten_for_exit
+        orphans = OrphanedReads(fd, self._memory, self._waiter, self._open)
+        self._close = weakref.finalize(self, close_when_done, orphans, self._deadline, self._process, exit_handler)
+        atexit.register(exit_handler)  # after `finalize` has registered itself: it is called before
 
     def read(
         self, fd: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray, keep: object
@@ -130,7 +118,7 @@ class Ring:
                 raise
         return batch
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in what has completed and submit what waits for a place. No system call where nothing waits."""
         # Where the lock is taken another thread is at it. `acquire` without `with` would lose the lock to a signal.
         if self._open and self._memory is not None and not self._lock.locked():
@@ -146,7 +134,7 @@ class Ring:
         Raises `StalledError` when it has not after `timeout`, or at once where nothing has completed since an earlier
         wait ended so. The batch is still under way then, and can be waited for again.
         """
-        deadline, begun = None, False
+        expires, begun = None, False
         while batch.finished_at is None:
             self._process.check("this io_uring")
             with self._lock:
@@ -155,13 +143,13 @@ class Ring:
                 if batch.finished_at is not None:
                     return
                 if not begun:
-                    deadline, begun = self._patience.deadline(), True
-                elif passed(deadline):
-                    raise self._patience.give_up()
+                    expires, begun = self._deadline.expires(), True
+                elif has_passed(expires):
+                    raise self._deadline.missed()
                 self._fill(memory)
                 # With some still to be put in, few enough that the device stays busy while that is done.
                 all_in = batch.end <= self._put
-                self._enter(memory, batch._left if all_in else max(1, self._depth // 2), deadline)
+                self._enter(memory, batch.unfinished if all_in else max(1, self._depth // 2), expires)
 
     def drop(self, batch: Batch) -> None:
         """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
@@ -175,7 +163,7 @@ class Ring:
         if self._memory is None or not self._process.is_here:
             return
         with self._lock:
-            batches = [batch for batch in self._open if batch._fd == fd]
+            batches = [batch for batch in self._open if batch.fd == fd]
             for batch in batches:
                 self._drop(batch, self._check())
         for batch in batches:
@@ -198,6 +186,14 @@ class Ring:
                 pass  # `close_when_done` finds what is left in flight, and does not wait any more
         self._memory = None
         self._close()
+        if self._process.is_here:
+            self._release()
+
+    def _release(self) -> None:
+        """The queues are out of the account, once."""
+        account, self._account = self._account, None
+        if account is not None:
+            account.release(IO_RING, self._held)
 
     def _check(self) -> io_uring.Queues:
         if self._memory is None:
@@ -206,9 +202,9 @@ class Ring:
 
     def _drop(self, batch: Batch, memory: io_uring.Queues) -> None:
         begun = max(0, self._count_put(memory) - batch.base)
-        if begun < len(batch._entries):
+        if begun < len(batch.entries):
             batch.dropped = True
-            batch._entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
+            batch.entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
 
     def _count_put(self, memory: io_uring.Queues) -> int:
         self._put += (memory.sq[memory.sq_tail] - self._put) & WRAP
@@ -224,12 +220,12 @@ class Ring:
             if batch.end <= put or room == 0:
                 continue
             first = put - batch.base
-            count = min(room, len(batch._entries) - first)
+            count = min(room, len(batch.entries) - first)
             at = put & memory.sq_mask
             before_the_end = min(count, memory.sq_mask + 1 - at)
-            memory.entries[at : at + before_the_end] = batch._entries[first : first + before_the_end]
+            memory.entries[at : at + before_the_end] = batch.entries[first : first + before_the_end]
             if before_the_end < count:
-                memory.entries[: count - before_the_end] = batch._entries[first + before_the_end : first + count]
+                memory.entries[: count - before_the_end] = batch.entries[first + before_the_end : first + count]
             put += count
             room -= count
         self._fence()
@@ -241,18 +237,18 @@ class Ring:
         if memory.sq[memory.sq_tail] != memory.sq[memory.sq_head]:
             self._enter(memory, 0)
 
-    def _enter(self, memory: io_uring.Queues, wanted: int, deadline: float | None = None) -> None:
+    def _enter(self, memory: io_uring.Queues, wanted: int, expires: float | None = None) -> None:
         """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
-        `deadline`."""
+        `expires`."""
         waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP
-        done = self._waiter.wait(waiting, wanted, deadline) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
+        done = self._waiter.wait(waiting, wanted, expires) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
         if done >= 0:
             return
         number = ctypes.get_errno()
         if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request at the moment: it stays in the queue
             if wanted:
                 in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & WRAP
-                if in_flight == 0 or self._waiter.wait(0, 1, deadline) < 0:
+                if in_flight == 0 or self._waiter.wait(0, 1, expires) < 0:
                     time.sleep(0.001)
         elif number != errno.EINTR:
             raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
@@ -262,7 +258,7 @@ class Ring:
         head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
         if head == tail:
             return False
-        self._patience.answered()
+        self._deadline.answered()
         self._fence()
         first, count = head & memory.cq_mask, (tail - head) & WRAP
         if first + count <= memory.cq_mask + 1:
@@ -277,8 +273,8 @@ class Ring:
                 batch.results[positions[mine]] = results[mine]
             else:
                 batch.results[positions] = results
-            batch._left = int(np.count_nonzero(batch.results == _PENDING))
-            if batch._left == 0 and batch.finished_at is None:
+            batch.unfinished = int(np.count_nonzero(batch.results == PENDING))
+            if batch.unfinished == 0 and batch.finished_at is None:
                 batch.finished_at = time.perf_counter()
         self._fence()
         memory.cq[memory.cq_head] = tail

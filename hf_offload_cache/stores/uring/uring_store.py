@@ -8,14 +8,15 @@ import os
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CacheClosedError
-from hf_offload_cache.stores.base import Store, run_edges
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.file import FileStore, FrozenFile
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.process import Process
-from hf_offload_cache.stores.transfer import Transfer
-from hf_offload_cache.stores.uring.ring import Batch, Ring
+from ...errors import CacheClosedError
+from ..base import byte_view, run_edges
+from ..checks import check_batch, check_range
+from ..file import FileStore, FrozenFile
+from ..guard import RecordGuard
+from ..process import Process
+from ..transfer import Transfer
+from .batch import Batch
+from .ring import Ring
 
 LARGEST_REQUEST_BYTES = 2**20
 """A longer run of adjacent records is submitted in pieces of at most this size: an entry's length has 32 bits."""
@@ -93,7 +94,7 @@ class UringStore(FileStore):
             try:
                 if result < 0 and -result not in _AGAIN:
                     raise OSError(-result, os.strerror(-result))
-                buffer = out[start:stop].numpy().data.cast("B")
+                buffer = byte_view(out[start:stop])
                 done = max(0, result)
                 self._file.read(buffer[done:], int(ids[start]) * self.record_bytes + done)
             except OSError as error:
@@ -103,8 +104,9 @@ class UringStore(FileStore):
         self._count_read(requests, out.numel())
         self._checked(ids, out)
 
-    def _over(self, frozen: FrozenFile, ring: Ring | None) -> Store:
-        return type(self)(frozen, self.record_bytes, self.name, ring)
+    def share(self, ring: Ring | None = None) -> UringStore:
+        """See `FreezableStore.share`; reads go through `ring`, the caller's (None: one of its own)."""
+        return type(self)(self._shared_file(), self.record_bytes, self.name, ring)
 
     def close(self) -> None:
         """Reads in flight are waited for. See `Store.close`."""
@@ -147,7 +149,7 @@ class _RingRead(Transfer):
 
     def done(self) -> bool:
         if self._batch.finished_at is None:
-            self._ring.look()
+            self._ring.poll()
         return self._batch.finished_at is not None
 
     def drop(self) -> None:

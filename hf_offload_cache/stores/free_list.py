@@ -6,15 +6,17 @@ import errno
 
 import numpy as np
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.checks import check_range, describe
+from ..errors import StoreError
+from .checks import check_range, describe
 
 
 class FreeList:
     """Hands out record ids, adjacent ones where it can, and takes them back. One thread only.
 
-    One byte of host memory a record.
+    Takes `RECORD_BYTES` of host memory a record.
     """
+
+    RECORD_BYTES = 1
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_offload_cache.errors import StalledError
-from hf_offload_cache.stores.transfer import Transfer
+from ..errors import StalledError
+from .transfer import Transfer
 
 
 class JointTransfer(Transfer):
@@ -41,13 +41,13 @@ class JointTransfer(Transfer):
         except StalledError:  # under way: to be waited for again
             raise
         except Exception as error:
-            give_up(self._transfers)
+            cancel_all(self._transfers)
             self._error = error
             raise
 
 
-def give_up(transfers: Sequence[Transfer]) -> None:
-    """Nothing of them is under way when this returns. Raises `StalledError` where something still is."""
+def cancel_all(transfers: Sequence[Transfer]) -> None:
+    """Give them up: nothing is under way when this returns. Raises `StalledError` where something still is."""
     for transfer in transfers:
         transfer.drop()
     for transfer in transfers:

@@ -1,23 +1,29 @@
-"""The conformance suite of stores."""
+"""The conformance suite of stores: what `Store` promises, as tests."""
 
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.base import aligned_empty
-
-from .frozen import FrozenStoreTests
+from ..errors import StoreError
+from ..stores.base import Store, aligned_empty
 from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 
 
-class StoreTests(FrozenStoreTests):
-    """What every store must do. Subclass it as `class TestMyStore(StoreTests)` and implement `make_store`."""
+class StoreTests:
+    """What every store must do. Subclass it as `class TestMyStore(StoreTests)` and implement `make_store`.
+
+    For a store that can be frozen there is `FreezableStoreTests`, which holds these too.
+    """
+
+    @abstractmethod
+    def make_store(self, directory: Path, record_bytes: int) -> Store:
+        """A new, empty store called "layer 3" that keeps what it keeps in `directory`."""
 
     def test_records_come_back_in_any_order(self, tmp_path: Path) -> None:
         with closing(self.make_store(tmp_path, RECORD_BYTES)) as store:

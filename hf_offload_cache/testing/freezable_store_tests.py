@@ -1,4 +1,4 @@
-"""The conformance suite's part on stores that are frozen: shared, saved, opened again, and damaged."""
+"""The conformance suite of stores that can be frozen: shared, saved, opened again, and damaged."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_offload_cache.errors import CorruptRecordError, StoreError
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.encryption import open_guard
-from hf_offload_cache.stores.engines import open_named
-from hf_offload_cache.stores.guard import RecordGuard
-
+from ..errors import CorruptRecordError, StoreError
+from ..stores.base import aligned_empty
+from ..stores.encryption import open_guard
+from ..stores.engines import open_named
+from ..stores.freezable import FreezableStore
+from ..stores.guard import RecordGuard
 from .sample_records import RECORD_BYTES, fill, open_descriptors, pattern, read
+from .store_tests import StoreTests
 
 
-class FrozenStoreTests:
-    """What every frozen store must do. Part of `StoreTests`.
+class FreezableStoreTests(StoreTests):
+    """What every store that can be frozen must do, beside what every store must.
 
     Attributes:
         key: what the store's guard encrypts with, if it does.
@@ -33,8 +34,8 @@ class FrozenStoreTests:
     grows_when_frozen = False
 
     @abstractmethod
-    def make_store(self, directory: Path, record_bytes: int) -> Store:
-        """A new, empty store that keeps what it keeps in `directory`."""
+    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
+        """A new, empty store called "layer 3" that keeps what it keeps in `directory`."""
 
     def test_a_frozen_store_does_not_change(self, tmp_path: Path) -> None:
         import pytest
@@ -42,7 +43,7 @@ class FrozenStoreTests:
         with closing(self.make_store(tmp_path, RECORD_BYTES)) as store:
             ids, records = fill(store, 70)
             store.free(ids[60:])
-            for call in (lambda: store.share(None), lambda: store.export(-1, "name")):
+            for call in (lambda: store.share(), lambda: store.export(-1, "name")):
                 with pytest.raises(StoreError, match=r"layer.*freeze"):
                     call()
             before = store.disk_bytes, store.memory_bytes
@@ -69,7 +70,7 @@ class FrozenStoreTests:
         store = self.make_store(tmp_path, RECORD_BYTES)
         ids, records = fill(store, 40)
         store.freeze()
-        shares = [store.share(None) for _ in range(3)]
+        shares = [store.share() for _ in range(3)]
         taken = store.disk_bytes + store.memory_bytes
         counted = store.reads
         for share in shares:
@@ -284,5 +285,5 @@ class FrozenStoreTests:
         """What becomes of a guard that is saved and opened again."""
         return open_guard(guard.describe(), guard.tags, self.key, verify=True)
 
-    def reopen(self, folder: int, guard: RecordGuard, count: int, name: str = "saved") -> Store:
+    def reopen(self, folder: int, guard: RecordGuard, count: int, name: str = "saved") -> FreezableStore:
         return open_named("mapped", folder, name, count, RECORD_BYTES, "layer 3", guard=guard)

@@ -1,0 +1,99 @@
+"""What stores and rings say they will hold, against what they hold."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.fetch.write_queue import WriteQueue
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.stores.encryption import make_guard
+from hf_offload_cache.stores.engines import open_store, planned_ring, planned_store, probe_direct, probe_uring
+from hf_offload_cache.stores.uring.queues import ring_bytes
+from hf_offload_cache.stores.uring.ring import DEPTH, IO_RING, Ring
+from hf_offload_cache.testing import open_descriptors
+
+
+def works(engine: str, directory: Path) -> bool:
+    probes = {"direct": probe_direct, "uring": probe_uring}
+    return engine not in probes or probes[engine](directory)[0]
+
+
+@pytest.mark.parametrize("engine", ["memory", "mapped", "direct", "uring"])
+@pytest.mark.parametrize("record_bytes", [4096, 3 * 4096, 2**20])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_store_holds_what_was_planned_at_most(
+    tmp_path: Path, engine: str, record_bytes: int, encrypted: bool
+) -> None:
+    """Taken in steps of any size, freed and taken again: never more than planned, and at the end not far from it."""
+    if encrypted:
+        pytest.importorskip("cryptography")
+    if not works(engine, tmp_path):
+        pytest.skip(f"no {engine} here")
+    generator = np.random.default_rng(record_bytes)
+    guard = make_guard(bytes(32) if encrypted else None, verify=True)
+    with closing(open_store(engine, tmp_path, record_bytes, "layer 3", guard=guard)) as store:
+        records = 2000 if record_bytes < 2**20 else 40
+        planned = planned_store(engine, records, record_bytes, encrypted=encrypted)
+        taken = np.empty(0, dtype=np.int64)
+        while len(taken) < records:
+            taken = np.r_[taken, store.allocate(min(int(generator.integers(1, 200)), records - len(taken)))]
+            if generator.random() < 0.3:
+                store.free(taken[-5:])
+                taken = taken[:-5]
+            assert store.tables_bytes <= planned["tables"]
+            assert store.memory_bytes <= planned["records in memory"]
+        assert store.tables_bytes > 0.8 * planned["tables"] or record_bytes == 2**20
+        if engine == "memory":
+            assert store.memory_bytes == planned["records in memory"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 100, DEPTH])
+def test_a_ring_is_in_the_account_until_it_is_closed(depth: int) -> None:
+    account = MemoryAccount()
+    try:
+        ring = Ring(depth, account=account)
+    except OSError as error:
+        pytest.skip(str(error))
+    with closing(ring):
+        assert ring._memory is not None
+        entries, completions = ring._memory.entries, ring._memory.completions
+        queues = entries.nbytes + completions.nbytes + 4 * len(entries)
+        assert account.by_owner[IO_RING] == ring_bytes(depth)
+        assert queues < ring_bytes(depth) <= queues + 3 * mmap.PAGESIZE
+    ring.close()
+    assert account.current == 0
+
+
+def test_a_ring_that_does_not_fit_leaves_nothing() -> None:
+    before, account = open_descriptors(), MemoryAccount(ring_bytes(DEPTH) - 1)
+    with pytest.raises(BudgetError, match="io ring would take"):
+        Ring(account=account)
+    assert (open_descriptors(), account.current) == (before, 0)
+
+
+def test_a_ring_that_cannot_be_opened_is_in_no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_offload_cache.stores.uring import queues
+
+    def refuse(depth: int) -> None:
+        raise OSError(1, "io_uring refused: by this test")
+
+    monkeypatch.setattr(queues, "open_ring", refuse)
+    account = MemoryAccount()
+    with pytest.raises(OSError, match="by this test"):
+        Ring(account=account)
+    assert account.current == 0
+
+
+def test_only_uring_has_a_ring() -> None:
+    assert planned_ring("uring") == ring_bytes(DEPTH) > 0
+    assert [planned_ring(engine) for engine in ("direct", "mapped", "memory", "auto")] == [0] * 4
+
+
+def test_a_batch_that_is_larger_than_the_queue_is_planned_for() -> None:
+    assert (WriteQueue.planned(100, 30), WriteQueue.planned(100, 300)) == (100, 300)
