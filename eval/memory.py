@@ -128,7 +128,7 @@ def _model(run: Run) -> tuple[Any, int]:
 
 
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
-    from hf_offload_cache.console.generation import prefill
+    from hf_offload_cache.console.prefill import prefill
 
     if run.filled:
         from .synthetic import Shape, fill
