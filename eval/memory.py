@@ -40,6 +40,8 @@ class Run:
     chunk: int = 0
     steps: int = 50
     layers: int = 30
+    heads: int = 9
+    """Query heads of the light model, a multiple of its three key heads: most of the time of a prefill."""
     real: bool = False
     path: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
@@ -94,9 +96,9 @@ def child(run: Run) -> dict[str, Any]:
     with new_cache() as cache:
 
         def note(stage: str) -> None:
-            cache.shared.prefetcher.flush()
+            cache.storage.prefetcher.flush()
             account, owners = cache.memory_bytes, cache.report().memory_by_owner
-            pages = sum(resident_file_bytes(store) for store in cache.shared.stores)
+            pages = sum(resident_file_bytes(store) for store in cache.storage.stores)
             anonymous = anonymous_bytes() - before
             stages[stage] = {"account": account, "measured": anonymous + pages, "file_pages": pages}
             stages[stage] |= {"difference": account / (anonymous + pages) - 1, "owners": owners}
@@ -121,19 +123,25 @@ def _model(run: Run) -> tuple[Any, int]:
 
         model, _ = load_default_model()
         return model, model.config.vocab_size
-    from .synthetic import Shape, build_model
+    from .synthetic import build_model
 
-    shape = Shape(layers=run.layers).light()
+    shape = _light(run)
     return build_model(shape), shape.vocabulary
+
+
+def _light(run: Run) -> Any:
+    from .synthetic import Shape
+
+    return Shape(layers=run.layers, heads=run.heads).light()
 
 
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
     from hf_offload_cache.console.prefill import prefill
 
     if run.filled:
-        from .synthetic import Shape, fill
+        from .synthetic import fill
 
-        fill(cache, model, Shape(layers=run.layers).light(), run.tokens)
+        fill(cache, model, _light(run), run.tokens)
     else:
         prefill(model, ids[:, : run.tokens], cache, run.chunk or run.tokens)
     note("prefill")

@@ -42,7 +42,7 @@ def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
 
     Yields the "seconds" in the store so far. A cache that selects by look-ahead alone goes on to do so.
     """
-    prefetcher, buffer = cache.shared.prefetcher, getattr(cache, "buffer", None)
+    prefetcher, buffer = cache.storage.prefetcher, getattr(cache, "buffer", None)
     original, spent = prefetcher.read, {"seconds": 0.0}
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class Replay:
         try:
             fill(self.cache, self.model, setting.shape, setting.tokens, setting.batch)
             if self.own is not None:
-                self.own.shared.prefetcher.flush()
+                self.own.shared.storage.prefetcher.flush()
         except BaseException:
             self.close()
             raise

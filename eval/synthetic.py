@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.offload_layer import TAG, OffloadLayer
+from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.model.tag import TAG
 
 NOISE = 1.25
 """Root mean square of the part of a key that is its own. It keeps the best groups from lying side by side more than a

@@ -9,13 +9,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
 
 from .errors import ConfigError
-from .tuning.tuned import is_tuned, tuned_fields
-
-if TYPE_CHECKING:
-    from .model.geometry import Geometry
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -48,7 +44,22 @@ def parse_memory(text: int | str, full_kv_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer."""
+    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer.
+
+    A method's class says itself what its fields mean to a saved context, in the tuples below, which it adds to.
+    """
+
+    stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
+    """Fields that what is stored fixes: another value is refused when a context is opened."""
+    of_a_run: ClassVar[tuple[str, ...]] = (
+        "memory", "max_context", "max_batch", "trace", "engine", "verify", "io_timeout", "encryption_key",
+    )  # fmt: skip
+    """Fields of a machine or a run, which a context does not keep. What is in `stored_format` too lies in the states of
+    the layers, and is not to be given when a context is opened."""
+    kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
+    """Fields that stay as they were saved when a context is opened with a budget that they do not fit as they are."""
+    not_beside_exact: ClassVar[tuple[str, ...]] = ()
+    """Fields that `exact` leaves without effect, and which are refused beside it."""
 
     num_sinks: int = 4
     """First tokens of a sequence, always attended (rounded up to whole units)."""
@@ -117,25 +128,15 @@ class OffloadConfig:
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
     @classmethod
-    def load(cls, config: Self | str | Path | None, fields: dict[str, Any], model: Any = None) -> Self:
+    def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
         """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top.
-
-        Of an object that tuning wrote, the row for `max_batch` and `max_context` among `fields`, or for the largest
-        that were tuned for (see `tuning.tuned`); one that was tuned for another model than `model` is refused.
-        """
+        Raises `ConfigError`."""
         if config is None:
             base: dict[str, Any] = {}
         elif isinstance(config, cls):
             base = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         elif isinstance(config, str | Path):
-            try:
-                base = json.loads(Path(config).read_text())
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"config: cannot read {str(config)!r} as JSON: {error}") from error
-            if not isinstance(base, dict):
-                raise ConfigError(f"config: {str(config)!r} must hold a JSON object of fields")
-            if is_tuned(base):
-                base = tuned_fields(base, Path(config), fields.get("max_context"), fields.get("max_batch"), model)
+            base = cls.read(config)
         else:
             raise ConfigError(f"config must be a {cls.__name__}, a path or None, got {type(config).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -146,15 +147,16 @@ class OffloadConfig:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         return cls(**{**base, **fields})
 
-    @classmethod
-    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Self:
-        """The best configuration that keeps `max_batch` sequences of `max_context` tokens within `memory` bytes.
-
-        `fields` are the user's and stay. Raises `BudgetError` with the least memory that would do.
-        """
-        from .memory.fit import fit_stream
-
-        return fit_stream(cls, geometry, memory, max_context, max_batch, fields)
+    @staticmethod
+    def read(path: str | Path) -> dict[str, Any]:
+        """The JSON object in a file. Raises `ConfigError`."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"config: cannot read {str(path)!r} as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"config: {str(path)!r} must hold a JSON object of fields")
+        return values
 
     def _number(self, name: str) -> float:
         value = getattr(self, name)
@@ -174,3 +176,22 @@ class OffloadConfig:
         value = getattr(self, name)
         if not any(value == v and type(value) is type(v) for v in values):
             raise ConfigError(f"{name} must be one of {values}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SelectiveConfig(OffloadConfig):
+    """Fields of every cache that attends to a choice."""
+
+    num_selected: int = 400
+    """Tokens attended beyond sinks and latest ones, rounded up to whole units."""
+    reuse_capacity: int = 400
+    """Tokens of units read before that stay resident in each layer; 0 for none."""
+    look_ahead: bool | None = None
+    """Guess the next layer's query and read ahead for it. None: where that is measured to be faster. The guess takes
+    processor time, which a fast disk does not give back; the selection is the true query's either way."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("num_selected", 1)
+        self._at_least("reuse_capacity", 0)
+        self._one_of("look_ahead", (None, True, False))

@@ -163,7 +163,8 @@ class Decoded:
     logits: torch.Tensor
 
 
-Case = Callable[[Any, Cache], Decoded]
+Case = Callable[..., Decoded]
+"""(model, cache, tokens to generate = NEW) -> what came of it."""
 
 
 def vocabulary(model: Any) -> int:
@@ -201,66 +202,67 @@ def generate(model: Any, cache: Cache | None, input_ids: torch.Tensor, **options
     return Decoded(out.sequences, torch.stack([step.float() for step in out.logits]))
 
 
-def greedy(model: Any, cache: Cache | None) -> Decoded:
+def greedy(model: Any, cache: Cache | None, new: int = NEW) -> Decoded:
     """One row, no padding."""
-    return generate(model, cache, prompt(model))
+    return generate(model, cache, prompt(model), max_new_tokens=new)
 
 
-def sample(model: Any, cache: Cache) -> Decoded:
+def sample(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Sampling with a seed."""
     torch.manual_seed(3)
-    return generate(model, cache, prompt(model), do_sample=True, top_k=0, temperature=1.2)
+    return generate(model, cache, prompt(model), do_sample=True, top_k=0, temperature=1.2, max_new_tokens=new)
 
 
-def beams(model: Any, cache: Cache) -> Decoded:
+def beams(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Two rows, three beams each: the cache is reordered at every step."""
-    return generate(model, cache, prompt(model, 2), num_beams=3)
+    return generate(model, cache, prompt(model, 2), num_beams=3, max_new_tokens=new)
 
 
-def batch(model: Any, cache: Cache) -> Decoded:
+def batch(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Three rows of one length."""
-    return generate(model, cache, prompt(model, 3))
+    return generate(model, cache, prompt(model, 3), max_new_tokens=new)
 
 
-def left_padding(model: Any, cache: Cache) -> Decoded:
+def left_padding(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Three rows with 0, 11 and 22 padded positions."""
     mask = padding(3)
-    return generate(model, cache, prompt(model, 3).masked_fill(mask == 0, PAD), attention_mask=mask)
+    return generate(model, cache, prompt(model, 3).masked_fill(mask == 0, PAD), attention_mask=mask, max_new_tokens=new)
 
 
-def padded_beams(model: Any, cache: Cache) -> Decoded:
+def padded_beams(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Two rows, the second padded, three beams each."""
     mask = padding(2, step=19)
-    return generate(model, cache, prompt(model, 2).masked_fill(mask == 0, PAD), attention_mask=mask, num_beams=3)
+    ids = prompt(model, 2).masked_fill(mask == 0, PAD)
+    return generate(model, cache, ids, attention_mask=mask, num_beams=3, max_new_tokens=new)
 
 
-def chunked_prefill(model: Any, cache: Cache) -> Decoded:
+def chunked_prefill(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """The prompt in pieces of 16."""
-    return generate(model, cache, prompt(model), prefill_chunk_size=16)
+    return generate(model, cache, prompt(model), prefill_chunk_size=16, max_new_tokens=new)
 
 
-def padded_chunked_prefill(model: Any, cache: Cache) -> Decoded:
+def padded_chunked_prefill(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Three rows, the prompt in pieces of 16, a whole piece of the third row padded."""
     mask = padding(3)
     ids = prompt(model, 3).masked_fill(mask == 0, PAD)
-    return generate(model, cache, ids, attention_mask=mask, prefill_chunk_size=16)
+    return generate(model, cache, ids, attention_mask=mask, prefill_chunk_size=16, max_new_tokens=new)
 
 
-def prompt_lookup(model: Any, cache: Cache) -> Decoded:
+def prompt_lookup(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Candidates from the prompt: several queries over a history, rejected ones are cropped."""
-    return generate(model, cache, repetitive_prompt(model), prompt_lookup_num_tokens=4)
+    return generate(model, cache, repetitive_prompt(model), prompt_lookup_num_tokens=4, max_new_tokens=new)
 
 
-def assistant(model: Any, cache: Cache) -> Decoded:
+def assistant(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Candidates from a second model."""
-    return generate(model, cache, prompt(model), assistant_model=assistant_of(model.tiny_name))
+    return generate(model, cache, prompt(model), assistant_model=assistant_of(model.tiny_name), max_new_tokens=new)
 
 
-def second_turn(model: Any, cache: Cache) -> Decoded:
+def second_turn(model: Any, cache: Cache, new: int = NEW) -> Decoded:
     """Two rows; generate, append nine tokens, generate again on the same cache."""
-    first = generate(model, cache, prompt(model, 2), max_new_tokens=NEW // 2)
+    first = generate(model, cache, prompt(model, 2), max_new_tokens=new // 2)
     ids = torch.cat([first.tokens, prompt(model, 2, 9, seed=8)], dim=1)
-    second = generate(model, cache, ids, max_new_tokens=NEW // 2)
+    second = generate(model, cache, ids, max_new_tokens=new // 2)
     return Decoded(second.tokens, torch.cat([first.logits, second.logits]))
 
 

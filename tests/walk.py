@@ -25,6 +25,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_offload_cache import DiskSwapCache
 
+NEW = 16
+"""Tokens to generate: four groups are sealed meanwhile, one of them the last of a block; beams cross, windows slide."""
+
 SHORT_CASES = ("greedy", "beams", "left_padding")
 FURTHER_CASES = ("sample", "batch", "chunked_prefill", "padded_chunked_prefill", "prompt_lookup", "second_turn")
 REPRESENTATIVES = (
@@ -303,7 +306,7 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, result: Re
     for case in cases:
         try:
             cache = DynamicCache(config=model.config)
-            references[case] = harness.CASES[case](model, cache)
+            references[case] = harness.CASES[case](model, cache, NEW)
             if not any(getattr(layer, "is_initialized", False) for layer in cache.layers):
                 raise ValueError("the model does not use the cache")
             if not references[case].logits.isfinite().any():
@@ -345,9 +348,9 @@ def _run(
     """How a cache of ours compares, its layers' states, and (`beside`) whether `DynamicCache` is bitwise as before."""
     cache = make(model, exact=exact)
     try:
-        decoded = harness.CASES[case](model, cache)
+        decoded = harness.CASES[case](model, cache, NEW)
         layers = dict(cache.report().layers) if hasattr(cache, "report") else {}
-        plain = harness.CASES[case](model, DynamicCache(config=model.config)) if beside else reference
+        plain = harness.CASES[case](model, DynamicCache(config=model.config), NEW) if beside else reference
     finally:
         getattr(cache, "close", lambda: None)()
     return harness.compare(reference, decoded), layers, harness.compare(reference, plain).bitwise

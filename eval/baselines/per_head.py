@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.core.offload_layer import TAG, Tag
-from hf_offload_cache.model.attention import AttentionFunction
+from hf_offload_cache.model.attention_call import AttentionFunction
+from hf_offload_cache.model.tag import TAG, Tag
 
 from .selective import SelectiveCache, SelectiveLayer
 

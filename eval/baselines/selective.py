@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.disk_swap import DiskSwapCache
-from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap import DiskSwapCache, DiskSwapLayer
 
 from .compact_keys import CompactKeys
 
@@ -49,7 +48,7 @@ class SelectiveLayer(DiskSwapLayer):
         projection = self.directions(moment, magnitude / rows, min(width, self.settings.rank or width // 8))
         deviation = torch.einsum("pwr,pwv,pvr->pr", projection, moment, projection).div(rows).clamp_min(0).sqrt()
         dtype = getattr(torch, self.settings.summary_dtype)
-        heads, account = self._key_heads, self.shared.account
+        heads, account = self._key_heads, self.shared.storage.account
         self.summary: Any = CompactKeys(projection, deviation, dtype, heads, self._sequences, account)
         self.summary.reserve(tokens)
         for part in keys():

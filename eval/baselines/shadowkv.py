@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.core.offload_layer import TAG
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.model.attention import AttentionFunction, no_backward
+from hf_offload_cache.model.attention_call import AttentionFunction
+from hf_offload_cache.model.gradients import no_backward
+from hf_offload_cache.model.tag import TAG
 
 from .loki import leading_directions
 from .selective import SelectiveCache, SelectiveLayer
@@ -51,7 +52,7 @@ class ShadowKVLayer(SelectiveLayer):
         self._sealed = [pending[:, :, :sealed]] if sealed else []
         self._release_recent()
         self._recent = pending[:, :, sealed:].clone()
-        self.shared.account.hold("rolling tail", self._recent.nbytes)
+        self.shared.storage.account.hold("rolling tail", self._recent.nbytes)
         keys = key_states.view_as(key_states)
         setattr(keys, TAG, getattr(values, TAG))
         return keys, values
@@ -61,7 +62,7 @@ class ShadowKVLayer(SelectiveLayer):
 
     def _release_recent(self) -> None:
         if self._recent is not None:
-            self.shared.account.release("rolling tail", self._recent.nbytes)
+            self.shared.storage.account.release("rolling tail", self._recent.nbytes)
             self._recent = None
 
     @property
@@ -88,7 +89,7 @@ class ShadowKVLayer(SelectiveLayer):
         positions = (groups[:, :, None] * group + np.arange(group)).reshape(len(groups), -1)
         rebuilt = self.summary.rebuild(torch.from_numpy(positions).to(self.history.device))
         keys = torch.cat([rebuilt.to(self._recent.dtype), self._recent], 2)
-        counters = self.shared.counters
+        counters = self.shared.storage.counters
         counters.tokens_visible += self.batch * self.length
         counters.tokens_attended += self.batch * keys.shape[2]
         with torch.no_grad():

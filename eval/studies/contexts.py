@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
-from hf_offload_cache.core.offload_layer import TAG, OffloadLayer
+from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.model.tag import TAG
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 
 LATEST = QUERIES_SEEN
@@ -84,8 +85,8 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
                 query, tag = context.queries[layer_idx], getattr(returned, TAG)
                 layer.attend(tag, _no_attention, module, query, returned, other, None, scaling=module.scaling)
         if own:
-            cache.end_step()
-            cache.shared.prefetcher.flush()
+            cache.end_step(None)
+            cache.storage.prefetcher.flush()
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

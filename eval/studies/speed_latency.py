@@ -62,7 +62,7 @@ def _counted(original: Callable[..., Any], spent: dict[str, float], part: str) -
 def breakdown(replay: Replay, steps: int) -> dict[str, float]:
     """Seconds a layer and step of each of `PARTS`, which add up to the whole; "compute" is what is left."""
     cache = replay.own
-    counters = None if cache is None else cache.shared.counters
+    counters = None if cache is None else cache.storage.counters
     waited = 0.0 if counters is None else counters.stall_seconds
     start = time.perf_counter()
     with timed(replay) as spent:

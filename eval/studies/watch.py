@@ -75,7 +75,7 @@ class Watch:
 
     def _gather(self, gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def watched(layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
-            counters = self.cache.shared.counters
+            counters = self.cache.storage.counters
             before = counters.units_resident
             entries = gather(layer, groups)
             self._gathered = groups[0].copy(), counters.units_resident - before

@@ -59,3 +59,12 @@ class Adapter:
         if rank is not None and rank > projection.shape[1]:
             raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use less")
         return projection if rank is None else projection[:, :rank].contiguous()
+
+
+def adapter_rank(path: str | Path) -> int:
+    """The least number of columns of a calibrated adapter's layers. Raises `AdapterError`."""
+    try:
+        with safe_open(path, "pt") as file:
+            return min(file.get_slice(name).get_shape()[1] for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, IndexError) as error:
+        raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error

@@ -2,39 +2,139 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ..config import OffloadConfig
-from ..core.offload_cache import OffloadCache
-from ..core.offload_layer import OffloadLayer
+from ..core.offload_layer import OffloadLayer, Output
 from ..core.pace import Pace
+from ..core.plan_selective import area_bytes
+from ..core.planned import LayerKind
+from ..core.selective_cache import SelectiveCache
+from ..core.selective_layer import SelectiveLayer
 from ..errors import ConfigError
-from ..fetch.selection_buffer import SelectionBuffer
-from ..model.fingerprint import config_value
+from ..fetch.choice import Choice
+from ..history.record_format import RecordFormat
+from ..memory.plan import LayerPlan
+from ..memory.search import Search
+from ..model.attention_call import AttentionCall
+from ..model.config_values import config_value
+from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
+from ..predictors.base import Query
 from ..predictors.layer_budgets import MOST, spread
-from .adapter import Adapter
+from ..predictors.low_rank import LowRankPredictor, Rules
+from ..predictors.low_rank import Shared as PredictorShared
+from ..predictors.low_rank_keys import default_rank
+from ..stores.base import Store
+from .adapter import Adapter, adapter_rank
 from .disk_swap_config import DiskSwapConfig
-from .disk_swap_layer import DiskSwapLayer
+from .disk_swap_fit import fit_disk_swap
+
+_LEARNT = ("summary", "adapter", "fitted_at", "measured_at", "latest_queries")
+"""What of a captured layer is its predictor's."""
 
 
-def key_width(model: PreTrainedModel) -> int | None:
-    """Hk D as the model's configuration says it; None where it does not."""
-    config = model.config.get_text_config(decoder=True)
-    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-    heads, key_heads, hidden, dim = (config_value(config, name) for name in names)
-    key_heads = key_heads or heads
-    dim = dim or (hidden // heads if hidden and heads else None)
-    return key_heads * dim if isinstance(key_heads, int) and isinstance(dim, int) else None
+def rules_of(settings: DiskSwapConfig) -> Rules:
+    """How units are ranked and chosen."""
+    return Rules(
+        settings.rank,
+        getattr(torch, settings.summary_dtype),
+        settings.num_sinks,
+        settings.selection,
+        settings.target_mass,
+        settings.measures_budgets,
+        settings.max_context or 0,
+    )
 
 
-class DiskSwapCache(OffloadCache):
+class DiskSwapLayer(SelectiveLayer):
+    """A layer with compact keys in memory, slots, and groups selected anew for every query."""
+
+    adapter: torch.Tensor | None = None
+    """Calibrated projection of this layer; set by the cache."""
+    predictor: LowRankPredictor | None
+
+    def make_predictor(self) -> LowRankPredictor:
+        selecting, storage = self.selecting, self.shared.storage
+        assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
+        shared = PredictorShared(
+            storage.account, selecting.workspace, selecting.generator, lambda: storage.counters
+        )
+        rules = rules_of(selecting.settings)
+        return LowRankPredictor(self.history.form, self.history.rows, rules, shared, self.name, self.adapter)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, DiskSwapConfig)
+        rank = config.rank or (None if config.adapter is None else adapter_rank(config.adapter))
+        return LowRankPredictor.planned(kind.form, rules_of(config), rank, kind.num_heads, context, kind.rows)
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: Any) -> int:
+        group = kind.form.group_size
+        selected = -(-config.num_selected // group)
+        if isinstance(config.layer_budgets, tuple):
+            selected = -(-max(config.layer_budgets) // group)
+        elif config.measures_budgets:
+            selected *= MOST
+        return selected + (-(-(config.num_sinks + group - 1) // group) if config.num_sinks else 0)
+
+    @classmethod
+    def most_slots(cls, kind: LayerKind, config: Any) -> int:
+        """As a mean over the layers: budgets of their own are rounded up layer by layer."""
+        reuse, group = config.reuse_capacity, kind.form.group_size
+        if not reuse:
+            return 0
+        slots = -(-reuse // group)
+        if isinstance(config.layer_budgets, tuple):
+            shares = [-(-round(tokens / config.num_selected * reuse) // group) for tokens in config.layer_budgets]
+            slots = -(-sum(shares) // len(shares))
+        elif config.measures_budgets:
+            slots = -(-(-(-config.num_selected // group) * reuse) // config.num_selected) + 1
+        return slots + -(-config.num_sinks // group)
+
+    def _attend(self, call: AttentionCall) -> Output:
+        if self.predictor is not None:
+            self.predictor.watch(call.query, self.length)
+        return super()._attend(call)
+
+    def choose(self, query: Query, *, guess: bool = False) -> Choice:
+        """By the paper's rule the guess decides, if there is one."""
+        settings = self.shared.config
+        assert isinstance(settings, DiskSwapConfig)
+        decided = None if self._fetcher is None else self._fetcher.guess
+        if settings.selection == "paper" and not guess and decided is not None:
+            return decided
+        return super().choose(query, guess=guess)
+
+    def density(self, most: int) -> np.ndarray | None:
+        """See `LowRankPredictor.density`; None also where there is nothing to choose from."""
+        if self.predictor is None or not self.can_choose():
+            return None
+        visible = None
+        return self.predictor.density(most, lambda states: self.query_of(states, visible), self.length)
+
+    # The saved format has what the predictor holds beside what the layer holds.
+
+    def capture(self) -> dict[str, Any]:
+        tree = super().capture()
+        learnt = tree.pop("predictor")
+        if learnt is None:
+            learnt = {**dict.fromkeys(_LEARNT), "adapter": self.adapter, "fitted_at": 0, "measured_at": 0}
+        return {**tree, **learnt}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        learnt = {name: tree[name] for name in _LEARNT}
+        self.adapter = tree["adapter"]
+        super().restore({**tree, "predictor": learnt}, parts, device)
+
+
+class DiskSwapCache(SelectiveCache):
     """Keeps the KV cache on disk and brings back, group by group, what each step needs.
 
     `model.generate(..., past_key_values=DiskSwapCache(model))`. See `DiskSwapConfig` for the fields. Prefill is exact.
@@ -44,98 +144,101 @@ class DiskSwapCache(OffloadCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
+    config: DiskSwapConfig
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    @classmethod
+    def fit(
+        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
+    ) -> DiskSwapConfig:
+        return cast(DiskSwapConfig, super().fit(geometry, memory, max_context, max_batch, fields))
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
         settings = self.config
-        assert isinstance(settings, DiskSwapConfig)
-        self.buffer = None if settings.exact else SelectionBuffer(self.shared, settings)
-        self._pace = Pace(True if settings.selection == "paper" else settings.look_ahead)
-        if self.buffer is None:
+        if self.selecting is None:
             return
+        if settings.selection == "paper":
+            self._pace = Pace(True)
+            self.look_ahead = LookAhead("input")
+            self.watch_queries()
         width = key_width(model)
         if settings.rank is not None and width is not None and settings.rank > width:
             raise ConfigError(
                 f"rank must be at most {width}, the joined width of this model's keys, got {settings.rank}: "
                 f"use rank={width}"
             )
-        self.look_ahead = LookAhead("input" if settings.selection == "paper" else "attended")
-        layers = [layer for layer in self.layers if isinstance(layer, DiskSwapLayer)]
-        if not isinstance(settings.layer_budgets, str):
+        layers = [layer for layer in self.selective if isinstance(layer, DiskSwapLayer)]
+        if isinstance(settings.layer_budgets, tuple):
             if len(settings.layer_budgets) != len(layers):
                 raise ConfigError(
                     f"layer_budgets must name tokens for each of the {len(layers)} offloaded layers, got "
                     f"{len(settings.layer_budgets)} numbers"
                 )
             budgets = zip(layers, settings.layer_budgets, strict=True)
-            self.buffer.spread({layer.layer_idx: tokens for layer, tokens in budgets}, given=True)
-        adapter = None if settings.adapter is None else Adapter.load(Path(settings.adapter), model)
-        for layer in layers:
-            layer.buffer = self.buffer
-            layer.learn = self.look_ahead.learn
-            if adapter is not None:
+            self.selecting.spread({layer.layer_idx: tokens for layer, tokens in budgets}, given=True)
+        if settings.adapter is not None:
+            adapter = Adapter.load(Path(settings.adapter), model)
+            for layer in layers:
                 layer.adapter = adapter.of_layer(layer.layer_idx, settings.rank, width).float()
 
-    def freeze(self) -> None:
-        if self.buffer is not None:
-            self.buffer.settle()  # no read is under way in a store that is about to change
-        super().freeze()
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        if search.fields.get("exact"):
+            return super().choose_fields(search, geometry)
+        settings = search.config({**search.streams(10), "look_ahead": False})
+        shapes, context = dict.fromkeys(geometry.layers), search.max_context
+        kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
+        most = DiskSwapLayer.most_units
+        area = max((area_bytes(kind, settings, context, most(kind, settings)) for kind in kinds), default=0)
+        forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
+        return fit_disk_swap(search, forms, area)
 
-    def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "budgets": None if self.buffer is None else self.buffer.capture()}
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        found = super().stored_fields(config, geometry)
+        forms = geometry.forms(config.group_size)
+        if not config.exact and forms:
+            found.setdefault("rank", max(default_rank(form.key_width) for form in forms))
+        return found
 
-    def restore(self, tree: dict[str, Any]) -> None:
-        super().restore(tree)
-        if self.buffer is not None and tree["budgets"] is not None:
-            self.buffer.restore(tree["budgets"])
-
-    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-        super().begin_step(model, kwargs)
-        if self.buffer is not None and not self.decoding:
-            self.buffer.rest()
-        if self.decoding and self.buffer is not None:
-            self.buffer.begin_step()
-            self._spread_budgets()
-            if 0 in self._by_index and self._pace.first:  # no layer before it looks ahead for it
-                with self.timeline.span("look ahead", 0):
-                    self._prefetch(self._by_index[0], None)
-
-    def _spread_budgets(self) -> None:
-        """Before the first step after a prefill: give each layer its share of the groups that are selected."""
-        settings = self.config
-        assert isinstance(settings, DiskSwapConfig)
-        layers = [layer for layer in self.offloaded if isinstance(layer, DiskSwapLayer)]
-        assert self.buffer is not None
-        if not any(layer.latest_queries is not None for layer in layers):
+    def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
+        """As `SelectiveCache.read_ahead`; nothing is guessed of a random choice, and by the paper's rule not again."""
+        assert self.look_ahead is not None and self.shared.step is not None
+        if self.config.selection == "random":
             return
-        group = max((layer.history.form.group_size for layer in layers if layer.is_initialized), default=1)
-        mean = -(-settings.num_selected // group)
-        curves = {layer.layer_idx: layer.density(MOST * mean) for layer in layers if layer.is_initialized}
+        states = self.look_ahead.predict(layer.layer_idx, output)
+        if states is not None:
+            layer.prefetch_for(states[:, :, 0], self.shared.step.seen)
+        elif self.config.selection == "default":
+            layer.prefetch_again()
+
+    def before_selecting(self) -> None:
+        """Before the first step after a prefill: give each layer its share of the groups that are selected."""
+        layers = [layer for layer in self.selective if isinstance(layer, DiskSwapLayer) and layer.predictor is not None]
+        if not any(layer.predictor is not None and layer.predictor.latest_queries is not None for layer in layers):
+            return
+        assert self.selecting is not None
+        group = max((layer.history.form.group_size for layer in layers), default=1)
+        mean = -(-self.config.num_selected // group)
+        curves = {layer.layer_idx: layer.density(MOST * mean) for layer in layers}
         known = {layer_idx: curve for layer_idx, curve in curves.items() if curve is not None}
         if known:
             groups = spread(np.stack(list(known.values())), mean)
-            self.buffer.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
-        self._account_live()  # the queries are gone: what selecting takes comes in their place
+            for layer in layers:  # all slots before any is made anew: together they would be above the budget
+                layer.drop_fetcher()
+            self.selecting.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
+        self.account_live()  # the queries are gone: what selecting takes comes in their place
 
-    def end_step(self) -> None:
-        started = self._step_started
-        super().end_step()
-        if started is not None:
-            self._pace.took(time.perf_counter() - started)
+    @property
+    def measures_budgets(self) -> bool:
+        return self.config.measures_budgets
 
-    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        """After a layer's attention: the next layer, if it is offloaded, fetches what it will probably select."""
-        if self.decoding and self._pace.first and layer_idx + 1 in self._by_index:
-            with self.timeline.span("look ahead", layer_idx + 1):
-                self._prefetch(self._by_index[layer_idx + 1], output)
 
-    def _prefetch(self, layer: OffloadLayer, output: torch.Tensor | None) -> None:
-        settings = self.config
-        assert isinstance(settings, DiskSwapConfig)
-        assert isinstance(layer, DiskSwapLayer)
-        if self.look_ahead is None or settings.selection == "random":
-            return
-        query = None if output is None else self.look_ahead.predict(layer.layer_idx, output)
-        if query is not None:
-            layer.prefetch_for(query)
-        elif settings.selection == "default" and layer.buffer is not None and layer.is_initialized:
-            layer.buffer.prefetch_again(layer)
+def key_width(model: Any) -> int | None:
+    """Hk D as the model's configuration says it; None where it does not."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    heads, key_heads, hidden, dim = (config_value(config, name) for name in names)
+    key_heads = key_heads or heads
+    dim = dim or (hidden // heads if hidden and heads else None)
+    return key_heads * dim if isinstance(key_heads, int) and isinstance(dim, int) else None

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import ClassVar
 
-from ..config import OffloadConfig
+from ..config import SelectiveConfig
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from ..model.geometry import Geometry
 
 
 @dataclass(frozen=True)
-class DiskSwapConfig(OffloadConfig):
+class DiskSwapConfig(SelectiveConfig):
     """KVSwap's fields (paper sections 3.2 to 3.4)."""
 
-    num_selected: int = 400
-    """Tokens attended beyond sinks and latest ones, rounded up to whole groups (the paper's M G)."""
-    reuse_capacity: int = 400
-    """Tokens of groups read before that stay resident in each layer; 0 for none (section 3.4.3)."""
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "rank", "summary_dtype", "adapter")
+    of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
+    kept_on_open: ClassVar[tuple[str, ...]] = (
+        *SelectiveConfig.kept_on_open, "rank", "summary_dtype", "selection", "target_mass",
+    )  # fmt: skip
+    not_beside_exact: ClassVar[tuple[str, ...]] = ("selection", "adapter")
+
     rank: int | None = None
     """Width of a compact key. None: a quarter of the joined key width, from 16 to 160."""
     summary_dtype: str = "int8"
@@ -29,9 +29,6 @@ class DiskSwapConfig(OffloadConfig):
     """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
     "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
     compare with."""
-    look_ahead: bool | None = None
-    """Guess the next layer's query and read ahead for it. None: where that is measured to be faster. The guess takes
-    processor time, which a fast disk does not give back; the selection is the true query's either way."""
     adapter: str | None = None
     """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
     layer_budgets: str | tuple[int, ...] = "uniform"
@@ -40,22 +37,12 @@ class DiskSwapConfig(OffloadConfig):
     target_mass: float | None = None
     """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
 
-    @classmethod
-    def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Self:
-        """As `OffloadConfig.fit`; `budget.fit_config` says what is best."""
-        from ..memory.fit import fit_config
-
-        return fit_config(geometry, memory, max_context, max_batch, fields, cls)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("num_selected", 1)
-        self._at_least("reuse_capacity", 0)
         if self.rank is not None:
             self._at_least("rank", 1)
         self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
         self._one_of("selection", ("default", "paper", "random"))
-        self._one_of("look_ahead", (None, True, False))
         if isinstance(self.layer_budgets, list):  # as JSON gives it
             object.__setattr__(self, "layer_budgets", tuple(self.layer_budgets))
         if isinstance(self.layer_budgets, tuple):
@@ -75,3 +62,8 @@ class DiskSwapConfig(OffloadConfig):
                 f"exact={self.exact!r} attends to everything, so adapter and selection have no effect: "
                 "leave them out, or use exact=False"
             )
+
+    @property
+    def measures_budgets(self) -> bool:
+        """Layers' budgets are measured with a prompt's latest queries."""
+        return self.layer_budgets == "measured" and self.selection == "default" and not self.exact

@@ -129,8 +129,8 @@ def _print(values: dict[str, Any]) -> None:
 
 def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     """The text of each sequence, padding left out, embeddings as \"[...]\"."""
-    from ..contexts.identity import _tokenizer_digest
     from ..contexts.prefixes import read_ids
+    from ..model.fingerprint import tokenizer_digest
     from ..stores.encryption import load_key
     from .load_model import load_tokenizer
 
@@ -139,7 +139,7 @@ def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     rows = read_ids(entry.path, entry.manifest, key)
     tokenizer = load_tokenizer(arguments.model)
     made_with = entry.manifest.identity.get("tokenizer")
-    if made_with is not None and made_with != _tokenizer_digest(tokenizer):
+    if made_with is not None and made_with != tokenizer_digest(tokenizer):
         print("the context was made with another tokenizer: name its model with --model", file=sys.stderr)
     return ["[...]".join(str(tokenizer.decode(part)) for part in _split(row[row >= -1].tolist())) for row in rows]
 

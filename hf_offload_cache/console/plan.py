@@ -20,7 +20,6 @@ from .arguments import (
 if TYPE_CHECKING:
     from ..config import OffloadConfig
     from ..memory.plan import MemoryPlan
-    from ..model.geometry import Geometry
 
 
 def add(verbs: Any) -> None:
@@ -67,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = cls.config_class.load(None, fields)
     else:
         memory = parse_memory(arguments.memory, full)
-        config = _fit(cls, geometry, memory, arguments.context, arguments.batch, fields)
-    plan = _plan(cls, geometry, config, arguments.context, arguments.batch)
+        config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields)
+    plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
     needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
@@ -79,21 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         machine = {"needs": needs, "free": room, "fits": fits, "path": str(folder)}
         write_json(arguments.json, {**values, "config": chosen, "plan": plan.to_dict(), "machine": machine})
     return 1 if False in fits.values() else 0
-
-
-def _fit(
-    cls: type[Any], geometry: Geometry, memory: int, context: int, batch: int, fields: dict[str, Any]
-) -> OffloadConfig:
-    """The best configuration of that cache within `memory` bytes."""
-    fitted: OffloadConfig = cls.config_class.fit(geometry, memory, context, batch, fields)
-    return fitted
-
-
-def _plan(cls: type[Any], geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> MemoryPlan:
-    """What a cache of that class will hold."""
-    from ..memory.plan import plan_memory
-
-    return plan_memory(geometry, config, context, batch)
 
 
 def _print(

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import torch
+from .configuration import fields_in_states
+from .kept_layers import capture_kept, restore_kept
+from .protocol import ContextCache, StoredLayer
 
-from ..core.kept_layers import capture_kept, restore_kept
-from ..core.offload_layer import OffloadLayer
-
-if TYPE_CHECKING:
-    from ..core.offload_cache import OffloadCache
-
-Fork = TypeVar("Fork", bound="OffloadCache")
+Fork = TypeVar("Fork", bound=ContextCache)
 
 
 def fork(cache: Fork) -> Fork:
     """See `OffloadCache.fork`."""
     cache.freeze()
-    key = cache.shared.key
+    storage, key = cache.storage, cache.storage.key
     own_key = None if key is None else (lambda: key)  # the user's function might give another one by now
-    own: dict[str, Any] = {"adapter": None} if hasattr(cache.config, "adapter") else {}  # it is in the layers' states
-    config = dataclasses.replace(
-        cache.config, engine=cache.shared.engine, trace=None, encryption_key=own_key, **own
-    )
-    twin = type(cache)(cache.given_model, path=cache.shared.directory, config=config)
+    own: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": own_key}
+    config = dataclasses.replace(cache.config, **own, **fields_in_states(cache.config_class))
+    twin = type(cache)(cache.given_model, path=storage.directory, config=config)
     try:
-        for layer, other in zip(cache.layers, twin.layers, strict=True):
-            if isinstance(layer, OffloadLayer) and isinstance(other, OffloadLayer):
-                _fork_layer(layer, other)
+        for layer_idx, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
+            if isinstance(layer, StoredLayer) and isinstance(other, StoredLayer):
+                _fork_layer(layer, other, twin)
             else:
-                restore_kept(other, capture_kept(layer))
+                restore_kept(other, capture_kept(layer), f"layer {layer_idx}")
         if cache.sequences:
             twin.restore(cache.capture())
     except BaseException:
@@ -41,12 +35,11 @@ def fork(cache: Fork) -> Fork:
     return twin
 
 
-def _fork_layer(layer: OffloadLayer, other: OffloadLayer) -> None:
+def _fork_layer(layer: StoredLayer, other: StoredLayer, twin: ContextCache) -> None:
     with contextlib.ExitStack() as undo:
         parts = []
         for part in layer.freeze():
-            parts.append(part.share(other.shared.ring))
+            parts.append(part.share(twin.storage.ring))
             undo.callback(parts[-1].close)
-        device = layer.history.device if layer.is_initialized else torch.device("cpu")
-        other.restore(layer.capture(), parts, device)
+        other.restore(layer.capture(), parts, layer.history_device)
         undo.pop_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from dataclasses import dataclass
@@ -12,17 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
 from ..config import parse_size
-from ..core.offload_cache import OffloadCache
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError
-from ..model.attach import inner_model
+from ..model.fingerprint import full_fingerprint
+from ..model.inner_model import inner_model
+from ..registry import class_named
 from ..stores.encryption import KeySource, key_check, load_key
+from .configuration import form_fields, saved_fields
 from .folder import remove
-from .identity import identity
 from .listing import Entry, evict, listing, look, touch
-from .prefixes import NAME, Known, PrefixIndex, form_of, model_digest, name_of, pass_over
-from .prompts import common_prefix, encode, may_crop, placeholders, prompt_of
+from .prefixes import NAME, Known, PrefixIndex, model_digest, name_of, pass_over
+from .prompts import common_prefix, encode, placeholders, prompt_of
+from .protocol import ContextCache
 from .sizes import bytes_of
 
 
@@ -70,36 +70,38 @@ class ContextLibrary:
         self,
         input_ids: torch.Tensor,
         model: Any,
-        cls: type[OffloadCache] = DiskSwapCache,
+        cls: type[ContextCache] | None = None,
         *,
         attention_mask: torch.Tensor | None = None,
         least: int = 1,
     ) -> Match | None:
-        """The context of `model` and `cls` that shares the longest prefix with the prompt; of several, that used last.
+        """The context of `model` that shares the longest prefix with the prompt; of several, that used last.
 
         Args:
             input_ids: (T,) or (B, T). A context matches that has as many sequences, over the tokens that all of them
                 share; T - 1 at most, since `generate` needs a new one.
+            cls: class of the caches whose contexts are looked at; None: those of every registered class.
             attention_mask: of the same shape, 0 at padding; None: there is none.
             least: tokens that have to match, those that are padding in every sequence not counted.
 
         A model with sliding-window or linear layers cannot take tokens back: its contexts match in full or not at all.
         Tokens that stand for images or sound match nothing, since ids do not tell what they stand for.
         """
-        return next(iter(self._matches(input_ids, model, cls, attention_mask, least, {})), None)
+        return next((match for match, _ in self._matches(input_ids, model, cls, attention_mask, least, {})), None)
 
     def open(
         self,
         input_ids: torch.Tensor,
         model: Any,
-        cls: type[OffloadCache] = DiskSwapCache,
+        cls: type[ContextCache] | None = None,
         *,
         attention_mask: torch.Tensor | None = None,
         least: int = 1,
         **fields: Any,
-    ) -> tuple[OffloadCache, int] | None:
+    ) -> tuple[Any, int] | None:
         """What `find` finds as a cache that holds the tokens that match, and how many these are; None without a match.
 
+        The cache is of the class that saved it, or of `cls` (whose name is the same).
         `model.generate(input_ids, past_key_values=cache)` goes on from there. The context counts as used now. `fields`
         are those of `OffloadCache.open`, `memory` and `path` too; contexts whose stored format has other values are not
         considered. Raises what `OffloadCache.open` raises for `fields`; a damaged context gives way to the next best.
@@ -107,9 +109,9 @@ class ContextLibrary:
         if self._key is not None:
             key = self._key
             fields = {"encryption_key": lambda: key, **fields}
-        for match in self._matches(input_ids, model, cls, attention_mask, least, fields):
+        for match, made_by in self._matches(input_ids, model, cls, attention_mask, least, fields):
             try:
-                cache = cls.open(match.path, model, **fields)
+                cache = made_by.open(match.path, model, **fields)
                 try:
                     if cache.tokens != match.tokens:
                         raise ContextError("it was replaced by one that holds something else")
@@ -131,35 +133,41 @@ class ContextLibrary:
         self,
         input_ids: torch.Tensor,
         model: Any,
-        cls: type[OffloadCache],
+        cls: type[ContextCache] | None,
         attention_mask: torch.Tensor | None,
         least: int,
         fields: dict[str, Any],
-    ) -> list[Match]:
-        wanted, limit = prompt_of(input_ids, attention_mask, least, inner_model(model))
-        of, croppable = model_digest(identity(model)), may_crop(inner_model(model))
+    ) -> list[tuple[Match, type[ContextCache]]]:
+        """Best first, each with the class that opens it."""
+        inner = inner_model(model)
+        wanted, limit = prompt_of(input_ids, attention_mask, least, inner)
+        of = model_digest(full_fingerprint(model))
         real = np.cumsum((wanted >= 0).any(0))
-        found: list[tuple[int, int, str, Match]] = []
+        found: list[tuple[int, int, str, Match, type[ContextCache]]] = []
         for known in self._index():
-            if known.cache != cls.__name__ or known.model != of or known.batch != len(wanted):
+            made_by = class_named(known.cache) if cls is None else cls
+            if made_by is None or known.cache != made_by.__name__:
                 continue
-            if not self._readable(known) or not _fits(known.form, fields) or (known.tokens > limit and not croppable):
+            if known.model != of or known.batch != len(wanted) or not self._readable(known):
                 continue
-            ids = self._index.ids(known)
+            form, croppable = form_fields(made_by.config_class, known.config), made_by.may_crop(inner)
+            if not _fits(form, fields) or (known.tokens > limit and not croppable):
+                continue
+            ids = self._index.ids(known, form)
             if ids is None:
                 continue
             matched = min(common_prefix(ids, wanted), limit)
             if matched and real[matched - 1] >= least and (matched == known.tokens or croppable):
                 match = Match(known.path, known.tokens, matched)
-                found.append((matched, known.last_used_ns, known.path.name, match))
-        return [match for *_, match in sorted(found, key=lambda item: item[:3], reverse=True)]
+                found.append((matched, known.last_used_ns, known.path.name, match, made_by))
+        return [item[3:] for item in sorted(found, key=lambda item: item[:3], reverse=True)]
 
     def _readable(self, known: Known) -> bool:
         return known.key_check is None or (self._key is not None and key_check(self._key) == known.key_check)
 
     # --- keep --------------------------------------------------------------------------------------------------
 
-    def save(self, cache: OffloadCache, tokenizer: Any = None) -> Path:
+    def save(self, cache: ContextCache, tokenizer: Any = None) -> Path:
         """Keep what `cache` holds; returns the directory. An equal context that is there already only counts as used.
 
         Least recently used contexts are evicted first, until the new one fits (a damaged one with a warning). When this
@@ -171,7 +179,7 @@ class ContextLibrary:
         key is the library's; `ValueError` for a cache that holds what token ids do not tell (embeddings, images); and
         as `OffloadCache.save`.
         """
-        if cache.shared.key != self._key:
+        if cache.storage.key != self._key:
             raise EncryptionKeyError(
                 "the cache's encryption_key and the library's key must be the same one, or neither have one: give both"
             )
@@ -182,8 +190,8 @@ class ContextLibrary:
                 "the cache holds embeddings, or tokens that stand for images or sound: token ids cannot find it; "
                 "save it in a folder of its own with cache.save"
             )
-        form = form_of(dataclasses.asdict(cache.config))
-        name = name_of(type(cache).__name__, model_digest(identity(cache.model)), form, held, self._key)
+        form = form_fields(cache.config_class, saved_fields(cache.config))
+        name = name_of(type(cache).__name__, model_digest(full_fingerprint(cache.model)), form, held, self._key)
         path = self.folder / name
         there = look(path)
         if there is None or there.damage is not None or not (touch(path) or look(path)):

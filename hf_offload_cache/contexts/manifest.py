@@ -95,7 +95,7 @@ class Manifest(_Checked):
     config: dict[str, Any]
     """The configuration's fields that go with the context."""
     identity: dict[str, str]
-    """`contexts.identity.identity` of the model."""
+    """`full_fingerprint` of the model."""
     key_check: str | None
     """Tells the right encryption key from another; None: not encrypted."""
     state: StateFile

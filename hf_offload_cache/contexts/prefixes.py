@@ -13,33 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import ContextError, EncryptionKeyError
+from ..model.fingerprint import EVERY_BYTE
 from ..stores.encryption import key_check
+from .captured import token_ids
 from .data_files import MANIFEST_NAME
 from .folder import entries, reading
-from .identity import FULL
 from .listing import look
 from .manifest import Manifest, StateFile
 from .reader import ContextReader, read_manifest
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """What contexts in a library are called."""
-FORM = ("exact", "group_size", "rank", "summary_dtype")
-"""Fields of the configuration without which a context cannot be opened."""
 _KEPT_BYTES = 64 * 2**20
 """Ids that an index keeps; those of further contexts are read again each time."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a look-up needs of a context. `model` is the digest of an identity, `form` has the fields of `FORM`."""
+    """What a look-up needs of a context. `model` is `model_digest` of it, `config` has the fields that were saved."""
 
     path: Path
     cache: str
     model: str
-    form: dict[str, Any]
+    config: dict[str, Any]
     batch: int
     tokens: int
     key_check: str | None
@@ -81,14 +79,17 @@ class PrefixIndex:
         self._ids_bytes = sum(ids.nbytes for ids in self._ids.values())
         return list(known.values())
 
-    def ids(self, known: Known) -> np.ndarray | None:
-        """What `encode` gives for the tokens of a context that this index has the key for; None: it is passed over."""
+    def ids(self, known: Known, form: Mapping[str, Any]) -> np.ndarray | None:
+        """What `encode` gives for the tokens of a context that this index has the key for; None: it is passed over.
+
+        `form`: its `form_fields`, from which its name follows.
+        """
         if known.path.name in self._ids:
             return self._ids[known.path.name]
         try:
             ids = read_ids(known.path, known, self._key)
             key = None if known.key_check is None else self._key
-            if name_of(known.cache, known.model, known.form, ids, key) != known.path.name:
+            if name_of(known.cache, known.model, form, ids, key) != known.path.name:
                 raise ContextError("its name does not follow from what it holds: it was not saved here; move it away")
         except (ContextError, OSError) as error:
             pass_over(known.path, error)
@@ -110,20 +111,16 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
     def read(folder_fd: int) -> np.ndarray:
         own = None if manifest.key_check is None else key
         tree = ContextReader(folder_fd, str(path), own).state(manifest.state, "cache", binding=manifest.binding)
-        ids = tree.get("ids") if isinstance(tree, dict) else None
-        shape = (manifest.batch, manifest.tokens)
-        if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.shape != shape:
-            raise ContextError(f"{path}: the context does not hold together: its token ids are of another shape")
-        return ids.numpy()
+        return token_ids(tree, manifest.batch, manifest.tokens).numpy()
 
     return reading(path, read)
 
 
 def _read(path: Path) -> Known:
     manifest = read_manifest(path)
-    made_for, form = model_digest(manifest.identity), form_of(manifest.config)
+    made_for, config = model_digest(manifest.identity), manifest.config
     return Known(
-        path, manifest.cache, made_for, form, manifest.batch, manifest.tokens, manifest.key_check, manifest.state,
+        path, manifest.cache, made_for, config, manifest.batch, manifest.tokens, manifest.key_check, manifest.state,
         manifest.binding, 0,
     )
 
@@ -135,15 +132,10 @@ def pass_over(path: Path, error: Exception) -> None:
         warnings.warn(f"the context {str(path)!r} is passed over: {what}", UserWarning, stacklevel=2)
 
 
-def model_digest(identity: Mapping[str, str]) -> str:
+def model_digest(fingerprint: Mapping[str, str]) -> str:
     """Equal for models whose keys and values are interchangeable, whatever their tokenizer."""
-    fields = {name: value for name, value in identity.items() if name not in ("tokenizer", FULL)}
+    fields = {name: value for name, value in fingerprint.items() if name not in ("tokenizer", EVERY_BYTE)}
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def form_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `FORM` that a configuration has."""
-    return {name: config[name] for name in FORM if name in config}
 
 
 def name_of(cache: str, model: str, form: Mapping[str, Any], ids: np.ndarray, key: bytes | None) -> str:

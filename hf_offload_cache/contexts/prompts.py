@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import ConfigError
 
@@ -25,12 +23,6 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     length = min(one.shape[1], other.shape[1])
     differ = (one[:, :length] != other[:, :length]).any(0)
     return int(differ.argmax()) if differ.any() else length
-
-
-def may_crop(model: Any) -> bool:
-    """Whether all layers can take tokens back."""
-    layers = DynamicCache(config=model.config).layers
-    return not any(getattr(x, "is_sliding", False) or isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
 
 
 def placeholders(model: Any) -> list[int]:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from ..core.kept_layers import capture_kept
-from ..core.offload_layer import OffloadLayer
 from ..errors import ContextError, ContextMismatchError
 from ..memory.account import MemoryAccount
+from ..model.fingerprint import full_fingerprint
 from ..stores.base import Store
 from ..stores.encryption import encrypt, key_check
+from .configuration import saved_fields
 from .data_files import MANIFEST_NAME, write_file
-from .identity import identity
+from .kept_layers import capture_kept
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
+from .protocol import ContextCache, StoredLayer
 from .publish import publish
 from .state import pack, tensor_bytes
 
-if TYPE_CHECKING:
-    from ..core.offload_cache import OffloadCache
-
-_LIMITS, _RUN = ("memory", "max_context", "max_batch"), ("trace", "engine", "verify", "io_timeout")
-NOT_SAVED = (*_LIMITS, *_RUN, "encryption_key", "adapter")
-"""Fields of the configuration that are of a machine or a run, not of a context; an adapter is in the layers' states."""
 _LATER = StateFile(file=f"{0:032x}.state", bytes=0)
 _SAVING = "saving"
 """The owner in the account of what one layer's state takes meanwhile. It is not refused: a budget that is used up is no
@@ -39,30 +33,30 @@ reason to lose a context."""
 
 
 def save(
-    cache: OffloadCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
+    cache: ContextCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
 ) -> None:
     """See `OffloadCache.save`."""
-    cache.shared.check_open()
+    cache.check_open()
     if (Path(directory).parent / MANIFEST_NAME).exists():
         raise ContextError(f"directory {os.fspath(directory)!r} lies in another context: save it beside that one")
     if not cache.tokens:
         raise ValueError("the cache holds nothing to save: run a prompt through it first")
-    made_for = identity(cache.given_model, tokenizer, full_digest=full_digest)
+    made_for = full_fingerprint(cache.given_model, tokenizer, every_byte=full_digest)
     _check_adapters(cache.adapters or {}, made_for)
     cache.freeze()
-    fields = {field.name: getattr(cache.config, field.name) for field in dataclasses.fields(cache.config)}
+    storage = cache.storage
 
     def fill(folder_fd: int) -> None:
-        writer = _Writer(folder_fd, cache.shared.key, cache.shared.account)
+        writer = _Writer(folder_fd, storage.key, storage.account)
         manifest = Manifest(
             library=version("hf-offload-cache"),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             cache=type(cache).__name__,
             tokens=cache.tokens,
             batch=cache.sequences,
-            config={name: value for name, value in fields.items() if name not in NOT_SAVED},
+            config=saved_fields(cache.config),
             identity=made_for,
-            key_check=None if cache.shared.key is None else key_check(cache.shared.key),
+            key_check=None if storage.key is None else key_check(storage.key),
             state=_LATER,
             layers=tuple(writer.layer(layer_idx, layer) for layer_idx, layer in enumerate(cache.layers)),
         )
@@ -73,7 +67,7 @@ def save(
     try:
         publish(directory, fill, overwrite=overwrite)
     finally:
-        cache.shared.account.observe(_SAVING, 0)
+        storage.account.observe(_SAVING, 0)
 
 
 def _check_adapters(before: dict[str, str], now: dict[str, str]) -> None:
@@ -97,7 +91,7 @@ class _Writer:
 
     def layer(self, layer_idx: int, layer: Any) -> LayerEntry:
         name = f"layer {layer_idx}"
-        if not isinstance(layer, OffloadLayer):
+        if not isinstance(layer, StoredLayer):
             return LayerEntry(kind="kept", state=self.state(name, {"layer": capture_kept(layer), "tags": []}))
         stores = layer.freeze()
         records = [self._records(*each) for each in zip(stores, layer.live(stores), strict=True)]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..core.kept_layers import capture_kept
-from ..core.offload_cache import OffloadCache
-from ..core.offload_layer import OffloadLayer
 from ..stores.base import DEVICE_BLOCK
+from .kept_layers import capture_kept
+from .protocol import ContextCache, StoredLayer
+from .state import tensor_bytes
 
 
-def bytes_of(cache: OffloadCache, kept: Collection[tuple[int, int]] = ()) -> int:
+def bytes_of(cache: ContextCache, kept: Collection[tuple[int, int]] = ()) -> int:
     """What a frozen cache will take on the disk beside the files `kept`, but for what describes it."""
     total = 0
     for layer in cache.layers:
-        if isinstance(layer, OffloadLayer):
+        if isinstance(layer, StoredLayer):
             stores = layer.freeze()
             for store, live in zip(stores, layer.live(stores), strict=True):
                 if (store.written & ~live).any():  # it will be a copy without them
@@ -29,7 +28,7 @@ def bytes_of(cache: OffloadCache, kept: Collection[tuple[int, int]] = ()) -> int
             state: Any = layer.capture()
         else:
             state = capture_kept(layer)
-        total += -(-sum(_tensor_bytes(state)) // DEVICE_BLOCK) * DEVICE_BLOCK
+        total += -(-tensor_bytes(state) // DEVICE_BLOCK) * DEVICE_BLOCK
     return total
 
 
@@ -40,11 +39,3 @@ def _inode(store: Any) -> tuple[int, int] | None:
         return None
     there = os.fstat(file.fd)
     return there.st_dev, there.st_ino
-
-
-def _tensor_bytes(tree: Any) -> Iterator[int]:
-    if isinstance(tree, torch.Tensor):
-        yield tree.nbytes
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensor_bytes(part)

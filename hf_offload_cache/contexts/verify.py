@@ -16,7 +16,7 @@ from ..stores.base import aligned_empty
 from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
-from .captured import check_cache
+from .captured import token_ids
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
 from .findings import Finding, Kind, VerifyResult
@@ -119,7 +119,7 @@ class _Check:
         tree = self._state(manifest.state, "cache", there, manifest)
         if tree is not None:
             try:
-                check_cache(tree, manifest)
+                token_ids(tree, manifest.batch, manifest.tokens)
             except ContextError as error:
                 self._find("damaged", manifest.state.file, "cache", error)
         for layer_idx, layer in enumerate(manifest.layers):

@@ -11,16 +11,20 @@ from ..errors import BudgetError, PromptError
 from .token_log import TokenLog
 
 
-def check_prompt(tokens: TokenLog, held: int, input_ids: torch.Tensor) -> None:
-    """`generate` is about to drop the first `held` of ids (B, P). Raises `PromptError` unless those are held."""
+def check_prompt(
+    tokens: TokenLog, held: int, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+) -> None:
+    """`generate` is about to drop the first `held` of ids (B, P), or of embeddings (B, P, hidden) where it is given
+    these. Raises `PromptError` unless those are held, as far as ids tell."""
     if not held:
         return
-    if input_ids.shape[1] <= held:
+    count = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
+    if count <= held:
         raise PromptError(
-            f"the prompt has {input_ids.shape[1]} tokens and the cache already holds {held}: pass the whole "
+            f"the prompt has {count} tokens and the cache already holds {held}: pass the whole "
             "conversation with at least one new token, or reset() the cache for a new one"
         )
-    position = tokens.first_difference(input_ids[:, :held])
+    position = None if inputs_embeds is not None else tokens.first_difference(input_ids[:, :held])
     if position is not None:
         raise PromptError(
             f"the prompt differs from what the cache holds at token {position} of {held}: "
@@ -28,15 +32,34 @@ def check_prompt(tokens: TokenLog, held: int, input_ids: torch.Tensor) -> None:
         )
 
 
-def check_positions(positions: Any, mask: Any, held: int) -> None:
-    """Raises `PromptError` for a step over `held` tokens whose positions begin at 0, but after padding."""
-    if positions is None or positions.ndim != 2 or bool((positions[:, 0] != 0).any()):
+def check_positions(positions: Any, mask: Any, held: int, *, use_cache: Any = None) -> None:
+    """Raises `PromptError` for a step over `held` tokens whose positions begin at 0.
+
+    Not for rows that hold only padding so far; and what is itself masked has no position, so that each row begins with
+    its first token that is none. `mask`: (B, T), or (B, 1, q, T), or another kind, which tells nothing.
+    """
+    if positions is None or positions.ndim != 2 or bool((positions[:, 0] != 0).all()):
         return
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, :held].any()):
-        return  # only padding so far
+    count = positions.shape[1]
+    there = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
+    if isinstance(mask, torch.Tensor) and mask.ndim in (2, 4) and mask.shape[-1] == held + count:
+        seen = mask != 0 if mask.dtype == torch.bool or mask.ndim == 2 else mask > torch.finfo(mask.dtype).min / 2
+        if mask.ndim == 4:  # a query that sees itself is no padding; one that sees nothing held begins a row
+            first, seen = seen[:, 0, :, :held], seen[:, 0, :, held:].diagonal(dim1=1, dim2=2)
+            holds = first.any(-1)
+        else:
+            holds, seen = seen[:, :held].any(1, keepdim=True), seen[:, held:]
+        there = (seen & holds).to(positions.device).expand(positions.shape)
+    rows = there.any(1)
+    begins = positions.gather(1, there.int().argmax(1, keepdim=True))[:, 0]
+    if not bool(rows.any()) or bool((begins[rows] != 0).any()):
+        return
+    why = "reset() the cache for a new prompt, or pass only the tokens that are new"
+    if use_cache is False:
+        why = "use_cache=False makes generate pass the whole sequence at every step: leave it out"
     raise PromptError(
         f"the step starts at position 0 and the cache already holds {held} tokens: transformers would append "
-        "the prompt to them; reset() the cache for a new prompt, or pass only the tokens that are new"
+        f"the prompt to them; {why}"
     )
 
 

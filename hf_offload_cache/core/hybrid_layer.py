@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from ..contexts.kept_layers import capture_kept, restore_kept
 from ..stores.base import Store
-from .kept_layers import capture_kept, restore_kept
 from .offload_layer import OffloadLayer
 
 
@@ -40,18 +41,24 @@ class _HybridMethods:
         super().crop(tokens_to_remove)  # type: ignore[misc]
 
     def capture(self) -> dict[str, Any]:
-        names = vars(LinearAttentionLayer(**self._states()))
-        return {**super().capture(), "linear": capture_kept(self, names)}  # type: ignore[misc]
+        return {**super().capture(), "linear": capture_kept(self, self._linear_names())}  # type: ignore[misc]
 
     def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
         super().restore(tree, parts, device)  # type: ignore[misc]
-        restore_kept(self, tree["linear"])
+        place = f"layer {self.layer_idx}"  # type: ignore[attr-defined]
+        rows = self.batch or None  # type: ignore[attr-defined]
+        restore_kept(self, tree["linear"], place, self._linear_names(), rows)
+
+    def _linear_names(self) -> list[str]:
+        return list(vars(LinearAttentionLayer(**self._states())))
 
     def _states(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("number_of_states",) if hasattr(self, name)}
 
 
+@functools.cache
 def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:
-    """The class of layers that hold linear-attention states beside what `layer_class` offloads."""
+    """The class of layers that hold linear-attention states beside what `layer_class` offloads: one for each."""
     bases = (_HybridMethods, layer_class, LinearAttentionAndFullAttentionLayer)
-    return type(f"Hybrid{layer_class.__name__}", bases, {})
+    names = {"__module__": layer_class.__module__, "__doc__": f"A `{layer_class.__name__}` beside a linear state."}
+    return type(f"Hybrid{layer_class.__name__}", bases, names)

@@ -29,6 +29,11 @@ class TokenLog:
         self.padded = False
         """Some of what is held is padding."""
 
+    @staticmethod
+    def planned(context: int, batch: int) -> int:
+        """Bytes for `batch` sequences of `context` tokens."""
+        return batch * context * 8
+
     @property
     def batch(self) -> int:
         return self._ids.shape[0]

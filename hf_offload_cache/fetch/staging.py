@@ -4,53 +4,71 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.base import aligned_empty
+from ..memory.account import MemoryAccount
+from ..stores.base import aligned_empty
 
 
 class Staging:
-    """Rows of host memory that reads go to, and on CUDA the same rows in device memory.
+    """Bytes of host memory that reads go to, and on CUDA as many in device memory; looked at as rows of any size.
 
-    `host` and `device` are uint8 (count, record_bytes); on a CPU they are one tensor. The bytes are held in `account`
-    under `owner` until `release`. For the thread that runs the model.
+    The bytes are held in `account` under `owner` until `release`. For the thread that runs the model. Raises
+    `BudgetError`, with nothing held.
     """
 
-    def __init__(self, count: int, record_bytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
+    def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
+        self.nbytes = nbytes
         self._cuda = device.type == "cuda"
+        self._where = device
         self._account = account
         self._owner = owner
-        self._held_bytes = count * record_bytes * (2 if self._cuda else 1)
+        self._held_bytes = nbytes * self.sides(device.type)
         account.hold(owner, self._held_bytes)
-        self.host = aligned_empty(count, record_bytes, pinned=self._cuda)
-        self.device = self.host
+        self._host = aligned_empty(1, nbytes, pinned=self._cuda)[0]
+        self._device = self._host
         if self._cuda:
             with torch.inference_mode(False):
-                self.device = torch.empty_like(self.host, device=device)
+                self._device = torch.empty_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)
             self._copied = torch.cuda.Event()
 
-    def upload(self, start: int, stop: int) -> None:
-        """Bring rows [start, stop) to `device`; what the current stream runs from now on sees them. Does not block.
+    @staticmethod
+    def sides(device_type: str) -> int:
+        """How many times what is read is held: in host memory, and on CUDA in the device's too."""
+        return 2 if device_type == "cuda" else 1
 
-        The copy waits for what the current stream was given before, which may still read the old rows.
+    def fits(self, nbytes: int, device: torch.device) -> bool:
+        """There is room for `nbytes` on their way to `device`."""
+        return self.nbytes >= nbytes and self._where == device
+
+    def host_rows(self, count: int, record_bytes: int) -> torch.Tensor:
+        """The first `count` records, uint8 (count, record_bytes), to read into; the same memory at each call."""
+        return self._host[: count * record_bytes].view(count, record_bytes)
+
+    def upload(self, count: int, record_bytes: int) -> torch.Tensor:
+        """Bring the first `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
+
+        Does not block; what the current stream runs from now on sees them. The copy waits for what the current stream
+        was given before, which may still read the old ones.
         """
-        if not self._cuda or start == stop:
-            return
-        current = torch.cuda.current_stream(self.device.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self.device[start:stop].copy_(self.host[start:stop], non_blocking=True)
-            self._copied.record(self._stream)
-        current.wait_event(self._copied)
+        size = count * record_bytes
+        if self._cuda and size:
+            current = torch.cuda.current_stream(self._where)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                self._device[:size].copy_(self._host[:size], non_blocking=True)
+                self._copied.record(self._stream)
+            current.wait_event(self._copied)
+        return self._device[:size].view(count, record_bytes)
 
     def wait_uploaded(self) -> None:
-        """Block until every `upload` has read its `host` rows; call before writing to `host` again."""
+        """Block until every `upload` has read its host rows; call before reading into them again."""
         if self._cuda:
             self._copied.synchronize()
 
     def release(self) -> None:
         """Give both buffers back, after the copies under way. Idempotent; no call may follow but `release`."""
         self.wait_uploaded()
-        self.host = self.device = torch.empty(0, dtype=torch.uint8)
+        self._host = self._device = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
         self._account.release(self._owner, self._held_bytes)
         self._held_bytes = 0

@@ -20,6 +20,13 @@ class BlockTable:
         self._owned = np.empty(0, dtype=np.int32)
         self.num_groups = 0
 
+    @staticmethod
+    def planned(groups: int, rows: int) -> int:
+        """The most that a table of `groups` groups a row takes: rows grow by a quarter, and beams leave records behind
+        until they are as many again."""
+        owned = rows * (2 * groups + 1) if rows > 1 else groups
+        return 4 * (rows * (groups * 5 // 4 + 16) + owned)
+
     @classmethod
     def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
         """A table whose rows name the records `ids` (B, num_groups) of `store`; copies them."""

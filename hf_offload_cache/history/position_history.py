@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import parse_size
-from ..core.shared import Shared
+from ..config import OffloadConfig, parse_size
 from ..errors import ContextError
+from ..fetch.choice import Extents
+from ..fetch.storage import Storage
+from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty
 from ..stores.layered import LayeredStore
+from .base import Block, Sealed, joined
 from .block_table import BlockTable
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
@@ -22,26 +25,32 @@ PIECE_BYTES = 1 << 20
 """Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
 
 
-def piece_groups(form: RecordFormat, batch: int, write_queue: int) -> int:
-    """Groups a row that `History.append` packs at a time."""
-    return max(1, min(PIECE_BYTES, write_queue // 2) // (batch * form.record_bytes))
+def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
+    """Groups a row that `append` packs at a time."""
+    return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
 
 
-def packing_bytes(form: RecordFormat, batch: int, num_recent: int, groups: int) -> int:
-    """What `History.append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
+def packing_bytes(form: RecordFormat, rows: int, num_recent: int, groups: int) -> int:
+    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
     group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
-    return batch * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
+    return rows * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
 
 
 def check_captured(
-    form: RecordFormat, ids: np.ndarray, tail: torch.Tensor, length: int, records: int, layer_idx: int
+    form: RecordFormat, ids: Any, tail: Any, length: Any, records: int, name: str, group_size: int | None
 ) -> None:
-    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`."""
+    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`.
+
+    `group_size`: the configuration's."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     wrong = None
-    if not all(isinstance(size, int) and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
+    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
         wrong = f"its entries have the form {form}"
-    elif tail.ndim != 3 or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
+    elif group_size not in (None, form.group_size):
+        wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
+    elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
+        wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
+    elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
         wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
     elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
         wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
@@ -50,69 +59,102 @@ def check_captured(
     elif length != ids.shape[1] * form.group_size + tail.shape[1]:
         wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
     if wrong:
-        raise ContextError(f"layer {layer_idx} of the context does not hold together: {wrong}")
+        raise ContextError(f"{name} of the context does not hold together: {wrong}")
 
 
-class History:
-    """Tokens in, blocks of tokens out, for `batch` sequences of one layer. Owns the layer's store, table and tail.
+def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:
+    """Groups a row that are sealed when `context` tokens are held."""
+    return max(0, context - config.num_recent) // form.group_size
 
-    What comes in is copied. Used by the thread that runs the model; the store is written and read in the background.
+
+class PositionHistory:
+    """A history in the order of the sequence: unit u is the group of tokens [u G, (u + 1) G), one record a row.
+
+    See `History` for what is promised.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        storage: Storage,
         form: RecordFormat,
-        batch: int,
+        rows: int,
         device: torch.device,
-        layer_idx: int,
+        config: OffloadConfig,
+        name: str,
         store: Store | None = None,
     ) -> None:
         self.form = form
-        self.batch = batch
+        self.rows = rows
         self.device = device
         self.length = 0
-        self._shared = shared
-        self._num_recent = shared.config.num_recent
-        self._step = max(1, shared.config.block_tokens // form.group_size)
-        self._write_queue = parse_size(shared.config.write_queue)
-        self._layer_idx = layer_idx
-        self.store = shared.open_store(form.record_bytes, layer_idx) if store is None else store
-        self.table = BlockTable(self.store, batch)
-        self.tail = RollingTail(form, batch, self._num_recent, device, shared.account)
+        self._storage = storage
+        self._name = name
+        self._num_recent = config.num_recent
+        self._step = max(1, config.block_tokens // form.group_size)
+        self.store = storage.open_store(form.record_bytes, name) if store is None else store
+        self.table = BlockTable(self.store, rows)
+        self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+
+    @staticmethod
+    def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
+        """What `rows` rows of `context` tokens take at most."""
+        tail = RollingTail.planned(form, rows, config.num_recent)
+        groups = sealed_groups(form, config, context)
+        own = Planned.always({"rolling tail": tail, "tables": BlockTable.planned(groups, rows)})
+        filled = piece_groups(form, rows, parse_size(config.write_queue))
+        pack = {"prefill": packing_bytes(form, rows, config.num_recent, filled)}
+        pack["decode"] = packing_bytes(form, rows, config.num_recent, 1)
+        moving = {} if rows == 1 else {"moving rows": tail}  # the old ones stay until the new ones are made
+        return LayerPlan(own, Planned(*({**moving, "packing": pack[phase]} for phase in ("prefill", "decode"))))
 
     @property
-    def num_groups(self) -> int:
-        """Groups sealed: the first `num_groups * group_size` tokens."""
+    def units(self) -> int:
         return self.table.num_groups
+
+    @property
+    def recent(self) -> torch.Tensor:
+        return self.tail.entries
+
+    @property
+    def tables_nbytes(self) -> int:
+        return self.table.nbytes + self.store.tables_bytes
+
+    def extents(self, units: np.ndarray) -> Extents:
+        if units.size and units.min() < 0:
+            return Extents(np.where(units < 0, -1, self.table.records(np.maximum(units, 0))))
+        return Extents(self.table.records(units))
+
+    def positions(self, units: np.ndarray) -> np.ndarray:
+        group = self.form.group_size
+        places = units[:, :, None] * group + np.arange(group)
+        if units.size and units.min() < 0:
+            places = np.where(units[:, :, None] < 0, -1, places)
+        return places.reshape(len(units), -1)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[Store]:
-        """All that is stored is immutable from now on; what comes goes to a store of its own. Returns the frozen ones.
-
-        Ids stay what they are. Blocks until all writes are done; raises what one failed with, with nothing changed, as
+        """As `History.freeze`. Blocks until all writes are done; raises what one failed with, with nothing changed, as
         long as a record that was lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before.
         """
-        self._shared.prefetcher.flush(self.store)
-        self._shared.prefetcher.check_written(self.store, np.unique(self.table.ids).astype(np.int64))
+        self._storage.prefetcher.flush(self.store)
+        self._storage.prefetcher.check_written(self.store, np.unique(self.table.ids).astype(np.int64))
         self.store.freeze()
         if not isinstance(self.store, LayeredStore):
             alone = self.store
-            self.store = self._shared.layer_store([alone], self.form.record_bytes, self._layer_idx)
+            self.store = self._storage.layer_store([alone], self.form.record_bytes, self._name)
             self.table.move(self.store)
-            self._shared.stores.remove(alone)
+            self._storage.stores.remove(alone)
         assert isinstance(self.store, LayeredStore)
         self.store.merge(self.table.named(self.store.capacity))
         return self.store.parts
 
     def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
-        """Of each of the frozen `parts`, as `freeze` gave them, which records some row names: (capacity,), bool."""
         edges = np.cumsum([part.capacity for part in parts])
         return np.split(self.table.named(self.store.capacity), edges[:-1])
 
     def capture(self) -> dict[str, Any]:
-        """What is held beside the records, as a tree for `restore`: views, valid until the next change."""
+        """As `History.capture`: views, valid until the next change."""
         return {
             "form": dataclasses.asdict(self.form),
             "length": self.length,
@@ -122,51 +164,60 @@ class History:
 
     @classmethod
     def restore(
-        cls, shared: Shared, tree: dict[str, Any], parts: Sequence[Store], device: torch.device, layer_idx: int
-    ) -> History:
+        cls,
+        storage: Storage,
+        tree: dict[str, Any],
+        parts: Sequence[Store],
+        device: torch.device,
+        config: OffloadConfig,
+        name: str,
+    ) -> PositionHistory:
         """The history that `tree` was captured of, over the frozen stores `parts`, which it owns then. Reads nothing.
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
         """
-        form, ids, tail = RecordFormat(**tree["form"]), tree["table"].cpu().numpy(), tree["tail"]
-        check_captured(form, ids, tail, tree["length"], sum(part.capacity for part in parts), layer_idx)
-        store = shared.layer_store(parts, form.record_bytes, layer_idx)
-        history = cls(shared, form, tail.shape[0], device, layer_idx, store)
+        form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
+        ids: Any = tree["table"].cpu().numpy() if isinstance(tree["table"], torch.Tensor) else None
+        records = sum(part.capacity for part in parts)
+        check_captured(form, ids, tail, length, records, name, config.group_size)
+        store = storage.layer_store(parts, form.record_bytes, name)
+        history = cls(storage, form, tail.shape[0], device, config, name, store)
         history.table = BlockTable.of(store, ids)
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            recent = shared.config.num_recent
-            history.tail = RollingTail(form, tail.shape[0], recent, device, shared.account, tail.shape[1])
+            recent = config.num_recent
+            history.tail = RollingTail(form, tail.shape[0], recent, device, storage.account, tail.shape[1])
         history.tail.replace(tail)
         history.length = tree["length"]
         return history
 
     # --- in ----------------------------------------------------------------------------------------------------
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        """Put keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind the tail; seal old groups beyond `num_recent`.
-
-        Returns the keys of the groups sealed by that, in order, as parts (B, Hk, ·, Dk): valid as long as the
-        arguments. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed. After a signal's
-        exception (Ctrl-C), which can come anywhere, the cache is broken.
-        """
-        groups, held = self.num_groups, self.tail.length
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
+        groups, held = self.units, self.tail.length
         self._moved = False
         count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
-        count = min(count, piece_groups(self.form, self.batch, self._write_queue))
-        packing = packing_bytes(self.form, self.batch, self._num_recent, count) if count else 0
+        count = min(count, piece_groups(self.form, self.rows, self._storage.write_queue))
+        packing = packing_bytes(self.form, self.rows, self._num_recent, count) if count else 0
         try:
-            with self._shared.account.holding("packing", packing):
+            if count:
+                with self._storage.account.holding("packing", packing):
+                    sealed = self._append(keys, values)
+            else:
                 sealed = self._append(keys, values)
             self.length += keys.shape[2]
         except BaseException as error:
             if self._moved or not isinstance(error, Exception):
-                self._shared.broken = True  # what was half done cannot be told from what was not begun
+                self._storage.torn = True  # what was half done cannot be told from what was not begun
                 raise
-            self.table.drop_last(self.num_groups - groups)
+            self.table.drop_last(self.units - groups)
             self.tail.length = held
             raise
-        return [part for part in sealed if part.shape[2]]
+        return Sealed(self.units, self.units * self.form.group_size, sealed, self._stored_keys)
+
+    def _stored_keys(self) -> Iterator[torch.Tensor]:
+        return (block.keys for block in self.blocks(self.units * self.form.group_size))
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         group, old = self.form.group_size, self.tail.entries
@@ -177,6 +228,7 @@ class History:
             ids = self.table.append(count)
             held = old[:, : count * group].clone()
             sealed = [self.form.split(held)[0], keys[:, :, : count * group - held.shape[1]]]
+            sealed = [part for part in sealed if part.shape[2]]
         if total <= self.tail.capacity:
             self.tail.append(keys, values)
             if count:
@@ -184,7 +236,7 @@ class History:
                 self._moved = True
                 self.tail.drop_first(count * group)
         else:
-            piece = piece_groups(self.form, self.batch, self._write_queue)
+            piece = piece_groups(self.form, self.rows, self._storage.write_queue)
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
                 self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
@@ -198,7 +250,7 @@ class History:
     ) -> torch.Tensor:
         """Entries [start, stop) of old entries followed by new keys and values, as a new tensor."""
         held = old.shape[1]
-        joined = torch.empty(self.batch, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
+        joined = torch.empty(self.rows, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
         split = min(max(held - start, 0), stop - start)
         joined[:, :split] = old[:, start : start + split]
         rest = slice(max(start - held, 0), max(stop - held, 0))
@@ -206,81 +258,67 @@ class History:
         return joined
 
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> None:
-        """Hand entries (B, n G, entry_width) to the writer as records `ids` (B, n); the padding is zeros."""
+        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros."""
         records = aligned_empty(ids.size, self.form.record_bytes)
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0
-        shape = (self.batch, ids.shape[1], self.form.group_size, self.form.entry_width)
+        shape = (self.rows, ids.shape[1], self.form.group_size, self.form.entry_width)
         typed[:, : self.form.payload_width].view(shape).copy_(entries.reshape(shape))
-        self._shared.prefetcher.write(self.store, ids.reshape(-1), records)
+        self._storage.prefetcher.write(self.store, ids.reshape(-1), records)
 
     # --- out ---------------------------------------------------------------------------------------------------
 
-    def blocks(
-        self, num_groups: int, tail: torch.Tensor | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of the first `num_groups` groups in blocks of `block_tokens`, then of `tail` entries.
-
-        Each block is valid until the next; the following one is read meanwhile.
-        """
-        edges = range(0, num_groups, self._step)
-        ids = [self.table.ids[:, start : min(start + self._step, num_groups)].reshape(-1) for start in edges]
+    def blocks(self, stop: int | None = None) -> Iterator[Block]:
+        """As `History.blocks`, in blocks of `block_tokens`, in order."""
+        group, stop = self.form.group_size, self.length if stop is None else stop
+        groups = min(self.units, -(-stop // group))
+        edges = range(0, groups, self._step)
+        ids = [self.table.ids[:, start : min(start + self._step, groups)].reshape(-1) for start in edges]
         flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
-        for records in self._shared.stream(self.store, flat, self._step * self.batch, self.device):
-            yield self.form.split(self._entries(records))
-        if tail is not None and tail.shape[1]:
-            yield self.form.split(tail)
+        done = 0
+        for records in self._storage.stream(self.store, flat, self._step * self.rows, self.device):
+            entries = self._entries(records)[:, : stop - done]
+            done += entries.shape[1]
+            yield Block(*self.form.split(entries))
+        if done < stop:
+            yield Block(*self.form.split(self.tail.entries[:, : stop - done]))
 
     def _entries(self, records: torch.Tensor) -> torch.Tensor:
-        """Entries (B, n G, entry_width) of raw records that lie row after row of the batch."""
-        return self.form.payload(records).reshape(self.batch, -1, self.form.entry_width)
+        """Entries (rows, n G, entry_width) of raw records that lie row after row."""
+        return self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
 
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything as new contiguous keys (B, Hk, T, Dk) and values (B, Hv, T, Dv): bitwise what came in."""
-        form, like = self.form, self.tail.entries
-        keys = like.new_empty(self.batch, form.num_key_heads, self.length, form.key_dim)
-        values = like.new_empty(self.batch, form.num_value_heads, self.length, form.value_dim)
-        start = 0
-        for block_keys, block_values in self.blocks(self.num_groups, self.tail.entries):
-            stop = start + block_keys.shape[2]
-            keys[:, :, start:stop] = block_keys
-            values[:, :, start:stop] = block_values
-            start = stop
-        return keys, values
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return joined(self, self.length if stop is None else stop)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """Keep the first `length` tokens. Returns the records freed, or None where no sealed group was touched.
-
-        Groups are read back until the tail holds `num_recent` tokens again, or all that remain. Raises `StoreError`
-        with nothing changed.
-        """
+        """As `History.truncate`. Groups are read back until the tail holds `num_recent` tokens again, or all that
+        remain. Raises `StoreError` with nothing changed."""
         group = self.form.group_size
-        if length >= self.num_groups * group:
+        if length >= self.units * group:
             self.tail.drop_last(self.length - length)
             self.length = length
             return None
         keep = max(0, length - self._num_recent) // group
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
-        for records in self._shared.stream(self.store, ids, max(1, len(ids)), self.device):
+        for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):
             entries = self._entries(records)[:, : length - keep * group]
         self.tail.replace(entries)
         self.length = length
         return self.table.truncate(keep)
 
-    def sweep(self) -> np.ndarray | None:
-        """Give back records that no row names, when they may be more than those that are named; returns them."""
-        return self.table.sweep() if self.table.garbage > self.table.ids.size else None
+    def sweep(self, always: bool = False) -> np.ndarray | None:
+        """As `History.sweep`: it pays when such records may be more than those that are named."""
+        return self.table.sweep() if always or self.table.garbage > self.table.ids.size else None
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now. Moves no stored data: rows share records."""
+        """As `History.select_rows`. Moves no stored data: rows share records."""
         self.table.select_rows(rows.cpu().numpy())
         self.tail.select_rows(rows)
-        self.batch = len(rows)
+        self.rows = len(rows)
 
     def close(self) -> None:
-        """Give back the file and the buffers."""
-        self._shared.close_store(self.store)
+        self._storage.close_store(self.store)
         self.tail.close()

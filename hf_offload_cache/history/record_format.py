@@ -12,6 +12,16 @@ TARGET_RECORD_BYTES = 16 * 1024
 """Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""
 
 
+def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
+    """The type that both are kept in: their own; of two types under `torch.autocast` the one that attention casts both
+    to; else the one that holds both."""
+    if keys.dtype == values.dtype:
+        return keys.dtype
+    if torch.is_autocast_enabled(keys.device.type):
+        return torch.get_autocast_dtype(keys.device.type)
+    return torch.promote_types(keys.dtype, values.dtype)
+
+
 @dataclass(frozen=True)
 class RecordFormat:
     """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
@@ -28,14 +38,12 @@ class RecordFormat:
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None) -> RecordFormat:
-        """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) of one dtype.
+        """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) in `stored_dtype`.
 
         Without `group_size`: the power of two from 4 to 16 whose record comes nearest to 16 KiB from below.
         """
-        if keys.dtype != values.dtype:
-            raise TypeError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
         sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
-        return cls.of_sizes(sizes, keys.dtype, group_size)
+        return cls.of_sizes(sizes, stored_dtype(keys, values), group_size)
 
     @classmethod
     def of_sizes(cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None) -> RecordFormat:

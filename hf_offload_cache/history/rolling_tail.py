@@ -32,6 +32,11 @@ class RollingTail:
         account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
         self._buffer = lasting_empty(*shape, dtype=form.dtype, device=device)
 
+    @staticmethod
+    def planned(form: RecordFormat, rows: int, num_recent: int) -> int:
+        """Bytes of the tail of one layer."""
+        return rows * (num_recent + form.group_size) * form.entry_bytes
+
     @property
     def capacity(self) -> int:
         return self._buffer.shape[1]

@@ -1,23 +1,54 @@
-"""What makes stored keys belong to a model: names of fields and their values, cheap to compute and to compare."""
+"""What a model is compared by, as named fields: whether what was made with one model may be used with another.
+
+`fingerprint` is for what was calibrated or tuned to a model: its shape, its rotary embedding, a sample of its weights.
+`full_fingerprint` is for a model's own keys and values, which depend on more: all of the configuration that has an
+effect, the modules as they were built, quantisation, adapters. A saved context keeps it (`Manifest.identity`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
+
+from ..errors import ContextMismatchError
+from .attach import inner_model
+from .config_values import config_value, flat, plain, text
+from .peft_adapters import adapter_fields
+from .weights import digest, full_digest, sampled_digest
+
+EVERY_BYTE = "weights (full)"
+"""The field with the digest of every byte of the weights."""
+ABSENT = "absent"
+
+# Fields of a configuration that change no key and no value of a given token sequence.
+_NAMES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "_commit_hash", "dtype")
+"""Names and versions; the type of the weights is looked up where it is."""
+_OUTPUTS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits")
+_KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation")
+_HEADS = ("problem_type", "id2label", "label2id", "num_labels")
+_TOKENS = ("bos", "eos", "pad", "sep", "cls", "decoder_start", "forced_bos", "forced_eos")
+"""What begins, ends or pads a sequence is in its ids and its mask, and people set these to suit."""
+_TRAINING = ("initializer_range", "init_std", "router_aux_loss_coef")
+_IGNORED = frozenset((*_NAMES, *_OUTPUTS, *_KERNELS, *_HEADS, *_TRAINING, *(f"{name}_token_id" for name in _TOKENS)))
+_OF_ATTENTION = ("scaling", "sliding_window", "attn_logit_softcapping", "head_dim")
+_CONFIG = ("config.model_type", "config", "outer config")
+_ORDER = (*_CONFIG, "attention", "rope", "dtype", "quantisation", "adapters", "adapters.layers")
+"""Fields, and what comes before the first point of others."""
+_LAST = ("tokenizer", "weights", EVERY_BYTE)
+_SHOWN = 100
+"""Characters of a value that a message shows."""
+
 
 _SAMPLE = 64
 """Elements sampled of every parameter, evenly spaced."""
 
 
 def fingerprint(model: Any) -> dict[str, str]:
-    """Field names and values of a PreTrainedModel that must be equal for its keys to be interchangeable.
-
-    For what is calibrated or tuned to a model. What keeps a model's own keys and values asks for more:
-    `contexts.identity`.
-    """
+    """Names and values that must be equal in two PreTrainedModels for one to use what the other was calibrated for."""
     config = model.config.get_text_config(decoder=True)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     fields = ("model_type", *shape)
@@ -27,34 +58,149 @@ def fingerprint(model: Any) -> dict[str, str]:
     return found
 
 
-def config_value(config: Any, name: str) -> Any:
-    """A field of a configuration; None where it has none, or one that differs from layer to layer."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # what transformers raises for a field that has no one value
-        return None
-
-
-def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
-    """32 hex digits of xxh3_128 over labels and, after each, the raw bytes of its tensors (any device), in order."""
-    hasher = xxhash.xxh3_128()
-    for label, tensors in entries:
-        hasher.update(label.encode())
-        for tensor in tensors:
-            hasher.update(raw_bytes(tensor))
-    return hasher.hexdigest()
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in order, on the host: its own memory where they lie so already."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _samples(model: torch.nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """A sample of every parameter; name and shape alone where the weights are not in memory."""
     for name, parameter in model.named_parameters():
         tensors = []
         if parameter.device.type != "meta" and parameter.numel():
-            flat = parameter.detach().reshape(-1)
-            tensors.append(flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE])
+            elements = parameter.detach().reshape(-1)
+            tensors.append(elements[:: max(1, elements.numel() // _SAMPLE)][:_SAMPLE])
         yield f"{name} {tuple(parameter.shape)} {parameter.dtype}", tensors
+
+
+def full_fingerprint(model: Any, tokenizer: Any = None, *, every_byte: bool = False) -> dict[str, str]:
+    """Names and values of all that makes stored keys and values valid for `model`, as text, in the order of comparison.
+
+    `model`: a PreTrainedModel, also within torch.compile's or PEFT's wrapper, with adapters as they are active now.
+    "weights" is a digest of a sample of every weight; `every_byte` adds "weights (full)", one of every byte, for
+    which all of the model is read. Where the weights are not in memory and accelerate does not hold them either, the
+    digest says "unseen". Without `tokenizer`, the field of that name is absent. Changes nothing; any thread, outside
+    of a forward. Raises `TypeError` for what is no model.
+    """
+    inner = inner_model(model)
+    found: dict[str, str] = {
+        **_config_fields(inner.config),
+        **_attention_fields(inner),
+        **_quantisation_fields(inner.config),
+        **adapter_fields(model, inner),
+    }
+    if tokenizer is not None:
+        found["tokenizer"] = tokenizer_digest(tokenizer)
+    found["weights"] = sampled_digest(inner)
+    if every_byte:
+        found[EVERY_BYTE] = full_digest(inner)
+    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+
+
+def check_fingerprint(stored: dict[str, str], model: Any, tokenizer: Any = None) -> None:
+    """Raises `ContextMismatchError` with the first field in which `model` differs from the one that `stored` is of.
+
+    Fields of the configuration come first, the weights last; a field that one side lacks differs too. The tokenizer
+    is compared where both sides have one. The full digest is computed only where it is stored, and only after all
+    else was found equal.
+    """
+    known = dict(stored)
+    full = known.pop(EVERY_BYTE, None)
+    if tokenizer is None:
+        known.pop("tokenizer", None)
+    _compare(known, full_fingerprint(model, tokenizer if "tokenizer" in stored else None))
+    if full is not None:
+        _compare({EVERY_BYTE: full}, {EVERY_BYTE: full_digest(inner_model(model))})
+
+
+def _compare(stored: dict[str, str], current: dict[str, str]) -> None:
+    for name in sorted(stored.keys() | current.keys(), key=_rank):
+        before, now = stored.get(name, ABSENT), current.get(name, ABSENT)
+        if before != now:
+            before, now = _shortened(before, now)
+            what = "tokenizer" if name == "tokenizer" else "model"
+            raise ContextMismatchError(
+                f"the context was made with another {what}: {name} was {before}, here it is {now}; "
+                f"open it with the {what} that made it, or prefill again"
+            )
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """The place of a field: by `_ORDER`, unknown ones after that, then `_LAST`."""
+    if name in _LAST:
+        return len(_ORDER) + 1 + _LAST.index(name), name
+    group = name if name in _ORDER else name.partition(".")[0]
+    return _ORDER.index(group) if group in _ORDER else len(_ORDER), name
+
+
+def _shortened(*values: str) -> list[str]:
+    """The values, long ones cut down to the place where they differ."""
+    if max(map(len, values)) <= _SHOWN:
+        return list(values)
+    common = next((i for i, pair in enumerate(zip(*values, strict=False)) if len(set(pair)) > 1), min(map(len, values)))
+    start = max(0, common - _SHOWN // 3)
+    end = start + _SHOWN
+    return [("..." if start else "") + value[start:end] + ("..." if len(value) > end else "") for value in values]
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+
+
+def _config_fields(config: Any) -> dict[str, str]:
+    """The text model's configuration, and around it what a composite model adds (encoders of images and sound)."""
+    decoder = config.get_text_config(decoder=True)
+    found = flat("config", _without(decoder.to_dict(), "quantization_config"), _IGNORED)
+    if decoder is not config:
+        parts = [name for name, value in vars(config).items() if value is decoder]
+        found |= flat("outer config", _without(config.to_dict(), "quantization_config", *parts), _IGNORED)
+    return found
+
+
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _attention_fields(model: torch.nn.Module) -> dict[str, str]:
+    """What the modules were built with, whatever the configuration says by now, and in which types they compute."""
+    values: dict[str, list[Any]] = {}
+    kinds: set[str] = set()
+    for module in model.modules():
+        own = vars(module)
+        if "layer_idx" in own:
+            for name in _OF_ATTENTION:
+                if name in own and isinstance(own[name], int | float | None):
+                    values.setdefault(f"attention.{name}", []).append(own[name])
+        for name, value in own.items():
+            if name.endswith("attention_scaling") and isinstance(value, int | float):
+                values.setdefault(f"rope.{name}", []).append(value)
+        for name, buffer in module.named_buffers(recurse=False):
+            # Their values follow from the configuration, up to the last bit that differs between devices. Their type
+            # does not: a model that was cast has rounded angles.
+            if name.endswith("inv_freq") and "original" not in name:
+                values.setdefault(f"rope.{name}", []).append(buffer.dtype)
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
+                kinds.add(plain(parameter.dtype))
+    found = {name: text(each[0] if len(set(each)) == 1 else each) for name, each in values.items()}
+    return {**found, "dtype": ", ".join(sorted(kinds))}
+
+
+def _quantisation_fields(config: Any) -> dict[str, str]:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return {"quantisation": "none"}
+    fields = quantised if isinstance(quantised, Mapping) else quantised.to_dict()
+    return {"quantisation": text(fields.get("quant_method", "?")), **flat("quantisation", fields)}
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of what makes ids of text: vocabulary, merges, normaliser, added tokens; not of templates and padding."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # JSON that begins with version, truncation and padding, of which calls leave their own behind in the last two.
+        # Cut, not parsed: vocabularies are of megabytes. A quote within the part before is escaped.
+        head, mark, rest = backend.to_str().partition(',"added_tokens":')
+        return xxhash.xxh3_128((rest if mark else head).encode()).hexdigest()
+    flags = {name: value for name, value in getattr(tokenizer, "init_kwargs", {}).items() if type(value) is bool}
+    merges = {" ".join(pair): rank for pair, rank in getattr(tokenizer, "bpe_ranks", {}).items()}
+    added = {str(number): str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    parts = [type(tokenizer).__name__, tokenizer.get_vocab(), merges, added, flags]
+    return xxhash.xxh3_128(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,8 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
-from .fingerprint import config_value
+from .config_values import config_value
+from .inner_model import inner_model
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ class Geometry:
         configuration decide. Nothing is kept. Raises `UnsupportedModelError` where neither says the shapes.
         """
         from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
-
-        from .attach import inner_model
 
         inner = inner_model(model)
         if inner.config.is_encoder_decoder:

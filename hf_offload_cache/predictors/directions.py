@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
 _OTHER_QUERIES = 0.3
 """Times the queries' mean energy, in every direction, is added to what was seen of them."""
 QUERIES_SEEN, _APART = 512, 8
 """The latest of a call that tell in what metric keys are best approximated, and how far apart they are taken."""
+LEAST_QUERIES = 32
+"""Of one call, for them to tell in what metric keys are best approximated."""
 PART = 128
 """Tokens, of all rows together, that are taken to float32 at a time."""
 
@@ -68,3 +74,51 @@ def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
     level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
     gram = gram + level * torch.eye(gram.shape[0], device=gram.device)
     return torch.linalg.solve(gram, product.t()).t().contiguous()
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What compact keys are made with, of all keys of a layer."""
+
+    adapter: torch.Tensor
+    """(Hk D, r) float32: the projection of keys."""
+    queries: torch.Tensor
+    """(Hk D, r) float32: the projection of queries that goes with it."""
+    deviation: torch.Tensor
+    """(r,): root mean square of each component of a compact key."""
+
+    @classmethod
+    def of(
+        cls,
+        keys: Iterator[torch.Tensor],
+        width: int,
+        num_key_heads: int,
+        visible: torch.Tensor | None,
+        rank: int,
+        adapter: torch.Tensor | None,
+        seen: torch.Tensor | None,
+    ) -> Self:
+        """Of `keys`, parts (B, Hk, t, D) in order, one pass; `visible` (B or 1, tokens) leaves padding out.
+
+        `adapter`: calibrated, taken as it is; else the best `rank` directions, in the metric of the queries `seen`
+        (B, H, q, D), or of most energy where there are none.
+        """
+        moment, position, rows = torch.zeros(0), 0, 0
+        for part in (piece for block in keys for piece in parts(block)):
+            flat, stop = part.transpose(1, 2).flatten(2).float(), position + part.shape[2]
+            if not position:
+                moment = torch.zeros(width, width, device=part.device)
+            if visible is not None:
+                flat = flat * visible[:, position:stop, None]
+            position, rows = stop, part.shape[0]
+            flat = flat.flatten(0, 1)
+            moment.addmm_(flat.t(), flat)
+        rows = rows * position if visible is None else max(1, int(visible[:, :position].expand(rows, -1).sum()))
+        if adapter is not None:
+            adapter = adapter.to(moment.device)
+        elif seen is None:
+            adapter = principal_directions(moment, min(rank, rows))
+        else:
+            adapter = scaled_directions(moment, roots_of(query_moment(seen, num_key_heads)), min(rank, rows))
+        deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+        return cls(adapter, reconstruction(moment, adapter), deviation)

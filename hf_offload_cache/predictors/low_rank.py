@@ -1,297 +1,274 @@
-"""KVSwap's predictor: keys of all heads joined and projected to a low rank, scored against a low-rank query."""
+"""KVSwap's predictor: units are ranked by compact keys in memory (paper, sections 3.2 and 3.3)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import ContextError
+from ..fetch.choice import Choice
+from ..history.base import Sealed
+from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
-from ..memory.buffers import Workspace, lasting_empty
-from .directions import PART, parts
+from ..memory.buffers import Workspace
+from ..memory.plan import LayerPlan, Planned
+from ..report.counters import Counters
+from .base import Query
+from .directions import LEAST_QUERIES, Directions, fitting_bytes
+from .layer_budgets import LATEST_QUERIES, SPACING
+from .low_rank_keys import LowRankKeys, default_rank
+from .sinks import largest, with_sinks
 
-_CLIP = 5.0
-"""An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
+_REFIT = 8
+"""An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
+_MEASURE_AGAIN = 2
+"""Density is measured anew when the length has grown this many times."""
 
-_CANDIDATES = 4
-"""Times the groups wanted: of how many the mass is estimated."""
-_BELOW = 1e4
-"""Puts what is no candidate below all candidates."""
+
 @dataclass(frozen=True)
-class Ranking:
-    """How much each group matters to one query a row. Arrays of the host, the caller's own."""
+class Rules:
+    """What of a configuration decides how units are ranked and chosen."""
 
-    importance: np.ndarray
-    """(B, groups) float32, to be compared in a row; right among `candidates`. With the default rule, there, the
-    estimated attention mass summed over heads."""
-    candidates: np.ndarray
-    """(B, n) groups whose mass was estimated, in no order."""
-    rest: np.ndarray
-    """(B,) estimated mass, summed over heads, of what is no group: the tail."""
+    rank: int | None
+    dtype: torch.dtype
+    num_sinks: int
+    selection: str = "default"
+    """"default": heads normalised before they are summed; "paper": raw sums; "random": a floor to compare with."""
+    target_mass: float | None = None
+    measures_density: bool = False
+    reserve: int = 0
+    """Tokens to make room for at once."""
 
 
-class LowRankKeys:
-    """The compact keys of one layer: (B, tokens, r) in `dtype`, on the device of the keys.
+class Shared(NamedTuple):
+    """What the predictors of a cache have in common."""
+
+    account: MemoryAccount
+    workspace: Workspace
+    generator: torch.Generator
+    counters: Callable[[], Counters]
+
+
+class LowRankPredictor:
+    """Of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
 
     Args:
-        adapter: (Hk D, r) float32, the projection; kept by reference.
-        deviation: (r,) float32, root mean square of each component, which fixes the 8-bit scale.
-        dtype: torch.int8, or a floating type.
-        num_key_heads: Hk.
-        workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
-        queries: (Hk D, r) float32, the same for queries (see `reconstruction`); None: `adapter`, for orthonormal ones.
-
-    Both projections are kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do.
+        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
+            metric of its queries.
     """
 
     def __init__(
         self,
-        adapter: torch.Tensor,
-        deviation: torch.Tensor,
-        dtype: torch.dtype,
-        num_key_heads: int,
-        batch: int,
-        account: MemoryAccount,
-        workspace: Workspace | None = None,
-        queries: torch.Tensor | None = None,
+        form: RecordFormat,
+        rows: int,
+        rules: Rules,
+        shared: Shared,
+        name: str,
+        adapter: torch.Tensor | None = None,
     ) -> None:
-        kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        shape = (num_key_heads, -1, adapter.shape[-1])
-        self.adapter = adapter.to(kept).view(shape)
-        self._queries = self.adapter if queries is None else queries.to("cpu", kept).view(shape)
-        self.scale = (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
-        self.tokens = 0
-        self._account = account
-        self._workspace = Workspace(account, "scores") if workspace is None else workspace
-        self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
-        self._host_scale = self.scale.cpu().numpy()
-        self._adapter_bytes = self.adapter.nbytes + (0 if queries is None else self._queries.nbytes)
-        account.hold("adapters", self._adapter_bytes)
-        self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
-
-    def capture(self) -> dict[str, Any]:
-        """What is held, as a tree for `restore`: no copies, not to be changed. Who holds it sees no later change."""
-        self._lent = max(self._lent, self.tokens)
-        return {
-            "adapter": self.adapter,
-            "queries": None if self._queries is self.adapter else self._queries,
-            "scale": self.scale,
-            "keys": self._keys[:, : self.tokens],
-        }
-
-    @classmethod
-    def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
-        """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
-        one's account counts them. Raises `ContextError` where the tree does not hold together."""
-        keys = tree["keys"]
-        scale, projection = tree["scale"], tree["adapter"]
-        queries = projection if tree["queries"] is None else tree["queries"]
-        fits = keys.shape[-1] > 0 and scale.shape == keys.shape[-1:] and queries.shape == projection.shape
-        kinds = all(each.is_floating_point() for each in (projection, queries, scale))
-        if not fits or not kinds or not (keys.dtype == torch.int8 or keys.is_floating_point()):
-            found = [f"{tuple(each.shape)} {each.dtype}" for each in (keys, scale, projection, queries)]
-            raise ContextError(
-                f"compact keys, scale and projections of a context do not hold together: they are {', '.join(found)}; "
-                "save the context anew"
-            )
-        flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
-        compact = cls(
-            flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],
-            account, workspace, flat.get("queries"),
-        )  # fmt: skip
-        compact.scale = tree["scale"]
-        compact._host_scale = compact.scale.cpu().numpy()
-        account.hold("compact keys", keys.nbytes)
-        compact._keys = keys
-        compact._lent = compact.tokens = keys.shape[1]
-        return compact
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
-        if tokens > self._keys.shape[1] or (tokens > self.tokens and self.tokens < self._lent):
-            room = tokens if not self.tokens else tokens + max(128, tokens // 32)
-            shape = (self._keys.shape[0], room, self._keys.shape[2])
-            self._account.hold("compact keys", shape[0] * shape[1] * shape[2] * self._keys.element_size())
-            grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
-            grown[:, : self.tokens] = self._keys[:, : self.tokens]
-            self._account.release("compact keys", self._keys.nbytes)
-            self._keys, self._lent = grown, 0
-
-    def append(self, keys: torch.Tensor) -> None:
-        """Project keys (B, Hk, t, D) and add them."""
-        self.reserve(self.tokens + keys.shape[2])
-        for part in parts(keys):
-            stop = self.tokens + part.shape[2]
-            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
-            if self._keys.dtype == torch.int8:
-                flat = flat.div_(self.scale).round_().clamp_(-127, 127)
-            self._keys[:, self.tokens : stop] = flat
-            self.tokens = stop
-
-    def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` of every row."""
-        self.tokens = min(self.tokens, tokens)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
-        rows = rows.to(self._keys.device)
-        if len(rows) == self._keys.shape[0] and not self._lent:
-            for part in self._keys[:, : self.tokens].split(PART, 1):
-                part.copy_(part.index_select(0, rows))
-            return
-        old, shape = self._keys, (len(rows), *self._keys.shape[1:])
-        self._account.hold("compact keys", len(rows) * old[0].nbytes)
-        self._keys = lasting_empty(*shape, dtype=old.dtype, device=old.device)
-        torch.index_select(old, 0, rows, out=self._keys)
-        self._lent = 0
-        self._account.release("compact keys", old.nbytes)
-
-    def close(self) -> None:
-        self._account.release("compact keys", self._keys.nbytes)
-        self._account.release("adapters", self._adapter_bytes)
-        self._keys, self.tokens = self._keys.new_empty(self._keys.shape[0], 0, self._keys.shape[2]), 0
-
-    def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
-        """query (B, H, D) times the projection of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.
-
-        By numpy: products this small are done before torch's threads are awake.
-        """
-        grouped = query.detach().float().unflatten(1, (self.adapter.shape[0], -1)).cpu().numpy()
-        low = np.matmul(grouped, self._queries.float().cpu().numpy()) * self._host_scale
-        return low.reshape(query.shape[0], query.shape[1], -1)
-
-    def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-        """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), and factors (h, 1) float32 that they
-        are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8 bits."""
-        if keys.dtype == torch.int8 and keys.device.type == "cpu":
-            unit = np.maximum(np.abs(low).max(-1, keepdims=True), 1e-30) / 127
-            query8 = torch.from_numpy(np.rint(low / unit).astype(np.int8))
-            return torch._int_mm(query8, keys.t(), **({} if out is None else {"out": out})), unit
-        dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
-        raw = torch.from_numpy(low).to(keys.device, dtype) @ keys.to(dtype).t()
-        return raw, np.ones((len(low), 1), dtype=np.float32)
-
-    def rank(
-        self,
-        query: torch.Tensor,
-        scaling: float,
-        group_size: int,
-        wanted: int,
-        rule: str = "default",
-        visible: torch.Tensor | None = None,
-        tail: np.ndarray | None = None,
-    ) -> Ranking:
-        """How much each group matters to query (B, H, D): the order is right among the `wanted` best.
-
-        "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
-        scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
-        exponentials are taken of these alone.
-        "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
-        the sum is linear, so one vector stands for all heads.
-
-        `visible` (·, tokens) leaves padding out of all of it. `tail` (B, H, t) float32: scaled scores of tokens that
-        are in no group, which share the softmax.
-
-        The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
-        the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
-        """
-        low = self.low_rank_query(query)
-        if rule == "paper":
-            low = low.sum(1, keepdims=True)
-        groups = self.tokens // group_size
-        count = min(_CANDIDATES * wanted, groups)
-        importance = np.empty((len(low), groups), dtype=np.float32)
-        candidates = np.empty((len(low), count), dtype=np.int64)
-        rest = np.zeros(len(low), dtype=np.float32)
-        for row in range(len(low)):
-            grouped, unit = self._grouped(low[row], row, group_size, visible)
-            best = _host(grouped.amax(2))  # (h, groups)
-            if rule == "paper":
-                importance[row] = best[0]
-                candidates[row] = largest(best[:1], count)[0]
-                continue
-            factor = unit * np.float32(scaling)
-            best *= factor
-            top = best.max(-1, keepdims=True)
-            last = None if tail is None else tail[row]
-            if last is not None and last.size:
-                top = np.maximum(top, last.max(-1, keepdims=True))
-            peaks = _exp(best - top)
-            total = peaks.sum(-1, keepdims=True)
-            if last is not None:
-                rest_of_head = _exp(last - top).sum(-1, keepdims=True)
-                total += rest_of_head
-            rough = (1 / total[:, 0]) @ peaks
-            chosen = candidates[row] = largest(rough[None], count)[0]
-            mass = _exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]).sum(-1)
-            total += self._missing_mass(peaks, chosen, mass)
-            importance[row] = rough - _BELOW
-            importance[row, chosen] = (1 / total[:, 0]) @ mass
-            if last is not None:
-                rest[row] = (rest_of_head / total).sum()
-        return Ranking(importance, candidates, rest)
+        self.form, self.rows, self.rules = form, rows, rules
+        self.adapter = adapter
+        self.keys: LowRankKeys | None = None
+        self.latest_queries: torch.Tensor | None = None
+        self._shared, self._name = shared, name
+        self._fitted_at = self._measured_at = 0
+        self._candidates: np.ndarray | None = None
 
     @staticmethod
-    def _missing_mass(peaks: np.ndarray, chosen: np.ndarray, mass: np.ndarray) -> np.ndarray:
-        """What the sum of `peaks` (h, groups) lacks of the mass of all groups, (h, 1): known where `chosen`; the others
-        are taken to be as much larger than their best token as these."""
-        of_chosen, known = peaks[:, chosen].sum(-1, keepdims=True), mass.sum(-1, keepdims=True)
-        others = peaks.sum(-1, keepdims=True) - of_chosen
-        return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
+    def planned(form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int) -> LayerPlan:
+        """What one layer of `heads` query heads takes; `rank` is the rules', or the adapter's."""
+        rank = min(form.key_width, rank or default_rank(form.key_width))
+        plan = LowRankKeys.planned(form.key_width, rank, rules.dtype, context, rows, heads, form.group_size)
+        queries = rows * LATEST_QUERIES * heads * form.key_dim * form.dtype.itemsize if rules.measures_density else 0
+        fitting = Planned({"fitting": fitting_bytes(form.key_width, rows)})
+        return plan + LayerPlan(Planned({"tables": queries}), fitting)
 
-    def group_importance(
-        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int,
-        visible: torch.Tensor | None = None,
-    ) -> np.ndarray:  # fmt: skip
-        """`rank(...).importance`: (B, tokens // group_size)."""
-        return self.rank(query, scaling, group_size, wanted, rule, visible).importance
+    # --- learning ----------------------------------------------------------------------------------------------
 
-    def _grouped(
-        self, low: np.ndarray, row: int, group_size: int, visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Raw scores of one row, (h, groups, G), valid until the next call, and their factors (h, 1)."""
-        keys, out = self._keys[row, : self.tokens], None
-        if keys.dtype == torch.int8 and keys.device.type == "cpu":
-            out = self._workspace.take(len(low), self.tokens, dtype=torch.int32, device=keys.device)
-        raw, unit = self.scores(low, keys, out)
-        if visible is not None:
-            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
-            raw.masked_fill_(~visible[min(row, len(visible) - 1), : self.tokens], least)
-        return raw.unflatten(1, (-1, group_size)), unit
+    def ready(self, units: int) -> bool:
+        return self.keys is not None and self.keys.tokens == units * self.form.group_size
 
-    def rank_among(self, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray) -> np.ndarray:
-        """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
-        part of the bytes that `rank` reads, for a query that is a guess."""
-        low = self.low_rank_query(query)
-        importance = np.empty(candidates.shape, dtype=np.float32)
-        for row, chosen in enumerate(torch.from_numpy(candidates).to(self._keys.device)):
-            grouped = self._keys[row, : self.tokens].unflatten(0, (-1, group_size))
-            raw, unit = self.scores(low[row], grouped.index_select(0, chosen).flatten(0, 1))
-            scores = _host(raw.unflatten(1, (-1, group_size))) * (unit * np.float32(scaling))[..., None]
-            mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
-            importance[row] = (1 / mass.sum(-1)) @ mass
-        return importance
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`. Keys are projected; where there is no projection yet, or the history has grown much,
+        one is made of all of them: two passes."""
+        rank, grown = self.rules.rank or default_rank(self.form.key_width), sealed.tokens >= _REFIT * self._fitted_at
+        if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
+            for part in sealed.keys:
+                self.keys.append(part)
+        elif self.adapter is not None or sealed.tokens >= max(4 * rank, 512):
+            keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
+            seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.selection == "default" else None
+            with self._shared.account.holding("fitting", fitting_bytes(self.form.key_width, self.rows)):
+                found = Directions.of(
+                    keys(), self.form.key_width, self.form.num_key_heads, visible, rank, self.adapter, seen
+                )
+            self.close_keys()
+            self.keys = LowRankKeys(
+                found.adapter, found.deviation, self.rules.dtype, self.form.num_key_heads, self.rows,
+                self._shared.account, self._shared.workspace, found.queries,
+            )  # fmt: skip
+            self.keys.reserve(max(sealed.tokens, self.rules.reserve))
+            for part in keys():
+                self.keys.append(part)
+            self._fitted_at = sealed.tokens
+
+    def watch(self, queries: torch.Tensor, length: int) -> None:
+        """Keep some of a prompt's latest queries (B, H, q, D), if density is to be measured with them."""
+        if self.rules.measures_density and queries.shape[2] > 1 and length >= _MEASURE_AGAIN * self._measured_at:
+            self.latest_queries = queries[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
+
+    def preview(self) -> None:
+        """Nothing: what decides is in memory."""
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def select(self, query: Query, budget: int, guess: bool) -> Choice:
+        """As `Predictor.select`. A guess looks only at what was a candidate in the last step."""
+        keys, group, rules = self.keys, self.form.group_size, self.rules
+        assert keys is not None
+        count = keys.tokens // group
+        if guess and self._candidates is not None and rules.selection == "default":
+            among = keys.rank_among(query.states, query.scaling, group, self._candidates)
+            best = largest(among, min(budget, among.shape[1]))
+            return Choice(np.sort(np.take_along_axis(self._candidates, best, 1), 1))
+        seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
+        if rules.selection == "random":
+            importance = torch.rand(self.rows, count, generator=self._shared.generator).numpy()
+            return _best(with_sinks(importance, rules.num_sinks, group, seen), budget)
+        tail = None if rules.target_mass is None else self._recent_scores(query)
+        ranking = keys.rank(query.states, query.scaling, group, budget, rules.selection, seen, tail)
+        self._candidates = ranking.candidates
+        if rules.target_mass is None or rules.selection != "default":
+            return _best(with_sinks(ranking.importance, rules.num_sinks, group, seen), budget)
+        mass = ranking.importance.copy()
+        importance = with_sinks(ranking.importance, rules.num_sinks, group, seen)
+        enough = self._enough(largest(importance, budget), importance, mass, ranking.rest, query.states.shape[1])
+        return Choice(np.sort(enough, 1))
+
+    def _enough(
+        self, chosen: np.ndarray, importance: np.ndarray, mass: np.ndarray, rest: np.ndarray, heads: int
+    ) -> np.ndarray:
+        """As many of the units `chosen` (B, M), most important first, as every row needs for `target_mass`."""
+        assert self.rules.target_mass is not None
+        order = np.argsort(-np.take_along_axis(importance, chosen, 1), 1, kind="stable")
+        chosen = np.take_along_axis(chosen, order, 1)
+        captured = rest[:, None] + np.cumsum(np.take_along_axis(mass, chosen, 1).clip(min=0), 1)
+        reached = captured >= self.rules.target_mass * heads
+        needed = np.where(reached.any(1), reached.argmax(1) + 1, chosen.shape[1]).max()
+        counters = self._shared.counters()
+        counters.mass_captured += float(captured[:, needed - 1].sum()) / heads
+        counters.mass_steps += len(chosen)
+        return chosen[:, :needed]
+
+    def _recent_scores(self, query: Query) -> np.ndarray:
+        """Scaled scores (B, H, t), float32, of the query against the latest tokens' keys."""
+        keys = query.recent()
+        grouped = query.states.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)
+        scores = (grouped @ keys.transpose(-1, -2)).float().flatten(1, 2) * query.scaling
+        if query.visible is not None:
+            scores = scores.masked_fill(~query.visible[:, query.visible.shape[1] - keys.shape[2] :][:, None], -1e30)
+        return scores.cpu().numpy()
+
+    def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
+        """(most + 1,): the share of attention mass that the tail and the m best units capture, by the prompt's latest
+        queries and the compact keys, mean over queries, heads and rows. None where there is nothing to tell by.
+
+        Forgets those queries. `query_of` makes a `Query` of states (B, H, D).
+        """
+        queries, self.latest_queries = self.latest_queries, None
+        if queries is None or self.keys is None or queries.shape[0] != self.rows:
+            return None
+        self._measured_at = length
+        group, curves = self.form.group_size, []
+        count = self.keys.tokens // group
+        for states in queries.unbind(2):
+            query = query_of(states)
+            tail = self._recent_scores(query)
+            seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
+            ranking = self.keys.rank(states, query.scaling, group, min(most, count), "default", seen, tail)
+            mass = -np.sort(-np.take_along_axis(ranking.importance, ranking.candidates, 1), 1)[:, :most]
+            captured = (ranking.rest[:, None] + np.cumsum(mass, 1)).mean(0) / states.shape[1]
+            captured = np.concatenate([[ranking.rest.mean() / states.shape[1]], captured])
+            curves.append(np.pad(captured, (0, most + 1 - len(captured)), "edge"))
+        return np.mean(curves, 0)
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> None:
+        self._candidates = None
+        if self.keys is not None:
+            self.keys.truncate(units * self.form.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self._candidates = None
+        self.rows = len(rows)
+        if self.latest_queries is not None:
+            self.latest_queries = self.latest_queries[rows.to(self.latest_queries.device)]
+        if self.keys is not None:
+            self.keys.select_rows(rows)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0 if self.latest_queries is None else self.latest_queries.nbytes
+
+    def close(self) -> None:
+        self.close_keys()
+        self._fitted_at = self._measured_at = 0
+        self.latest_queries = self._candidates = None
+
+    def close_keys(self) -> None:
+        """Give the compact keys back."""
+        if self.keys is not None:
+            self.keys.close()
+            self.keys = None
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        return {
+            "summary": None if self.keys is None else self.keys.capture(),
+            "adapter": self.adapter,
+            "fitted_at": self._fitted_at,
+            "measured_at": self._measured_at,
+            "latest_queries": self.latest_queries,
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
+        summary, heads, dim = tree["summary"], self.form.num_key_heads, self.form.key_dim
+        if summary is not None:
+            keys, adapter, sealed = summary["keys"], summary["adapter"], tree["units"] * self.form.group_size
+            if keys.shape != (self.rows, sealed, keys.shape[-1]) or adapter.shape != (heads, dim, keys.shape[-1]):
+                raise self._wrong(
+                    f"its compact keys are {tuple(keys.shape)}, by an adapter of {tuple(adapter.shape)}, for "
+                    f"{self.rows} x {sealed} tokens"
+                )
+        adapter, queries = tree["adapter"], tree["latest_queries"]
+        right = adapter is None or (adapter.ndim == 2 and adapter.shape[0] == heads * dim)
+        if queries is not None:
+            right = right and queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (self.rows, dim)
+            right = right and queries.shape[1] % heads == 0
+        if not right:
+            shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (adapter, queries)]
+            raise self._wrong(
+                f"adapter and latest queries are {shapes}, for {self.rows} sequences and {heads} key heads of {dim}"
+            )
+        if summary is not None:
+            self.keys = LowRankKeys.restore(summary, self._shared.account, self._shared.workspace)
+            self.keys.reserve(self.rules.reserve)
+        self.adapter = adapter
+        self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
+        self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
+
+    def _wrong(self, what: str) -> ContextError:
+        return ContextError(f"{self._name} of the context does not hold together: {what}")
 
 
-def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Positions (B, count) of the largest of values (B, n), in no order."""
-    return torch.from_numpy(values).topk(count, 1, sorted=False)[1].numpy()
-
-
-def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
-    """grouped[:, chosen] as float32 on the host."""
-    if grouped.device.type == "cpu" and grouped.dtype == torch.int32:
-        return grouped.numpy()[:, chosen].astype(np.float32)
-    return _host(grouped.index_select(1, torch.from_numpy(chosen).to(grouped.device)))
-
-
-def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.float().cpu().numpy()
-
-
-def _exp(values: np.ndarray) -> np.ndarray:
-    """exp of values at most 0; those too small for a normal number take many times longer and count for nothing."""
-    return np.exp(np.maximum(values, -80.0, dtype=np.float32))
+def _best(importance: np.ndarray, budget: int) -> Choice:
+    """The `budget` most important units of each row."""
+    units = np.sort(largest(importance, min(budget, importance.shape[1])), 1)
+    return Choice(units, importance=np.take_along_axis(importance, units, 1))

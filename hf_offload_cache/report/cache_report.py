@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from .counters import Counters
 from .text import share_text, size_text
 
-if TYPE_CHECKING:
-    from ..core.offload_cache import OffloadCache
+
+class Account(Protocol):
+    """What a report needs of a memory account."""
+
+    limit: int | None
+    peak: int
+    @property
+    def by_owner(self) -> Mapping[str, int]: ...
+
+
+class StoreTotals(Protocol):
+    """What a report needs of a store."""
+
+    bytes_read: int
+    bytes_written: int
+    reads: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class CacheReport:
     stall_seconds: float
     """Waits, corrective reads and faulting gathers."""
     decode_steps: int
-    """Single-query calls over a history."""
+    """Steps that selected, and single-query calls over a history."""
     decode_seconds: float
     decode_stall_seconds: float
     """What of `stall_seconds` was in those."""
@@ -65,29 +80,14 @@ class CacheReport:
     """The most that `memory_bytes` may ever be; None: no limit was given."""
 
     @classmethod
-    def of(cls, cache: OffloadCache) -> CacheReport:
-        """What `cache` did since construction or `reset`, and what it holds now."""
-        shared = cache.shared
-        counters, account, stores = shared.counters, shared.account, shared.stores
-        states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(cache.offloaded)}
-        for layer in cache.offloaded:
-            states[layer.state] += 1
-        used = [layer for layer in cache.offloaded if layer.is_initialized]
-        memory = cache.memory_bytes  # before the peak
-        notes = list(cache.warnings)
-        if shared.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
-        if (failure := cache.timeline.failure) is not None:
-            notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
+    def of(
+        cls, *, account: Account, counters: Counters, stores: Sequence[StoreTotals], **figures: Any
+    ) -> CacheReport:
+        """A report of `figures`, which are fields, and of what the books say."""
         return cls(
-            cache=type(cache).__name__,
-            tokens=cache.tokens,
-            full_kv_bytes=sum(layer.batch * layer.length * layer.history.form.entry_bytes for layer in used)
-            + cache.kept_bytes(),
-            memory_bytes=memory,
             peak_memory_bytes=account.peak,
             memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
-            disk_bytes=cache.disk_bytes,
+            memory_budget=account.limit,
             bytes_read=sum(store.bytes_read for store in stores),
             bytes_written=sum(store.bytes_written for store in stores),
             reads=sum(store.reads for store in stores),
@@ -101,10 +101,7 @@ class CacheReport:
             decode_stall_seconds=counters.decode_stall_seconds,
             decode_flight_seconds=counters.decode_flight_seconds,
             overlap=counters.overlap,
-            store=shared.store_description,
-            layers=states,
-            warnings=notes,
-            memory_budget=account.limit,
+            **figures,
         )
 
     def to_dict(self) -> dict[str, Any]:

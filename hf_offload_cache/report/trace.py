@@ -13,7 +13,6 @@ import time
 from types import TracebackType
 from typing import Any
 
-from ..memory.account import MemoryAccount
 from .timeline import Timeline
 from .trace_file import TraceFile
 
@@ -39,28 +38,21 @@ class Trace(Timeline):
     Args:
         path: a file that exists, whose content goes with `start`, or a new one in a folder that exists. No other
             trace may be writing to it.
-        account: gets `HELD_BYTES` as "timeline" until `close`.
         name: of the process that is traced, for the viewer.
 
-    Raises `ConfigError` when `path` cannot be written, and what `account` raises; then nothing has changed.
+    Raises `ConfigError` when `path` cannot be written; then nothing has changed.
     """
 
     MOST_EVENTS = 512
     HELD_BYTES = 320 * 1024
-    """What `MOST_EVENTS` take at most, with the text of those that are being written."""
+    """What `MOST_EVENTS` take at most, with the text of those that are being written; booked by who makes one."""
 
     on = True
 
-    def __init__(self, path: str | os.PathLike[str], account: MemoryAccount, name: str = "hf_offload_cache") -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str = "hf_offload_cache") -> None:
         self._file = TraceFile(path)
         self._process = os.getpid()
         self._name = name
-        self._account = account
-        try:
-            account.hold("timeline", self.HELD_BYTES)
-        except BaseException:
-            self._file.close()
-            raise
         self._origin = time.perf_counter()
         self._lock = threading.RLock()  # a garbage collection under it may close the cache on the same thread
         self._events: list[_Event] = []
@@ -189,7 +181,6 @@ class Trace(Timeline):
             self._interrupt()
             self.flush()
             self._file.close("\n]\n")
-            self._account.release("timeline", self.HELD_BYTES)
 
     def _take(self, event: _Event) -> None:
         with self._lock:

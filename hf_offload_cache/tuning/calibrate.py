@@ -10,8 +10,9 @@ import torch
 from ..caches.adapter import Adapter
 from ..core.offload_cache import OffloadCache
 from ..core.offload_layer import OffloadLayer
-from ..model.attach import inner_model
+from ..model.attention_call import AttentionCall
 from ..model.fingerprint import fingerprint
+from ..model.inner_model import inner_model
 from ..predictors.directions import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
 
 
@@ -58,11 +59,10 @@ class _ObservedLayer(OffloadLayer):
 
     seen: torch.Tensor | None = None
 
-    def attend(self, tag: Any, attention: Any, module: torch.nn.Module, query: torch.Tensor, *args: Any,
-               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        if query.shape[2] > 1:
-            self.seen = query[:, :, -QUERIES_SEEN:].detach().clone()
-        return super().attend(tag, attention, module, query, *args, **kwargs)
+    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if call.num_queries > 1:
+            self.seen = call.query[:, :, -QUERIES_SEEN:].detach().clone()
+        return super().attend(call)
 
 
 class ObservedCache(OffloadCache):
@@ -100,7 +100,7 @@ def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int
         with torch.inference_mode(), ObservedCache(inner, exact=True, engine="memory") as cache:
             inner(input_ids=ids.reshape(-1, ids.shape[-1]).to(inner.device), past_key_values=cache)
             for layer in cache.offloaded:
-                moments.add(layer.layer_idx, layer.history.whole()[0], observed(layer))
+                moments.add(layer.layer_idx, layer.whole()[0], observed(layer))
     if not moments.by_layer:
         raise ValueError("texts must hold at least one text, got none")
     return Adapter(moments.projections(rank), fingerprint(inner))

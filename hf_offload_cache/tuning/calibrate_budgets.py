@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
-from ..caches.disk_swap_layer import DiskSwapLayer
-from ..model.attach import inner_model
+from ..caches.disk_swap import DiskSwapCache, DiskSwapLayer
+from ..model.inner_model import inner_model
 from ..predictors.layer_budgets import MOST, spread
 
 

@@ -17,9 +17,10 @@ from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_config import DiskSwapConfig
 from ..console.generation import prefill
 from ..core.offload_layer import OffloadLayer
+from ..fetch.choice import Choice
 from ..fetch.slot_table import ABSENT, SlotTable
 from ..history.record_format import RecordFormat
-from ..model.attach import inner_model
+from ..model.inner_model import inner_model
 from .calibrate import KeyMoments, ObservedCache, observed
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable
@@ -65,7 +66,7 @@ class Reader:
             forms = [layer.history.form for layer in whole.offloaded]
             self.form = max(forms, key=lambda form: form.entry_bytes)
             for layer in whole.offloaded:
-                self.moments.add(layer.layer_idx, layer.history.whole()[0], observed(layer))
+                self.moments.add(layer.layer_idx, layer.whole()[0], observed(layer))
             for index, size in enumerate(self._group_sizes):
                 on_step((index + 1) / (1 + len(self._group_sizes)), f"groups of {size}")
                 selections = self._decode(whole.offloaded, ids, context, size)
@@ -81,7 +82,7 @@ class Reader:
         ) as cache:  # fmt: skip
             own = {layer.layer_idx: layer for layer in cache.offloaded}
             for layer in layers:
-                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.history.whole(), observed(layer))
+                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.whole(), observed(layer))
             with recorded(cache) as selections, torch.no_grad():
                 for position in range(context, ids.shape[1]):
                     step = ids[:, position : position + 1]
@@ -114,19 +115,16 @@ class Reader:
 @contextlib.contextmanager
 def recorded(cache: DiskSwapCache) -> Iterator[Selections]:
     """What the steps within select, layer by layer, without a change to what they do."""
-    buffer = cache.buffer
-    assert buffer is not None
-    gather, selections = buffer.gather, {}  # type: tuple[Any, Selections]
+    selecting, selections = cache.selecting, {}  # type: tuple[Any, Selections]
 
-    def recording(layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
-        selections.setdefault(layer.layer_idx, []).append(np.array(groups))
-        return gather(layer, groups)
+    def record(layer_idx: int, choice: Choice) -> None:
+        selections.setdefault(layer_idx, []).append(np.array(choice.units))
 
-    buffer.gather = recording  # type: ignore[method-assign]
+    selecting.watch = record
     try:
         yield selections
     finally:
-        del buffer.gather
+        selecting.watch = None
 
 
 def replay(selections: Selections, capacity: int, group_size: int, num_sinks: int = 4) -> float:

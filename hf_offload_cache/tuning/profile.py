@@ -221,7 +221,7 @@ def _block_time(
         for layer in cache.offloaded:
             keys, values = random_keys_and_values(form, context, device, layer.layer_idx)
             fill(layer, modules[layer.layer_idx], keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         del keys, values
         deadline = max(time.perf_counter(), start + seconds)
         generator = torch.Generator().manual_seed(1)

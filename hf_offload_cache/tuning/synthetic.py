@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from ..core.offload_layer import TAG, OffloadLayer
+from ..core.offload_layer import OffloadLayer
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
-from ..model import attach
-from ..model.attach import inner_model
-from ..model.fingerprint import config_value
+from ..model.attention_call import AttentionCall
+from ..model.config_values import config_value
+from ..model.decoder_blocks import decoder_blocks
+from ..model.inner_model import inner_model
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:
     """The self-attention of each decoder block, by layer index."""
-    return {layer_idx: attention for layer_idx, _, attention in attach._blocks(inner_model(model))}
+    return {layer_idx: attention for layer_idx, _, attention in decoder_blocks(inner_model(model))}
 
 
 def fill(
@@ -38,7 +39,7 @@ def fill(
     with torch.no_grad():
         returned, other = layer.update(keys, values)
         query = keys.new_zeros(keys.shape[0], heads or keys.shape[1], 1, keys.shape[3]) if queries is None else queries
-        layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
+        layer.attend(AttentionCall(_no_attention, module, query, returned, other, None))
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -74,7 +75,7 @@ def two_blocks(model: Any) -> Any:
     Raises `UnsupportedModelError` where the blocks are not in one list, or fewer than two.
     """
     backbone: Any = inner_model(model).base_model
-    blocks = [block for _, block, _ in attach._blocks(backbone)]
+    blocks = [block for _, block, _ in decoder_blocks(backbone)]
     lists = [
         module
         for module in backbone.modules()

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import os
 import re
-import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ..errors import ConfigError
+from ..stores.atomic_file import replace_file
 
 if TYPE_CHECKING:
     from ..caches.adapter import Adapter
-
-FORMAT = "hf_offload_cache tuning 1"
-"""The `format` of the object. The number goes up when a reader of the old one would read the new one wrong."""
-
-_FAMILY = FORMAT.rpartition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -52,9 +42,9 @@ class Tuned:
         rows = [{**row, "fields": {**row["fields"], "adapter": adapter.name}} for row in self.rows]
         text = json.dumps({**self.values, "rows": rows}, indent=1) + "\n"
         new = not adapter.exists()
-        _replace(adapter, self.adapter.save)
+        replace_file(adapter, self.adapter.save)
         try:
-            _replace(path, lambda place: place.write_text(text, encoding="utf-8"))
+            replace_file(path, lambda place: place.write_text(text, encoding="utf-8"))
         except BaseException:
             if new:
                 adapter.unlink(missing_ok=True)
@@ -79,89 +69,3 @@ def _adapters_of(path: Path) -> set[Path]:
     except (OSError, ValueError, KeyError, TypeError):
         return set()
     return {path.with_name(name) for name in names if re.fullmatch(re.escape(path.stem) + r"\.adapter-\w+\.\w+", name)}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` to a temporary file, which then takes the place of `path` in one step; gone when anything fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name is the folder's content
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def is_tuned(values: dict[str, Any]) -> bool:
-    """Whether a JSON object is one of `Tuned.save`, of whatever version."""
-    return str(values.get("format", "")).rpartition(" ")[0] == _FAMILY
-
-
-def tuned_fields(
-    values: dict[str, Any], path: Path, max_context: int | None, max_batch: int | None, model: Any = None
-) -> dict[str, Any]:
-    """The fields of a cache for `max_batch` sequences of `max_context` tokens (None: the largest tuned for).
-
-    `values` is the object read from `path`; the adapter's place is taken relative to that file. The row is `nearest`'s.
-    `memory` is the row's share of the budget: for as many sequences as are asked for or tuned for in that row,
-    whichever is more, and never more than was tuned for.
-
-    Raises `ConfigError`: another version, damaged, or made for another model than `model`; the field that differs is
-    named.
-    """
-    if values["format"] != FORMAT:
-        raise ConfigError(
-            f"config: {str(path)!r} has the format {values['format']!r} and this version reads {FORMAT!r}: tune again"
-        )
-    try:
-        if model is not None:
-            _check_model(values["model"], path, model)
-        context = values["max_context"] if max_context is None else max_context
-        batch = values["max_batch"] if max_batch is None else max_batch
-        row = nearest(values["rows"], batch, context)
-        fields = dict(row["fields"])
-        fields["adapter"] = str(path.parent / fields["adapter"])
-        sequences = min(values["max_batch"], max(batch, row["batch"]))
-        memory = values["memory"] * sequences // values["max_batch"]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"config: {str(path)!r} is not what tuning wrote ({error!r}): tune again") from error
-    return {**fields, "memory": memory, "max_context": context, "max_batch": batch}
-
-
-def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:
-    """The row for (batch, context), or else the nearest: the one with the smallest |log2 of the ratio of the batches| +
-    |log2 of the ratio of the contexts|, among those whose context is no shorter where there are any (a shorter one's
-    compact keys would not fit the budget); of equals the one for more sequences."""
-    if not isinstance(batch, int) or not isinstance(context, int) or min(batch, context) < 1:
-        raise ConfigError(
-            f"max_batch and max_context must be whole numbers of at least 1, got {batch!r} and {context!r}"
-        )
-    if not rows:
-        raise IndexError("no rows")
-    longer = [row for row in rows if row["context"] >= context] or rows
-
-    def distance(row: dict[str, Any]) -> tuple[float, int]:
-        apart = abs(math.log2(row["batch"] / batch)) + abs(math.log2(row["context"] / context))
-        return round(apart, 9), -row["batch"]
-
-    return min(longer, key=distance)
-
-
-def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
-    from ..model.fingerprint import fingerprint
-
-    for name, value in fingerprint(model).items():
-        if made_for.get(name) != value:
-            raise ConfigError(
-                f"config: {str(path)!r} was tuned for another model: {name} is {value}, the tuned one's is "
-                f"{made_for.get(name)}; tune for this model"
-            )

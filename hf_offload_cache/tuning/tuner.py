@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from ..caches.adapter import Adapter
+from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_config import DiskSwapConfig
+from ..config import parse_memory
+from ..core.load_config import FORMAT
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..history.record_format import RecordFormat
-from ..memory.fit import Geometry, fit_config, parse_memory, plan_memory
-from ..memory.plan import default_rank
-from ..model.attach import inner_model
-from ..model.fingerprint import config_value, fingerprint
+from ..model.config_values import config_value
+from ..model.fingerprint import fingerprint
+from ..model.geometry import Geometry
+from ..model.inner_model import inner_model
+from ..predictors.low_rank_keys import default_rank
 from ..stores.base import DEVICE_BLOCK
 from ..stores.engines import choose_engine
 from .lookup import Reader
@@ -30,7 +34,7 @@ from .progress import Progress
 from .sample import sample_ids, windows
 from .solve import Limits, Solution, solve
 from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
-from .tuned import FORMAT, Tuned
+from .tuned import Tuned
 
 LEAST_CONTEXT = 4096
 """S_min: tokens of the shortest context that is profiled and solved for."""
@@ -191,7 +195,7 @@ def _solve_all(
 
     def memory(found: dict[str, Any], context: int, batch: int) -> int:
         config = DiskSwapConfig(**{**rest[found["group_size"]], **found})
-        return plan_memory(geometry, config, context, batch).peak_bytes
+        return DiskSwapCache.plan(geometry, config, context, batch).peak_bytes
 
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
@@ -222,7 +226,7 @@ def _rest(
     for size in limits.group_sizes:
         given = {"look_ahead": None, **fields, "num_selected": limits.num_selected, "group_size": size}
         try:
-            fitted: DiskSwapConfig = fit_config(geometry, share, context, batch, given)
+            fitted: DiskSwapConfig = DiskSwapCache.fit(geometry, share, context, batch, given)
         except BudgetError as error:
             refusals.append(error)
         else:
@@ -301,7 +305,7 @@ def _group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
 def _ranks(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
     """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
     component = getattr(torch, settings.summary_dtype).itemsize
-    most = default_rank(form)
+    most = default_rank(form.key_width)
     least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
     least = min(least, most)
     return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,56 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import COMMON, PAD, Decoded, assert_exact, build, compare, generate, prompt, unchanged
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from gathers import selections
+from harness import PAD, Decoded, assert_exact, compare, generate, prompt, unchanged
+from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.model.look_ahead import LookAhead
 from hf_offload_cache.testing import open_descriptors
-
-SPARSE: dict[str, Any] = {
-    "group_size": 4,
-    "num_recent": 8,
-    "block_tokens": 64,
-    "num_selected": 40,
-    "look_ahead": True,
-    "layer_budgets": "uniform",
-    "reuse_capacity": 60,
-    "num_sinks": 4,
-    "engine": "memory",
-}
-LONG = 700
-"""Tokens of a prompt: more than the 512 that an adapter is made of, 16 times what a step selects."""
-
-
-@functools.cache
-def long_model() -> Any:
-    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 8192}))
-
-
-def sparse(**fields: Any) -> DiskSwapCache:
-    return DiskSwapCache(long_model(), **{**SPARSE, **fields})
-
-
-def dynamic() -> DynamicCache:
-    return DynamicCache(config=long_model().config)
-
-
-def run(cache: Any, rows: int = 1, length: int = LONG, **options: Any) -> Decoded:
-    return generate(long_model(), cache, prompt(long_model(), rows, length), **{"max_new_tokens": 8, **options})
-
-
-def feed(cache: Any, ids: torch.Tensor, chunk: int = 512) -> torch.Tensor:
-    """The logits of the last token."""
-    with torch.no_grad():
-        for part in ids.split(chunk, 1):
-            logits = long_model()(part, past_key_values=cache, logits_to_keep=1).logits
-    return logits[:, -1]
-
-
-def same(one: Decoded, other: Decoded) -> bool:
-    return torch.equal(one.tokens, other.tokens) and torch.equal(one.logits, other.logits)
 
 
 @pytest.fixture(autouse=True)
@@ -71,27 +26,6 @@ def nothing_left() -> Iterator[None]:
     with unchanged(long_model()):
         yield
     assert (open_descriptors(), threading.active_count()) == before
-
-
-@contextlib.contextmanager
-def selections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, np.ndarray]]]:
-    """What is gathered: (layer, groups (B, M)) of every layer and step."""
-    seen: list[tuple[Any, np.ndarray]] = []
-    gather = SelectionBuffer.gather
-
-    def watched(buffer: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        entries = gather(buffer, layer, groups)
-        seen.append((layer, np.array(groups)))
-        keys, values = layer.history.whole()
-        columns = layer._columns(groups)[:, None, :, None]
-        got = layer.history.form.split(entries)
-        for part, whole in zip(got, (keys, values), strict=True):
-            assert torch.equal(part, whole.gather(2, columns.expand(-1, whole.shape[1], -1, whole.shape[3])))
-        return entries
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SelectionBuffer, "gather", watched)
-        yield seen
 
 
 # ---------------------------------------------------------------------------------------------- what is selected
@@ -213,8 +147,8 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
         feed(cache, prompt(long_model(), 2, needed + 8 - 1))
         assert cache.offloaded[1].summary is None
         feed(cache, prompt(long_model(), 2, 1))
-        assert cache.shared.account.by_owner["compact keys"] == 3 * 2 * needed * rank
-        assert cache.shared.account.by_owner["adapters"] == 3 * 32 * rank * 4
+        assert cache.storage.account.by_owner["compact keys"] == 3 * 2 * needed * rank
+        assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * 4
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
@@ -303,9 +237,9 @@ def test_engines_agree(tmp_path: Path, rows: int) -> None:
 def test_the_report_is_consistent(tmp_path: Path, engine: str) -> None:
     with sparse(engine=engine, path=tmp_path) as cache:
         result = run(cache, 2, max_new_tokens=12)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         report = cache.report()
-        stores = cache.shared.stores
+        stores = cache.storage.stores
         record = cache.offloaded[0].history.form.record_bytes
         steps, held = 11, LONG + 11
         assert result.tokens.shape == (2, held + 1)
@@ -322,7 +256,7 @@ def test_the_report_is_consistent(tmp_path: Path, engine: str) -> None:
         assert report.peak_memory_bytes >= report.memory_bytes == sum(report.memory_by_owner.values())
         assert report.disk_bytes == (0 if engine == "memory" else report.bytes_written)
         assert report.layers == {"unknown": 0, "tagged": 3, "full": 0, "kept": 0}
-        selected = cache.shared.counters.units_selected
+        selected = cache.storage.counters.units_selected
         assert selected == steps * 3 * 2 * 11
         shown = str(report)
         assert "711 tokens" in shown
@@ -344,7 +278,7 @@ def test_reuse_saves_reads() -> None:
 def test_the_memory_account() -> None:
     """The sum of its owners, of tensors that can be counted from outside; zero for each after close."""
     cache = sparse(engine="auto")
-    account = cache.shared.account
+    account = cache.storage.account
     with cache:
         run(cache, 2)
         owners = dict(account.by_owner)

@@ -58,7 +58,7 @@ def test_opened_forked_and_closed(context: Path, engine: str) -> None:
         twin.close()
         cache.close()
         assert same(found, expected)
-        assert (cache.shared.account.current, twin.shared.account.current) == (0, 0) and held > 0
+        assert (cache.storage.account.current, twin.shared.storage.account.current) == (0, 0) and held > 0
         del cache, twin
         if cycle == FIRST:
             gc.collect()

@@ -242,7 +242,7 @@ def test_an_encrypted_library(tmp_path: Path, model: Any) -> None:
     secret.remove(plain.name)
     cache, matched = secret.open(ids, model, **OPEN)  # type: ignore[misc]
     with cache:
-        assert matched == 30 and cache.shared.key == key.read_bytes()
+        assert matched == 30 and cache.storage.key == key.read_bytes()
 
 
 # ---------------------------------------------------------------------------------------------- keep and evict

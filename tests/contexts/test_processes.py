@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from context_process import Other, digest
 from saved_contexts import files_of, opened, prefilled
 
@@ -24,12 +23,9 @@ FIELDS = ({"exact": True}, {"engine": "auto"})
 def others() -> Iterator[list[Other]]:
     """Three processes, for all tests: most of their time is importing torch."""
     found = [Other() for _ in range(3)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         yield found
     finally:
-        torch.set_num_threads(threads)
         ended = [other.close() for other in found]
     assert ended == [0, 0, 0]
 

@@ -32,7 +32,7 @@ from harness import (
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache, OffloadCache, verify
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, verify
 from hf_offload_cache.contexts.reader import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
@@ -242,7 +242,7 @@ def test_opening_reads_no_keys_and_values(tmp_path: Path) -> None:
     with DiskSwapCache.open(tmp_path / "context", model) as cache:
         assert cache.report().bytes_read == 0 and cache.report().tokens == LONG - 1
         generate(model, cache, ids_of(model), max_new_tokens=1)
-        stored = sum(store.capacity * store.record_bytes for store in cache.shared.stores)
+        stored = sum(store.capacity * store.record_bytes for store in cache.storage.stores)
         assert 0 < cache.report().bytes_read < stored / 2
 
 
@@ -477,12 +477,10 @@ def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
 
 def test_config_fields_are_saved(tmp_path: Path) -> None:
     """All but those of a machine or a run."""
-    from hf_offload_cache.contexts.save import NOT_SAVED
-
     model = tiny("llama")
     with _prefilled(model) as cache:
         cache.save(tmp_path / "context")
-        names = {field.name for field in dataclasses.fields(cache.config)} - set(NOT_SAVED)
+        names = {field.name for field in dataclasses.fields(cache.config)} - set(DiskSwapConfig.of_a_run)
     assert set(read_manifest(tmp_path / "context").config) == names
 
 
@@ -601,7 +599,7 @@ def test_what_could_not_be_written_is_never_saved(tmp_path: Path) -> None:
         def open_store(record_bytes: int, layer_idx: int) -> Store:
             store = make(record_bytes, layer_idx)
             if layer_idx in full:
-                cache.shared.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
+                cache.storage.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
             return store
 
         cache.shared.open_store = open_store

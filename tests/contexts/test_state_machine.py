@@ -245,7 +245,7 @@ class Caches(RuleBasedStateMachine):
     def close(self, number: int) -> None:
         cache, held = self.pick(number)
         cache.close()
-        assert cache.shared.account.current == 0
+        assert cache.storage.account.current == 0
         self.caches = [pair for pair in self.caches if pair[0] is not cache]
         self.untouched.discard(id(cache))
         self.compact.pop(id(cache), None)  # another one may have this id later
@@ -310,10 +310,10 @@ class Caches(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         for cache, _ in self.caches:
-            account = cache.shared.account
+            account = cache.storage.account
             assert cache.memory_bytes == sum(account.by_owner.values()) <= account.peak
             assert min(account.by_owner.values(), default=0) >= 0, account.by_owner
-            assert 0 <= cache.own_disk_bytes <= cache.disk_bytes or cache.shared.engine == "memory"
+            assert 0 <= cache.own_disk_bytes <= cache.disk_bytes or cache.storage.engine == "memory"
             if id(cache) in self.untouched:
                 assert cache.own_disk_bytes == 0, "something is stored that nobody gave it"
 
@@ -327,7 +327,7 @@ class Caches(RuleBasedStateMachine):
                 cache.close()
                 cache.__dict__.pop("update", None)
             shutil.rmtree(self.folder)
-        assert {cache.shared.account.current for cache, _ in self.caches} <= {0}
+        assert {cache.storage.account.current for cache, _ in self.caches} <= {0}
         self.caches.clear()
         gc.collect()
         assert open_descriptors() == self.descriptors
@@ -365,10 +365,10 @@ class Sparse(Caches):
     def last_step(self, cache: DiskSwapCache, held: Held) -> None:
         """It still selects."""
         layer = cache.layers[0]
-        before = cache.shared.counters.units_selected
+        before = cache.storage.counters.units_selected
         self.feed(cache, held, torch.full((held.rows, 1), 23))
         if layer.history.num_groups > 60 and layer.summary is not None:
-            selected = (cache.shared.counters.units_selected - before) / held.rows / len(cache.layers)
+            selected = (cache.storage.counters.units_selected - before) / held.rows / len(cache.layers)
             assert 0 < selected <= 24, "all is read"
 
 

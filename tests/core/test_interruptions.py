@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from gathers import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
-from test_sparse_matrix import Gathers, checked_gathers, long_fresh, long_tiny, one_thread, sparse
+from long_models import long_fresh, long_tiny, sparse
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
@@ -25,8 +26,6 @@ from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.fetch.ticket import Ticket
-
-__all__ = ["checked_gathers", "one_thread"]  # fixtures
 
 LENGTH = 620
 EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
@@ -82,7 +81,7 @@ def writes_fail(cache: DiskSwapCache, layer_idx: int, error: type[StoreError], t
 @contextlib.contextmanager
 def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
     """All reads of that layer's store fail; yields what was refused."""
-    cache.shared.prefetcher.flush()
+    cache.storage.prefetcher.flush()
     store, refused = cache.layers[layer_idx].history.store, []
 
     def failing(ids: Any, out: torch.Tensor) -> None:
@@ -398,7 +397,7 @@ def test_ctrl_c_while_waiting(
             step(model, held, prompt(model, 2, LENGTH))
             follow(model, held, tokens[:2])
         expected = follow(model, twin, tokens[2:])
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         for layer in cache.offloaded if slow else ():
             read = layer.history.store.read
 
@@ -687,7 +686,7 @@ def test_the_report_after_close(name: str, engine: str, tmp_path: Path) -> None:
     model = long_tiny(name)
     cache = sparse(model, engine=engine, path=tmp_path)
     generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=5)
-    cache.shared.prefetcher.flush()
+    cache.storage.prefetcher.flush()
     last = cache.report()
     assert last.tokens == LENGTH + 4
     assert last.decode_steps == 4
@@ -698,7 +697,7 @@ def test_the_report_after_close(name: str, engine: str, tmp_path: Path) -> None:
         assert cache.report() == last
         assert cache.memory_bytes == 0
         assert cache.disk_bytes == 0
-        assert {owner: held for owner, held in cache.shared.account.by_owner.items() if held} == {}
+        assert {owner: held for owner, held in cache.storage.account.by_owner.items() if held} == {}
         cache.close()
     with pytest.raises((RuntimeError, IndexError)):  # IndexError: linear states are looked up first, and gone
         step(model, cache, prompt(model, 2, 1))
@@ -734,14 +733,14 @@ def test_buffers_shrink_with_the_batch(how: str, tmp_path: Path, checked_gathers
     with sparse(model, **fields) as small:
         step(model, small, prompt(model, 1, LENGTH))
         expected = follow(model, small, tokens)
-        alone = dict(small.shared.account.by_owner)
+        alone = dict(small.shared.storage.account.by_owner)
     with sparse(model, **fields) as cache:
         ids = prompt(model, 8, LENGTH)
         ids[:1] = prompt(model, 1, LENGTH)
         step(model, cache, ids)
         if how != "rebuilt":
             follow(model, cache, singles(model, 8, 2, 9))
-            assert cache.shared.account.by_owner["staging"] >= 4 * alone["staging"]
+            assert cache.storage.account.by_owner["staging"] >= 4 * alone["staging"]
         if how == "select":
             cache.crop(-2)
             cache.batch_select_indices(torch.tensor([0]))
@@ -749,7 +748,7 @@ def test_buffers_shrink_with_the_batch(how: str, tmp_path: Path, checked_gathers
             cache.reset()
             step(model, cache, prompt(model, 1, LENGTH))
         result = follow(model, cache, tokens)
-        held = dict(cache.shared.account.by_owner)
+        held = dict(cache.storage.account.by_owner)
         for owner in ("staging", "selection", "reuse slots", "rolling tail"):
             assert 0 < held[owner] <= 2 * alone[owner], owner
         if how == "select":  # compact keys of another adapter: it saw eight rows

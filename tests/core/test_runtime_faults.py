@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from background import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
 from harness import COMMON, Decoded, assert_exact, build, generate, prompt
-from test_prefetch import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
-from test_sparse_matrix import one_thread, sparse
+from long_models import sparse
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
@@ -45,10 +45,9 @@ from hf_offload_cache.stores.engines import open_store
 from hf_offload_cache.stores.uring.ring import DEPTH, Ring
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, pattern, read
 
-__all__ = ["one_thread"]  # a fixture
-
 SHORT = 0.05
-"""Seconds after which what never answers counts as stalled. Only where nothing else is waited for."""
+"""Seconds after which what never answers counts as stalled. Only where nothing else is waited for, and `alone`: a
+busy machine is as late with what does answer."""
 
 LENGTH = 560
 """Tokens of a prompt: enough for compact keys."""
@@ -57,17 +56,8 @@ ALL: dict[str, Any] = {"num_selected": 2048, "reuse_capacity": 60}
 """Everything is selected: the tokens are `DynamicCache`'s."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """What was imported is not walked by every collection that the tests ask for: a third of a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(quick_collections: None) -> Iterator[None]:
+def nothing_is_left() -> Iterator[None]:
     """Threads and descriptors are as before, once what was stuck has been let go."""
     gc.collect()
     before = open_descriptors()
@@ -130,6 +120,7 @@ class FullRing:
 # ---------------------------------------------------------------------------------------------- a stalled device
 
 
+@pytest.mark.alone
 def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) -> None:
     gate = Gate()
     store = SlowReads(open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"), gate)
@@ -162,6 +153,7 @@ def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) 
     assert kept() is None
 
 
+@pytest.mark.alone
 def test_memory_lives_as_long_as_a_thread_that_is_stuck(account: MemoryAccount) -> None:
     gate, seen = Gate(), []
 
@@ -229,6 +221,7 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
     """What did start has ended when the error comes out."""
     gate = Gate()
@@ -281,6 +274,7 @@ def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_cancel_drops_writes_behind_a_read_that_stalls(account: MemoryAccount) -> None:
     gate, blocked = Gate(), SlowWrites(memory())
     store = SlowReads(memory(), gate)
@@ -341,6 +335,7 @@ def test_a_read_of_which_a_part_fails(account: MemoryAccount, monkeypatch: pytes
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_only_what_stalled_is_left_after_close(account: MemoryAccount) -> None:
     gate, open_gate = Gate(), Gate()
     open_gate.open()
@@ -369,6 +364,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
     assert outcome == [[]] and worker.error is None
 
 
+@pytest.mark.alone
 def test_close_waits_for_its_threads(account: MemoryAccount) -> None:
     store, gate = SlowReads(memory(), None), Gate()
     ids, _ = fill(store, 1)
@@ -384,6 +380,7 @@ def test_close_waits_for_its_threads(account: MemoryAccount) -> None:
     assert outcome == [None] and threads_of_ours() == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("operation", ["flush", "flush all", "write", "cancel", "close"])
 def test_a_write_that_stalls(account: MemoryAccount, operation: str) -> None:
     store = SlowWrites(memory())
@@ -440,6 +437,7 @@ def test_a_slow_device_is_not_a_stalled_one(account: MemoryAccount, monkeypatch:
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
     gate = Gate()
     store = SlowReads(memory(), gate)
@@ -462,6 +460,7 @@ def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
     assert account.current == 0
 
 
+@pytest.mark.alone
 def test_after_a_write_that_stalled_the_next_has_its_time_again(account: MemoryAccount) -> None:
     store = SlowWrites(memory())
     ids = store.allocate(2)
@@ -486,6 +485,7 @@ def test_after_a_write_that_stalled_the_next_has_its_time_again(account: MemoryA
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_a_write_in_time_does_not_keep_a_read_from_being_mended(account: MemoryAccount) -> None:
     gate, store = Gate(), SlowWrites(memory())
     slow = SlowReads(memory(), gate)
@@ -504,6 +504,7 @@ def test_a_write_in_time_does_not_keep_a_read_from_being_mended(account: MemoryA
     prefetcher.close()
 
 
+@pytest.mark.alone
 def test_close_waits_for_a_write_beside_a_read_that_stalled(account: MemoryAccount) -> None:
     gate, store = Gate(), SlowWrites(memory())
     slow = SlowReads(memory(), gate)
@@ -549,6 +550,7 @@ def test_what_is_given_up_behind_a_stall_is_held_no_longer(account: MemoryAccoun
     prefetcher.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("answers", [True, False])
 @pytest.mark.parametrize("engine", ["uring", "direct"])
 def test_a_cache_on_a_device_that_stalls(
@@ -573,17 +575,17 @@ def test_a_cache_on_a_device_that_stalls(
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=4)
     cache = sparse(model, engine=engine, path=tmp_path, io_timeout=LONG, **ALL)
     generate(model, cache, ids, max_new_tokens=2)
-    cache.shared.prefetcher.flush()
-    prefetcher = cache.shared.prefetcher
+    cache.storage.prefetcher.flush()
+    prefetcher = cache.storage.prefetcher
     used = [full_ring_patience(cache), prefetcher._readers.patience, prefetcher._writes.patience]
     assert [patience.seconds for patience in used] == [LONG] * 3
     if engine == "uring":
-        full = FullRing(cache.shared.ring)
-        cache.shared.ring._patience.seconds = SHORT
+        full = FullRing(cache.storage.ring)
+        cache.storage.ring._patience.seconds = SHORT
     else:
         for store in slow:
             store.gate = gate
-        cache.shared.prefetcher._readers.patience.seconds = SHORT
+        cache.storage.prefetcher._readers.patience.seconds = SHORT
     cache.buffer._drop_slots(0)  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
@@ -606,15 +608,15 @@ def test_a_cache_on_a_device_that_stalls(
         while cache.shared.broken:
             with contextlib.suppress(StalledError):
                 cache.reset()
-        for patience in (cache.shared.prefetcher._readers.patience, *([full_ring_patience(cache)])):
+        for patience in (cache.storage.prefetcher._readers.patience, *([full_ring_patience(cache)])):
             patience.seconds = LONG
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=4))
         cache.close()
-        assert not cache.shared.account.by_owner[STALLED_READS]
+        assert not cache.storage.account.by_owner[STALLED_READS]
     else:
         cache.close()
         cache.close()
-        assert cache.shared.account.by_owner[STALLED_READS] > 0, "memory that may still be written to counts"
+        assert cache.storage.account.by_owner[STALLED_READS] > 0, "memory that may still be written to counts"
         with pytest.raises(CacheClosedError):
             generate(model, cache, ids, max_new_tokens=2)
         let_go()
@@ -623,8 +625,8 @@ def test_a_cache_on_a_device_that_stalls(
 
 
 def full_ring_patience(cache: DiskSwapCache) -> Any:
-    ring = cache.shared.ring
-    return cache.shared.prefetcher._writes.patience if ring is None else ring._patience
+    ring = cache.storage.ring
+    return cache.storage.prefetcher._writes.patience if ring is None else ring._patience
 
 
 # ---------------------------------------------------------------------------------------------- threads that die
@@ -642,6 +644,7 @@ class Lethal(Timeline):
             raise self.error
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("error", [SystemExit("enough"), MemoryError("no more")], ids=repr)
 @pytest.mark.parametrize("timeout", [None, LONG])
 @pytest.mark.parametrize("operation", ["flush", "write", "cancel", "close"])
@@ -698,6 +701,7 @@ def test_a_writer_that_died_while_nobody_waited(account: MemoryAccount) -> None:
     prefetcher.close()
 
 
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     """Nothing is under way any more, and the next write has its time."""
@@ -725,6 +729,7 @@ def test_a_writer_that_stalled_and_then_died(account: MemoryAccount) -> None:
     prefetcher.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("timeout", [None, LONG])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_reader_that_dies(
@@ -840,7 +845,7 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
     fields = {"engine": engine, "path": tmp_path, **ALL}
     cache = sparse(model, **fields)
     generate(model, cache, ids, max_new_tokens=2)
-    parent, store, prefetcher = os.getpid(), cache.offloaded[0].history.store, cache.shared.prefetcher
+    parent, store, prefetcher = os.getpid(), cache.offloaded[0].history.store, cache.storage.prefetcher
     chosen = cache.offloaded[0].history.table.ids[0, :8:2].astype(np.int64)
     prefetcher.flush()
     record_bytes = store.record_bytes
@@ -876,9 +881,9 @@ def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> N
 
     locks = [
         prefetcher._writes._changed,
-        cache.shared.account._lock,
+        cache.storage.account._lock,
         attach._lock(),
-        *([cache.shared.ring._lock] if engine == "uring" else []),
+        *([cache.storage.ring._lock] if engine == "uring" else []),
     ]
     with held_elsewhere(*locks):
         in_child(check)
@@ -898,9 +903,9 @@ def test_an_inherited_cache_is_collected_quietly(model: Any, tmp_path: Path) -> 
     gate = Gate()
     store = SlowReads(caches[0].offloaded[0].history.store, gate)
     chosen = caches[0].offloaded[0].history.table.ids[0, :1].astype(np.int64)
-    caches[0].shared.prefetcher.flush()
+    caches[0].shared.storage.prefetcher.flush()
     out = rows(1).view(-1)[: store.record_bytes].view(1, store.record_bytes)
-    ticket = caches[0].shared.prefetcher.read(store, chosen, out)
+    ticket = caches[0].shared.storage.prefetcher.read(store, chosen, out)
     gate.wait_for(1)  # a thread that the child does not have is in the middle of it
     files = open_descriptors()
 
@@ -920,9 +925,8 @@ def test_an_inherited_cache_is_collected_quietly(model: Any, tmp_path: Path) -> 
 
 
 ENDING = """
-    import gc, os, sys, torch
-    torch.set_num_threads(1)
-    import harness, test_sparse_matrix
+    import gc, os, sys
+    import harness, long_models
     from hf_offload_cache.stores.base import aligned_empty
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(**{**harness.COMMON, "num_hidden_layers": 2, "max_position_embeddings": 2048})
@@ -931,7 +935,7 @@ ENDING = """
 
     def read_everything(cache):
         for layer in cache.offloaded:
-            history, prefetcher = layer.history, cache.shared.prefetcher
+            history, prefetcher = layer.history, cache.storage.prefetcher
             table = history.table.ids[0].astype("int64")
             outs = [aligned_empty(len(table), history.form.record_bytes) for _ in range(4)]
             prefetcher.flush()
@@ -949,7 +953,7 @@ ENDING = """
         if child:
             ends_well(child)
             continue
-        cache = test_sparse_matrix.sparse(model, engine=engine, num_selected=2048)
+        cache = long_models.sparse(model, engine=engine, num_selected=2048)
         first = harness.generate(model, cache, ids, max_new_tokens=3).tokens
         for reading in (False, True):
             if reading:
@@ -1024,7 +1028,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
     """A part of a read may be under way that nobody knows of."""
     with sparse(model, **ALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
-        cache.shared.prefetcher._log.trouble = KeyboardInterrupt()
+        cache.storage.prefetcher._log.trouble = KeyboardInterrupt()
         assert cache.shared.broken
         with pytest.raises(RuntimeError, match=r"interrupted.*reset"):
             cache.crop(-1)
@@ -1090,9 +1094,8 @@ def test_ctrl_c_anywhere(model: Any, engine: str, tmp_path: Path) -> None:
 
 
 LIMITED = """
-    import errno, os, resource, sys, torch
-    torch.set_num_threads(1)
-    import harness, test_sparse_matrix
+    import errno, os, resource, sys
+    import harness, long_models
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def used():
@@ -1120,9 +1123,9 @@ LIMITED = """
     small, large = build(4), build(60)
     for engine in sys.argv[1:]:
         before = used()
-        refused(lambda: test_sparse_matrix.sparse(large, engine=engine), "needs 60 descriptors", "ulimit -n")
+        refused(lambda: long_models.sparse(large, engine=engine), "needs 60 descriptors", "ulimit -n")
         assert used() == before
-        with test_sparse_matrix.sparse(small, engine=engine) as cache:
+        with long_models.sparse(small, engine=engine) as cache:
             assert answer(small, cache) == 103
             cache.reset()
             limit(used() + 1)
@@ -1131,7 +1134,7 @@ LIMITED = """
             cache.reset()
             assert answer(small, cache) == 103
         print(engine)
-    assert answer(large, test_sparse_matrix.sparse(large, engine="memory")) == 103
+    assert answer(large, long_models.sparse(large, engine="memory")) == 103
 """
 """With 64 descriptors a small model works, and what comes later loses nothing. One with too many layers is refused
 before any prefill and leaves nothing open, except where the records are in memory."""
@@ -1187,11 +1190,11 @@ def test_no_space_in_the_middle(
         model(expected.tokens[:, :-1], past_key_values=plain)
     with sparse(model, engine="direct", path=tmp_path, **ALL) as cache:
         generate(model, cache, ids, max_new_tokens=2)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         faulty[0]._failing = range(faulty[0].calls + number, faulty[0].calls + number + 1)
         with pytest.raises(StoreFullError, match=r"layer 0: .*No space left") as caught:
             generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=38)
-            cache.shared.prefetcher.flush()
+            cache.storage.prefetcher.flush()
         assert caught.value.errno == errno.ENOSPC
         held = min(layer.length for layer in cache.offloaded)
         assert held > LENGTH
@@ -1230,7 +1233,7 @@ def test_a_thousand_caches(tmp_path: Path) -> None:
                 if reads:
                     model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
             assert cache.get_seq_length() == 23 + reads
-        assert cache.shared.account.current == 0
+        assert cache.storage.account.current == 0
 
     def held() -> tuple[int, int, int]:
         maps = Path("/proc/self/maps")

@@ -1,17 +1,7 @@
-"""Sparse decoding on every kind of model: what attention is given is what was put in, whatever happened in between.
-
-`checked_gathers` keeps a copy of all that comes in, moved along with every change, and holds every gathered entry
-against it. It serves the other tests of sparse caches too.
-"""
+"""Sparse decoding on every kind of model: what attention is given is what was put in, whatever happened in between."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import walk
+from gathers import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
+from long_models import LENGTH, long_tiny, sparse
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.history.position_history import History
-
-POSITIONS = 2048
-"""Positions of the models in here: the matrix's own have too few for a prompt that an adapter is made of."""
-
-SPARSE: dict[str, Any] = {
-    "group_size": 4,
-    "num_recent": 8,
-    "block_tokens": 64,
-    "num_selected": 32,
-    "look_ahead": True,
-    "layer_budgets": "uniform",
-    "rank": 8,
-    "engine": "memory",
-}
-"""Fields of a cache that selects an eighteenth of a prompt of `LENGTH`."""
-
-LENGTH = 620
-"""Tokens of a prompt: more than the 512 that an adapter is made of."""
-
-
-# ---------------------------------------------------------------------------------------------- models
-
-
-@contextlib.contextmanager
-def positions() -> Iterator[None]:
-    """The walk's tiny models have `POSITIONS` positions in here."""
-    before = dict(walk.SIZES)
-    walk.SIZES.update({name: POSITIONS for name, size in before.items() if size == walk.POSITIONS})
-    try:
-        yield
-    finally:
-        walk.SIZES.update(before)
-
-
-def walked(name: str) -> Any:
-    """A new tiny model of any architecture, with `POSITIONS` positions."""
-    with positions(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return walk.tiny_model(walk.architectures()[name])
-
-
-def long_fresh(name: str, seed: int = 0, **fields: Any) -> Any:
-    """A new tiny model of the matrix with `POSITIONS` positions and `fields`."""
-    prefix, own = harness.TINY[name]
-    config_class = getattr(transformers, harness._CLASS_OF_CONFIG.get(prefix, f"{prefix}Config"))
-    fields = {**harness.COMMON, **own, "max_position_embeddings": POSITIONS, **fields}
-    model_class = getattr(transformers, f"{prefix}ForCausalLM")
-    return harness.build(model_class, config_class(**copy.deepcopy(fields)), seed)
-
-
-@functools.cache
-def long_tiny(name: str) -> Any:
-    """The model of that name, of the matrix or else of the walk, shared by all tests: close what is attached."""
-    return long_fresh(name) if name in harness.TINY else walked(name)
-
 
 MATRIX = ("llama", "qwen3", "gemma3", "mistral", "phi3", "opt", "gpt_neox", "gpt_oss", "deepseek_v2")
 MODELS = (*MATRIX, "phi", "stablelm", "falcon_h1", "qwen3_next")
@@ -92,94 +28,6 @@ TAGGED |= {"qwen3_next": 2, "deepseek_v2": 0}
 """Name -> layers that are sparse. DeepSeek-V2 caches what keys are made of, and gets it back whole."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be sparse")
-
-
-# ---------------------------------------------------------------------------------------------- the check
-
-
-@dataclass
-class Gathers:
-    """What was gathered while the check was on."""
-
-    calls: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    """(layer, groups (B, M)) of every gather that was found right."""
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
-
-@contextlib.contextmanager
-def checking(strict: bool = True) -> Iterator[Gathers]:
-    """Every gather is compared, to the bit, with the history read back whole and with a copy of what came in.
-
-    `strict`: the groups are also distinct, ascending and sealed.
-    """
-    seen = Gathers()
-    copies: dict[int, tuple[History, torch.Tensor, torch.Tensor]] = {}
-    append, select_rows, truncate, gather = (
-        History.append,
-        History.select_rows,
-        History.truncate,
-        SelectionBuffer.gather,
-    )
-
-    def held(history: History) -> tuple[torch.Tensor, torch.Tensor] | None:
-        kept = copies.get(id(history))
-        return None if kept is None or kept[0] is not history else kept[1:]
-
-    def watched_append(history: History, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        old = held(history)
-        result = append(history, keys, values)
-        both = (keys.detach().clone(), values.detach().clone())
-        if old is not None:
-            both = (torch.cat([old[0], both[0]], 2), torch.cat([old[1], both[1]], 2))
-        if old is not None or history.length == keys.shape[2]:
-            copies[id(history)] = (history, *both)
-        return result
-
-    def watched_select(history: History, rows: torch.Tensor) -> Any:
-        result = select_rows(history, rows)
-        if (old := held(history)) is not None:
-            copies[id(history)] = (history, old[0][rows], old[1][rows])
-        return result
-
-    def watched_truncate(history: History, length: int) -> Any:
-        result = truncate(history, length)
-        if (old := held(history)) is not None:
-            copies[id(history)] = (history, old[0][:, :, :length], old[1][:, :, :length])
-        return result
-
-    def watched_gather(buffer: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        entries = gather(buffer, layer, groups)
-        history = layer.history
-        chosen = np.array(groups)
-        if strict:
-            assert chosen.shape[0] == layer.batch
-            assert (np.diff(chosen, axis=1) > 0).all()
-            assert chosen.size == 0 or 0 <= chosen.min() <= chosen.max() < history.num_groups
-        columns = layer._columns(groups)[:, None, :, None]
-        got = history.form.split(entries)
-        own = held(history)
-        for truth in [history.whole()] + ([] if own is None else [own]):
-            for part, whole in zip(got, truth, strict=True):
-                assert whole.shape[2] == layer.length
-                assert torch.equal(part, whole.gather(2, columns.expand(-1, whole.shape[1], -1, whole.shape[3])))
-        seen.calls.append((layer.layer_idx, chosen))
-        return entries
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(History, "append", watched_append)
-        patch.setattr(History, "select_rows", watched_select)
-        patch.setattr(History, "truncate", watched_truncate)
-        patch.setattr(SelectionBuffer, "gather", watched_gather)
-        yield seen
-
-
-@pytest.fixture
-def checked_gathers() -> Iterator[Gathers]:
-    """`checking` for a whole test."""
-    with checking() as seen:
-        yield seen
 
 
 # ---------------------------------------------------------------------------------------------- driving
@@ -238,20 +86,7 @@ def linear(cache: DiskSwapCache) -> bool:
     return any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
 
 
-def sparse(model: Any, **fields: Any) -> DiskSwapCache:
-    return DiskSwapCache(model, **{**SPARSE, **fields})
-
-
 REUSE = {"none": {"reuse_capacity": 0}, "some": {"reuse_capacity": 40}, "default": {}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: int) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import harness
 import pytest
 import walk
+from gathers import Gathers, checking
 from harness import PAD, generate, padding, prompt, unchanged
-from test_sparse_matrix import LENGTH, Gathers, checked_gathers, checking, one_thread, sparse, walked
+from long_models import LENGTH, sparse, walked
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-
-__all__ = ["checked_gathers", "one_thread"]  # fixtures
 
 REPRESENTATIVES = (*walk.REPRESENTATIVES, "jamba", "opt", "phi", "stablelm", "gpt_neox", "bamba", "mixtral", "qwen3")
 """What the default run takes; the others are slow."""
@@ -46,7 +45,7 @@ def test_everything_selected(name: str) -> None:
     with checking() as seen:
         result = walk.walk_one(walk.architectures()[name], make=all_selected)
     check(result)
-    steps = harness.NEW - 1
+    steps = walk.NEW - 1
     assert len(seen) >= steps * result.layers["tagged"]
     assert bool(len(seen)) == bool(result.layers["tagged"])
 

@@ -19,9 +19,9 @@ from eval.baselines.loki import LokiCache, leading_directions
 from eval.baselines.paged import PagedCache
 from eval.baselines.per_head import fold_heads, unfold_heads
 from eval.baselines.shadowkv import ShadowKVCache
-from hf_offload_cache.core.offload_layer import TAG
 from hf_offload_cache.errors import BudgetError, PromptError
 from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.model.tag import TAG
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
 TOKENS = 600
@@ -30,7 +30,6 @@ SELECTIVE = (InfiniGenCache, LokiCache, GroupedInfiniGenCache, ShadowKVCache)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.set_num_threads(1)
     return synthetic.build_model(TINY)
 
 
@@ -71,7 +70,7 @@ def test_a_part_of_it_is_not(model: Any, reference: torch.Tensor, tmp_path: Path
 def test_flexgen_is_the_full_cache_bit_by_bit(model: Any, reference: torch.Tensor, tmp_path: Path) -> None:
     with FlexGenCache(model, path=tmp_path) as cache:
         assert torch.equal(next_logits(model, cache), reference)
-        stored = sum(layer.history.num_groups for layer in cache.offloaded) * cache.shared.stores[0].record_bytes * 2
+        stored = sum(layer.history.num_groups for layer in cache.offloaded) * cache.storage.stores[0].record_bytes * 2
         assert cache.report().bytes_read >= 3 * stored
 
 
@@ -283,7 +282,7 @@ def test_the_account_agrees_with_what_is_reckoned(kind: Any, method: str, model:
     light = synthetic.build_model(shape)
     with kind(light, path=tmp_path, **fields) as cache:
         synthetic.fill(cache, light, shape, 8192)
-        cache.shared.prefetcher.flush()
+        cache.storage.prefetcher.flush()
         inputs = synthetic.Inputs(shape, 0.9)
         for _ in range(3):
             synthetic.decode_step(light, cache, inputs.next())

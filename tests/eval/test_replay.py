@@ -27,11 +27,6 @@ FIELDS = {"num_selected": 64, "reuse_capacity": 64, "rank": 16, "group_size": 4,
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def setting_of(path: Path, tokens: int = 1024, **others: Any) -> Setting:
     return Setting(TINY, tokens, **{"memory": None, "path": str(path), "fields": FIELDS, **others})
 
@@ -58,7 +53,7 @@ def test_what_is_gathered_is_what_was_put_in(tmp_path: Path) -> None:
                     for row in range(3):
                         assert torch.equal(own[row], whole[row][:, positions[row]])
             assert not torch.equal(keys[0], keys[1])
-        assert one.own is not None and one.own.shared.stores[0].reads > 0
+        assert one.own is not None and one.own.shared.storage.stores[0].reads > 0
     finally:
         one.close()
 
@@ -97,9 +92,9 @@ def test_overlap_off_reads_only_what_is_missing_and_waits(tmp_path: Path) -> Non
         report, taken = one.own.report(), one.taken["off"]
         assert report.prefetch_hit_rate == report.hit_rate == 0.0
         # 16 groups and the sinks' in each of two layers, each in a record of its own
-        assert taken.bytes_read == [2 * 17 * one.own.shared.stores[0].record_bytes] * 4
+        assert taken.bytes_read == [2 * 17 * one.own.shared.storage.stores[0].record_bytes] * 4
         assert len(taken.store) == 4 and all(seconds > 0 for seconds in taken.store)
-        assert "read" not in vars(one.own.shared.prefetcher) and "prefetch" not in vars(one.own.buffer)
+        assert "read" not in vars(one.own.shared.storage.prefetcher) and "prefetch" not in vars(one.own.buffer)
         one.own.shared.reset_counters()
         one.steps(4, "on")
         found = one.own.report().prefetch_hit_rate
@@ -113,7 +108,7 @@ def test_reads_are_issued_as_before_after_an_error(tmp_path: Path) -> None:
     with DiskSwapCache(synthetic.build_model(TINY), path=tmp_path) as cache:
         with pytest.raises(KeyError), replays.reads_waited_for(cache):
             raise KeyError
-        assert "read" not in vars(cache.shared.prefetcher)
+        assert "read" not in vars(cache.storage.prefetcher)
         assert not {"prefetch", "prefetch_again"} & set(vars(cache.buffer))
 
 
@@ -146,7 +141,7 @@ def test_throttled_caches_read_through_the_device(tmp_path: Path) -> None:
     one = replays.replay(OWN, setting_of(tmp_path, profile="sd"))
     try:
         assert one.own is not None
-        stores: list[Any] = one.own.shared.stores
+        stores: list[Any] = one.own.shared.storage.stores
         assert len(stores) == 2 and all(isinstance(store, ThrottledStore) for store in stores)
         assert stores[0].clock is stores[1].clock
         assert stores[0].clock.bytes_per_second == profiles.SD.bytes_per_second
@@ -157,7 +152,7 @@ def test_throttled_caches_read_through_the_device(tmp_path: Path) -> None:
         assert one.taken["off"].store[0] >= least
     finally:
         one.close()
-    assert one.own.shared.stores == []
+    assert one.own.shared.storage.stores == []
 
 
 def test_models_share_their_weights(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import build
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
 from hf_offload_cache import DiskSwapCache
-from tests.harness import build
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
 QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")
@@ -202,7 +202,7 @@ def test_what_is_seen_is_what_was_attended(rolling: bool, tmp_path: Path) -> Non
             torch.testing.assert_close(output.view(4, 16), expected, rtol=1e-4, atol=1e-4)
             assert 0 < look.mass < 1
             assert 0 <= look.resident <= len(look.groups)
-        assert sum(look.resident for look in looks) == cache.shared.counters.units_resident
+        assert sum(look.resident for look in looks) == cache.storage.counters.units_resident
 
 
 def test_everything_is_seen_of_an_exact_cache() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +24,6 @@ SMOL = Geometry.uniform(30, 9, 3, 64)
 LLAMA_8B = Geometry.uniform(32, 32, 8, 128)
 CONTEXT, BATCH = 960, 2
 """Of the tiny model's runs: long enough that compact keys are made, which takes 512 tokens."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny: threads of torch would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for
@@ -333,7 +324,7 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     """The account is within the plan by owner, and within the budget at its peak."""
     report = cache.report()
     plan = plan_memory(geometry, cache.config, CONTEXT, BATCH)
-    assert report.memory_budget == cache.shared.account.limit
+    assert report.memory_budget == cache.storage.account.limit
     assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
     most = {owner: max(plan.prefill.get(owner, 0), plan.decode.get(owner, 0)) for owner in report.memory_by_owner}
     over = {owner: (held, most[owner]) for owner, held in report.memory_by_owner.items() if held > most[owner]}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -347,21 +347,51 @@ def test_set_attn_implementation_after_attaching(other: str, used: bool) -> None
     assert_exact(expected, generate(model, dynamic(model), turn))
 
 
-@pytest.mark.parametrize("how", ["module", "forward"])
-def test_torch_compile(how: str) -> None:
-    """Compiled with the eager backend, as a wrapper or as the inner forward: the same tokens."""
+@pytest.fixture
+def dynamo() -> Iterator[dict[str, Any]]:
+    """torch.compile's counters, from a clean start."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "sparse"])
+@pytest.mark.parametrize("how", ["wrapper", "compiled forward"])
+def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
+    """Compiled with the eager backend, as a wrapper or as the inner forward: the same tokens, sparse with the guesses
+    of the look-ahead. The tracer breaks at `update`, at attention and at the seams alone, and never looks into them."""
     model = fresh("llama")
     expected = CASES["left_padding"](model, dynamic(model))
-    torch._dynamo.reset()
-    try:
-        wrapped = torch.compile(model, backend="eager") if how == "module" else model
-        if how == "forward":
-            model.forward = torch.compile(model.forward, backend="eager")
-        with unchanged(model), ours(wrapped) as cache, ours(model):
-            assert_exact(expected, CASES["left_padding"](wrapped, cache))
-            assert cache.report().layers["tagged"] == 3
-    finally:
-        torch._dynamo.reset()
+    wrapped = torch.compile(model, backend="eager") if how == "wrapper" else model
+    if how == "compiled forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    with unchanged(model), DiskSwapCache(wrapped, **MODES[mode]) as cache, ours(model):
+        assert_exact(expected, CASES["left_padding"](wrapped, cache))
+        assert cache.report().layers["tagged"] == 3
+        if mode == "sparse":
+            assert {index for index, sight in cache.look_ahead.sights.items() if sight.project is not None} == {0, 1, 2}
+    breaks = list(dynamo["graph_break"])
+    assert all(any(name in reason for name in ("Seam.__call__", "Cache.update", "_attend")) for reason in breaks), breaks
+    if how == "compiled forward":  # `generate` calls the model under the wrapper, which nobody compiled
+        assert 0 < dynamo["frames"]["ok"] <= 60
+
+
+def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
+    """After some steps nothing is compiled anew, however long the history grows."""
+    model = fresh("llama")
+    model.forward = torch.compile(model.forward, backend="eager")
+    with DiskSwapCache(model, **MODES["sparse"]) as cache, torch.no_grad():
+        model(prompt(model), past_key_values=cache)
+        for seed in range(4):
+            model(prompt(model, 1, 1, seed), past_key_values=cache)
+        settled = dict(dynamo["frames"])
+        for seed in range(12):
+            model(prompt(model, 1, 1, seed), past_key_values=cache)
+        assert settled["ok"] > 0
+        assert dict(dynamo["frames"]) == settled
 
 
 # ---------------------------------------------------------------------------------------------- prompts and batches
@@ -562,7 +592,6 @@ def test_a_model_built_from_an_attached_config() -> None:
 
 _LOAD = """
 import pickle, sys, torch
-torch.set_num_threads(1)
 from transformers import DynamicCache
 if sys.argv[1] == "pickle":
     with open(sys.argv[2], "rb") as file:

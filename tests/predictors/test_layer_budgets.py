@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gathers import selections
 from harness import generate, prompt
-from test_disk_swap import LONG, long_model, run, selections, sparse
+from long_llama import LONG, long_model, run, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches.disk_swap_layer import DiskSwapLayer
+from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from hf_offload_cache.predictors.layer_budgets import MOST, spread
@@ -190,14 +191,14 @@ def test_the_queries_are_off_the_account_before_selecting_takes_its_memory(monke
     gather = SelectionBuffer.gather
 
     def watched(self: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        held.append(self.shared.account.by_owner["tables"])
+        held.append(self.shared.storage.account.by_owner["tables"])
         return gather(self, layer, groups)
 
     monkeypatch.setattr(SelectionBuffer, "gather", watched)
     with sparse(layer_budgets="measured") as cache:
         with torch.no_grad():
             long_model()(prompt(long_model(), 1, LONG), past_key_values=cache)
-        before = cache.shared.account.by_owner["tables"]
+        before = cache.storage.account.by_owner["tables"]
         queries = sum(layer.latest_queries.nbytes for layer in cache.offloaded)
         run_one = prompt(long_model(), 1, 1, seed=3)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from hf_offload_cache.predictors.directions import (
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.predictors.low_rank import LowRankKeys
+from hf_offload_cache.predictors.low_rank_keys import LowRankKeys
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import SMALL, fresh, generate, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import OffloadConfig
@@ -28,7 +29,6 @@ from hf_offload_cache.report.timeline import NO_TIMELINE, Timeline
 from hf_offload_cache.report.trace import Trace
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import LatencyStore
-from tests.harness import SMALL, fresh, generate, prompt, tiny
 
 PROMPT, NEW, CHUNK = 640, 8, 160
 """More than the 512 tokens from which there are compact keys to select with; the prompt in chunks of `CHUNK`."""
@@ -90,6 +90,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with torch.no_grad():
             for _ in range(NEW):
                 model(input_ids=ids[:, -1:], past_key_values=cache)
+        cache.shared.prefetcher.flush()  # what is written later would be in the trace and not in the report
         report = cache.report()
     assert report.selected_fraction is not None, "the steps were not sparse: the test would prove little"
     return json.loads(path.read_text()), report, before.bytes_read
@@ -267,7 +268,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         generate(model, cache, prompt(model), max_new_tokens=2)
         assert cache.report().memory_by_owner["timeline"] == Trace.HELD_BYTES
     cache.close()
-    assert "timeline" not in {owner for owner, held in cache.shared.account.by_owner.items() if held}
+    assert "timeline" not in {owner for owner, held in cache.storage.account.by_owner.items() if held}
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
     assert list(tmp_path.iterdir()) == [path]
 

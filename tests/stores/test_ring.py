@@ -315,7 +315,7 @@ def test_an_interruption_anywhere_leaves_the_ring_whole(file: tuple[int, np.ndar
         left = [moment]
 
         def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("stores/ring.py") or frame.f_code.co_name == "_close":
+            if not frame.f_code.co_filename.endswith("stores/uring/ring.py") or frame.f_code.co_name == "_close":
                 return None
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             if event == "line" and not statement.startswith(("with ", "try:", "pass")):  # no signal is served there
@@ -359,6 +359,7 @@ def impatient(request: pytest.FixtureRequest) -> Iterator[Ring]:
     ring.close()
 
 
+@pytest.mark.alone
 def test_a_wait_that_takes_too_long(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
     batch = pipe.stall(impatient, 2)
     for _ in range(3):
@@ -376,6 +377,7 @@ def test_a_wait_that_takes_too_long(impatient: Ring, file: tuple[int, np.ndarray
     assert np.array_equal(out, file[1][:20]), "and the ring can be used on"
 
 
+@pytest.mark.alone
 def test_what_waits_behind_a_stalled_read(impatient: Ring, file: tuple[int, np.ndarray], pipe: Pipe) -> None:
     """Reads that never began, and what was dropped of them, are waited for no longer than the one that is stuck."""
     pipe.stall(impatient, 4)
@@ -390,6 +392,7 @@ def test_what_waits_behind_a_stalled_read(impatient: Ring, file: tuple[int, np.n
     assert behind.dropped and not out.any()
 
 
+@pytest.mark.alone
 def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
     """After `close` a thread holds the memory and the descriptor until the read has ended."""
 
@@ -414,6 +417,7 @@ def test_a_stalled_read_outlives_its_ring(impatient: Ring, pipe: Pipe) -> None:
     assert (pipe.memory[0] == 1).all()
 
 
+@pytest.mark.alone
 def test_a_ring_that_is_forgotten_while_it_is_stalled(pipe: Pipe) -> None:
     rings = [Ring(4, timeout=0.05)]
     pipe.stall(rings[0])

@@ -38,7 +38,7 @@ def run(capacity: int, group_size: int, batch: int = 1) -> tuple[Selections, int
         with recorded(cache) as selections:
             for position in range(CONTEXT, CONTEXT + STEPS):
                 model(input_ids=ids[:, position : position + 1], past_key_values=cache)
-        counters = cache.shared.counters
+        counters = cache.storage.counters
         return selections, counters.units_resident, counters.units_selected
 
 

@@ -1,4 +1,4 @@
-"""Configurations as flat names and values: text that is the same, in any process, for what is equal."""
+"""Fields of configurations: their values, and as text that is the same in any process for what is equal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import torch
 
 _ONLY_IN_TRAINING = ("dropout", "pdrop", "layerdrop")
 """Endings of fields that are off outside of training."""
+
+
+def config_value(config: Any, name: str) -> Any:
+    """A field of a configuration; None where it has none, or one that differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # what transformers raises for a field that has no one value
+        return None
 
 
 def flat(name: str, value: Any, ignored: Collection[str] = ()) -> dict[str, str]:

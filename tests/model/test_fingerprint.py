@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.contexts.identity import check_identity, identity
-from hf_offload_cache.contexts.weights import SAMPLE, weights
 from hf_offload_cache.errors import ContextMismatchError
+from hf_offload_cache.model.fingerprint import check_fingerprint, full_fingerprint
+from hf_offload_cache.model.weights import SAMPLE, weights
 
 LLAMA = "llama"
 
@@ -37,7 +37,7 @@ def differing(before: dict[str, str], after: dict[str, str]) -> set[str]:
 def refused(stored: dict[str, str], model: Any, tokenizer: Any = None) -> str:
     """The message of the refusal, without what every one says."""
     with pytest.raises(ContextMismatchError) as caught:
-        check_identity(stored, model, tokenizer)
+        check_fingerprint(stored, model, tokenizer)
     return str(caught.value).partition(": ")[2].partition("; open it")[0]
 
 
@@ -57,17 +57,17 @@ def of_config(name: str, **changed: Any) -> Any:
 def test_a_reload_is_the_same_model(name: str, tmp_path: Path) -> None:
     """Also of tied weights, sinks, biases and latent keys; as a manifest keeps it, and at another path."""
     model = fresh(name)
-    stored = json.loads(json.dumps(identity(model, full_digest=True)))
+    stored = json.loads(json.dumps(full_fingerprint(model, every_byte=True)))
     assert all(type(value) is str for value in stored.values())
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert identity(again, full_digest=True) == stored
-    check_identity(stored, again)
+    assert full_fingerprint(again, every_byte=True) == stored
+    check_fingerprint(stored, again)
 
 
 def test_the_order_is_the_order_of_comparison() -> None:
     """The kind of model first, the weights last."""
-    names = list(identity(tiny(LLAMA), tokenizer(), full_digest=True))
+    names = list(full_fingerprint(tiny(LLAMA), tokenizer(), every_byte=True))
     assert names[0] == "config.model_type"
     assert names[-3:] == ["tokenizer", "weights", "weights (full)"]
     groups = [name.partition(".")[0] for name in names[:-3]]
@@ -134,40 +134,40 @@ def turn(parameter: torch.nn.Parameter) -> None:
 @pytest.mark.parametrize("change", SAME)
 def test_what_changes_no_key_changes_nothing(change: str) -> None:
     model = fresh(LLAMA)
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     changed = SAME[change](model)
     model = changed if isinstance(changed, torch.nn.Module) else model
-    assert identity(model, full_digest=True) == stored
-    check_identity(stored, model)
+    assert full_fingerprint(model, every_byte=True) == stored
+    check_fingerprint(stored, model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_attached_or_not_and_after_generate(name: str) -> None:
     """The seams are nothing of the model's, and asking changes nothing."""
     model = fresh(name)
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     with DiskSwapCache(model, **SMALL) as cache:
-        assert identity(model, full_digest=True) == stored
+        assert full_fingerprint(model, every_byte=True) == stored
         model.generate(prompt(model), past_key_values=cache, max_new_tokens=2)
         with unchanged(model):
-            assert identity(model, full_digest=True) == stored
-    assert identity(model, full_digest=True) == stored
+            assert full_fingerprint(model, every_byte=True) == stored
+    assert full_fingerprint(model, every_byte=True) == stored
 
 
 def test_frequencies_that_grow_with_the_length() -> None:
     """A forward over more tokens than trained on recomputes them: that is no other model."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = of_config(LLAMA, rope_parameters=rope, max_position_embeddings=16)
-    stored = identity(model)
+    stored = full_fingerprint(model)
     before = model.model.rotary_emb.inv_freq.clone()
     model(prompt(model))
     assert not torch.equal(before, model.model.rotary_emb.inv_freq)
-    assert identity(model) == stored
+    assert full_fingerprint(model) == stored
 
 
 def test_no_model() -> None:
     with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
-        identity(torch.nn.Linear(2, 2))
+        full_fingerprint(torch.nn.Linear(2, 2))
 
 
 # ---------------------------------------------------------------------------------------------- another configuration
@@ -223,28 +223,28 @@ OTHER_CONFIG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", OTHER_CONFIG)
 def test_another_configuration_is_named(case: str) -> None:
     name, changed, message = OTHER_CONFIG[case]
-    assert refused(identity(tiny(name)), of_config(name, **changed)) == message
+    assert refused(full_fingerprint(tiny(name)), of_config(name, **changed)) == message
 
 
 def test_another_kind_of_model_is_named_before_its_fields() -> None:
-    assert refused(identity(tiny(LLAMA)), tiny("qwen2")) == "config.model_type was llama, here it is qwen2"
+    assert refused(full_fingerprint(tiny(LLAMA)), tiny("qwen2")) == "config.model_type was llama, here it is qwen2"
 
 
 def test_what_a_module_was_changed_to_after_it_was_built() -> None:
     """The configuration does not tell."""
     model = fresh("gemma3")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     model.model.layers[1].self_attn.scaling *= 2
     assert refused(stored, model) == "attention.scaling was 0.25, here it is [0.25, 0.5, 0.25, 0.25]"
 
 
 def test_the_type_of_the_weights() -> None:
     model = fresh(LLAMA)
-    stored = identity(model)
+    stored = full_fingerprint(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     assert refused(stored, model) == "dtype was float32, here it is bfloat16"
-    check_identity(identity(model), model)
+    check_fingerprint(full_fingerprint(model), model)
 
 
 def test_a_cast_model_has_other_angles_than_one_loaded_so(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_a_cast_model_has_other_angles_than_one_loaded_so(tmp_path: Path) -> Non
     cast.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     cast.bfloat16()
-    assert differing(identity(loaded), identity(cast)) == {"rope.inv_freq"}
-    assert refused(identity(loaded), cast) == "rope.inv_freq was float32, here it is bfloat16"
+    assert differing(full_fingerprint(loaded), full_fingerprint(cast)) == {"rope.inv_freq"}
+    assert refused(full_fingerprint(loaded), cast) == "rope.inv_freq was float32, here it is bfloat16"
 
 
 def test_the_part_around_a_text_model_counts() -> None:
@@ -275,13 +275,13 @@ def test_the_part_around_a_text_model_counts() -> None:
         return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
 
     model = composite(2)
-    stored = identity(model)
+    stored = full_fingerprint(model)
     assert stored["config.head_dim"] == "16"
     assert not [name for name in stored if "text_config" in name]
     assert refused(stored, composite(4)).startswith("outer config.vision_config.image_size was 16, here it is 32")
     with torch.no_grad():
         next(model.model.vision_tower.parameters()).view(-1)[0] += 1
-    assert differing(stored, identity(model)) == {"weights"}
+    assert differing(stored, full_fingerprint(model)) == {"weights"}
 
 
 # ---------------------------------------------------------------------------------------------- other weights
@@ -292,7 +292,7 @@ def test_the_part_around_a_text_model_counts() -> None:
 def test_any_element_changes_the_full_digest(data: st.DataObject) -> None:
     """By one bit, wherever it lies; the sampled digest changes if it is one of those."""
     model = tiny(LLAMA)
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     parameters = list(model.parameters())
     parameter = parameters[data.draw(st.integers(0, len(parameters) - 1))]
     number = min(SAMPLE, parameter.numel())
@@ -301,62 +301,62 @@ def test_any_element_changes_the_full_digest(data: st.DataObject) -> None:
     bits = parameter.data.view(-1).view(torch.int32)
     try:
         bits[element] ^= 1
-        changed = identity(model, full_digest=True)
+        changed = full_fingerprint(model, every_byte=True)
         assert differing(stored, changed) == {"weights (full)"} | ({"weights"} if element in sampled else set())
         first = "weights" if element in sampled else "weights (full)"
         assert refused(stored, model).startswith(f"{first} was {stored[first]}, here it is {changed[first]}")
     finally:
         bits[element] ^= 1
-    check_identity(stored, model)
+    check_fingerprint(stored, model)
 
 
 def test_first_and_last_element_of_every_parameter_are_sampled() -> None:
     model = fresh(LLAMA)
-    stored = identity(model)
+    stored = full_fingerprint(model)
     for name, parameter in model.named_parameters():
         flat = parameter.data.view(-1)
         for element in (0, -1):
             kept = flat[element].item()
             flat[element] = kept + 1
-            assert differing(stored, identity(model)) == {"weights"}, (name, element)
+            assert differing(stored, full_fingerprint(model)) == {"weights"}, (name, element)
             flat[element] = kept
-    assert identity(model) == stored
+    assert full_fingerprint(model) == stored
 
 
 def test_what_a_digest_sees() -> None:
     """Names and shapes beside the bytes; the sign of zero; buffers that are saved, and no others."""
     model = fresh(LLAMA)
-    stored = identity(model)["weights"]
+    stored = full_fingerprint(model)["weights"]
     norm = model.model.norm
     norm.weight.data = norm.weight.data.view(8, 8)
-    assert identity(model)["weights"] != stored
+    assert full_fingerprint(model)["weights"] != stored
     norm.weight.data = norm.weight.data.view(64)
-    assert identity(model)["weights"] == stored
+    assert full_fingerprint(model)["weights"] == stored
 
     layers = model.model.layers
     first, second = layers[0].mlp, layers[1].mlp
     layers[0].mlp, layers[1].mlp = second, first
-    assert identity(model)["weights"] != stored
+    assert full_fingerprint(model)["weights"] != stored
     layers[0].mlp, layers[1].mlp = first, second
-    assert identity(model)["weights"] == stored
+    assert full_fingerprint(model)["weights"] == stored
 
     norm.weight.data[0] = 0.0
-    zero = identity(model)["weights"]
+    zero = full_fingerprint(model)["weights"]
     norm.weight.data[0] = -0.0
-    assert identity(model)["weights"] != zero
+    assert full_fingerprint(model)["weights"] != zero
 
     norm.weight.data[0] = 1.0
     norm.register_buffer("scratch", torch.zeros(3), persistent=False)
-    assert identity(model)["weights"] == stored
+    assert full_fingerprint(model)["weights"] == stored
     norm.register_buffer("offset", torch.zeros(3))
-    with_buffer = identity(model)["weights"]
+    with_buffer = full_fingerprint(model)["weights"]
     assert with_buffer != stored
     norm.offset[1] = 1
-    changed = identity(model)["weights"]
+    changed = full_fingerprint(model)["weights"]
     assert changed not in (stored, with_buffer)
     norm.register_buffer("renamed", norm.offset)
     del norm.offset
-    assert identity(model)["weights"] not in (stored, with_buffer, changed)
+    assert full_fingerprint(model)["weights"] not in (stored, with_buffer, changed)
 
 
 def test_tensors_that_consist_of_others() -> None:
@@ -367,7 +367,7 @@ def test_tensors_that_consist_of_others() -> None:
 
     def of_two(other: torch.Tensor) -> str:
         model.model.norm.weight = torch.nn.Parameter(two_tensor.TwoTensor(numbers, other), requires_grad=False)
-        return identity(model)["weights"]
+        return full_fingerprint(model)["weights"]
 
     same, changed = numbers.clone(), numbers.clone()
     changed[3] += 1
@@ -384,20 +384,20 @@ def test_offloaded_weights_are_seen(where: str, tmp_path: Path) -> None:
     import accelerate
 
     model = fresh(LLAMA)
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     if where == "memory":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert model.model.layers[0].mlp.up_proj.weight.device.type == "meta"
-    assert identity(model, full_digest=True) == stored
+    assert full_fingerprint(model, every_byte=True) == stored
 
 
 def test_weights_that_nobody_holds_are_never_taken_for_seen_ones() -> None:
     model = fresh(LLAMA)
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.to("meta"))
-    unseen = identity(model, full_digest=True)
+    unseen = full_fingerprint(model, every_byte=True)
     assert differing(stored, unseen) == {"weights", "weights (full)"}
     count = len(list(weights(model)))
     assert unseen["weights"].startswith(f"unseen: 1 of {count} weights; ")
@@ -423,71 +423,71 @@ def adapted(*names: str, **fields: Any) -> Any:
 
 def test_an_adapter_is_named() -> None:
     model = adapted("one")
-    stored = identity(tiny(LLAMA))
+    stored = full_fingerprint(tiny(LLAMA))
     assert stored["adapters"] == "none"
     assert refused(stored, model) == 'adapters was none, here it is ["one"]'
-    assert identity(model)["adapters.one.scaling"] == "2"
+    assert full_fingerprint(model)["adapters.one.scaling"] == "2"
 
 
 def test_an_adapter_is_the_same_through_either_handle(tmp_path: Path) -> None:
     """PEFT's wrapper, the model within, a compiled wrapper; and loaded again."""
     peft = pytest.importorskip("peft")
     model = adapted("one")
-    stored = identity(model)
-    check_identity(stored, model.get_base_model())
-    check_identity(stored, torch.compile(model, backend="eager"))
+    stored = full_fingerprint(model)
+    check_fingerprint(stored, model.get_base_model())
+    check_fingerprint(stored, torch.compile(model, backend="eager"))
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(fresh(LLAMA), str(tmp_path / "one"), adapter_name="one")
-    assert differing(stored, identity(again)) == set()
+    assert differing(stored, full_fingerprint(again)) == set()
     inner = model.get_base_model()
     inner.model = torch.compile(inner.model, backend="eager")
-    check_identity(stored, model)
+    check_fingerprint(stored, model)
 
 
 def test_another_active_adapter() -> None:
     model = adapted("one", "two")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     model.set_adapter("two")
     assert refused(stored, model) == 'adapters was ["one"], here it is ["two"]'
     model.set_adapter("one")
-    check_identity(stored, model)
+    check_fingerprint(stored, model)
 
 
 def test_a_disabled_adapter() -> None:
     model = adapted("one")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     with model.disable_adapter():
-        disabled = identity(model)
+        disabled = full_fingerprint(model)
         assert refused(stored, model) == "adapters.disabled was false, here it is true"
-    check_identity(stored, model)
+    check_fingerprint(stored, model)
     assert refused(disabled, model) == "adapters.disabled was true, here it is false"
 
 
 def test_a_merged_adapter() -> None:
     model = adapted("one")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     model.merge_adapter()
     assert refused(stored, model) == 'adapters.merged was [], here it is ["one"]'
 
 
 def test_another_scaling_in_one_layer() -> None:
     model = adapted("one")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     layer = model.get_base_model().model.layers[1].self_attn.k_proj
     layer.scale_layer(1.5)
     assert refused(stored, model) == "adapters.one.scaling was 2, here it is 2, 3"
     model.get_base_model().model.layers[0].self_attn.k_proj.scale_layer(1.5)
-    both = identity(model)
+    both = full_fingerprint(model)
     layer.unscale_layer()
-    assert differing(both, identity(model)) == {"adapters.layers"}
+    assert differing(both, full_fingerprint(model)) == {"adapters.layers"}
 
 
 def test_another_adapter_configuration() -> None:
     """The same weights, read another way."""
-    stored = identity(adapted("one", lora_alpha=8))
+    stored = full_fingerprint(adapted("one", lora_alpha=8))
     model = adapted("one", lora_alpha=16)
     assert refused(stored, model) == "adapters.one.lora_alpha was 8, here it is 16"
-    assert "weights" not in differing(stored, identity(model))
+    assert "weights" not in differing(stored, full_fingerprint(model))
     elsewhere = adapted("one", lora_alpha=8, target_modules=["v_proj", "q_proj"])
     names = 'was ["k_proj", "q_proj"], here it is ["q_proj", "v_proj"]'
     assert refused(stored, elsewhere) == f"adapters.one.target_modules {names}"
@@ -498,12 +498,12 @@ def test_an_adapter_that_transformers_put_in() -> None:
     peft = pytest.importorskip("peft")
     model = fresh(LLAMA)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), "one")
-    stored = identity(model)
+    stored = full_fingerprint(model)
     assert (stored["adapters"], stored["adapters.disabled"], stored["adapters.one.r"]) == ('["one"]', "false", "4")
     model.disable_adapters()
     assert refused(stored, model) == "adapters.disabled was false, here it is true"
     model.enable_adapters()
-    check_identity(stored, model)
+    check_fingerprint(stored, model)
 
 
 def test_a_soft_prompt() -> None:
@@ -512,14 +512,14 @@ def test_a_soft_prompt() -> None:
     torch.manual_seed(0)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(fresh(LLAMA), config)
-    stored = identity(model)
-    assert refused(identity(tiny(LLAMA)), model).startswith("adapters was none")
-    check_identity(stored, torch.compile(model, backend="eager"))
+    stored = full_fingerprint(model)
+    assert refused(full_fingerprint(tiny(LLAMA)), model).startswith("adapters was none")
+    check_fingerprint(stored, torch.compile(model, backend="eager"))
     with model.disable_adapter():
         assert refused(stored, model) == "adapters.disabled was false, here it is true"
     with torch.no_grad():
         next(model.prompt_encoder.parameters()).view(-1)[0] += 1
-    assert differing(stored, identity(model)) == {"adapters.prompt"}
+    assert differing(stored, full_fingerprint(model)) == {"adapters.prompt"}
 
 
 # ---------------------------------------------------------------------------------------------- quantisation
@@ -537,13 +537,13 @@ def quantised(folder: Path, **fields: Any) -> Any:
 
 
 def test_quantisation_is_named(tmp_path: Path) -> None:
-    nf4 = identity(quantised(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    nf4 = full_fingerprint(quantised(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4"))
     fp4 = quantised(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="fp4")
     none = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert refused(nf4, fp4) == "quantisation.bnb_4bit_quant_type was nf4, here it is fp4"
     assert refused(nf4, none) == "quantisation was bitsandbytes, here it is none"
-    assert refused(identity(none), fp4) == "quantisation was none, here it is bitsandbytes"
-    assert "weights" in differing(nf4, identity(fp4))
+    assert refused(full_fingerprint(none), fp4) == "quantisation was none, here it is bitsandbytes"
+    assert "weights" in differing(nf4, full_fingerprint(fp4))
 
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -558,13 +558,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
 def test_a_quantised_model_stays_itself(scheme: str, tmp_path: Path) -> None:
     """After a forward, for which the library moves scales and packs codes anew; and saved as it is, loaded again."""
     model = quantised(tmp_path, **SCHEMES[scheme])
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     assert stored["dtype"] == "bfloat16"
     model.save_pretrained(tmp_path / "quantised")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "quantised")
-    assert differing(stored, identity(again, full_digest=True)) == set()
+    assert differing(stored, full_fingerprint(again, every_byte=True)) == set()
     model(prompt(model))
-    assert differing(stored, identity(model, full_digest=True)) == set()
+    assert differing(stored, full_fingerprint(model, every_byte=True)) == set()
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "nested", "other storage"])
@@ -572,19 +572,19 @@ def test_codes_packed_for_the_cpu_are_the_codes(scheme: str, tmp_path: Path) -> 
     """As a forward does it on processors that have bfloat16, here on any."""
     functional = pytest.importorskip("bitsandbytes.functional")
     model = quantised(tmp_path, **SCHEMES[scheme])
-    stored = identity(model, full_digest=True)
+    stored = full_fingerprint(model, every_byte=True)
     weight = model.model.layers[0].mlp.down_proj.weight
     weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
     assert weight.quant_state.packing_format_for_cpu
-    assert differing(stored, identity(model, full_digest=True)) == set()
+    assert differing(stored, full_fingerprint(model, every_byte=True)) == set()
     weight.data[17, 5] ^= 16
-    assert "weights (full)" in differing(stored, identity(model, full_digest=True))
+    assert "weights (full)" in differing(stored, full_fingerprint(model, every_byte=True))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_scales_are_weights(scheme: str, tmp_path: Path) -> None:
     model = quantised(tmp_path, **SCHEMES[scheme])
-    stored = identity(model)
+    stored = full_fingerprint(model)
     weight = model.model.layers[0].mlp.up_proj.weight
     if scheme == "int8":
         weight.SCB.view(-1)[0] *= 2
@@ -592,7 +592,7 @@ def test_scales_are_weights(scheme: str, tmp_path: Path) -> None:
         weight.quant_state.offset *= 2
     else:
         weight.quant_state.absmax.view(-1)[0] *= 2
-    assert differing(stored, identity(model)) == {"weights"}
+    assert differing(stored, full_fingerprint(model)) == {"weights"}
 
 
 # ---------------------------------------------------------------------------------------------- tokenizers
@@ -626,7 +626,7 @@ OTHER_TOKENIZER: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("case", OTHER_TOKENIZER)
 def test_another_tokenizer_is_named(case: str) -> None:
     model = tiny(LLAMA)
-    stored = identity(model, tokenizer())
+    stored = full_fingerprint(model, tokenizer())
     message = refused(stored, model, OTHER_TOKENIZER[case]())
     assert message.startswith(f"tokenizer was {stored['tokenizer']}, here it is ")
 
@@ -634,20 +634,20 @@ def test_another_tokenizer_is_named(case: str) -> None:
 def test_the_same_tokenizer(tmp_path: Path) -> None:
     """After calls that pad and cut, with a template, and loaded again."""
     model, used = tiny(LLAMA), tokenizer()
-    stored = identity(model, used)
+    stored = full_fingerprint(model, used)
     used(["word1", "word2 word3 word4"], padding=True, truncation=True, max_length=2)
     used.backend_tokenizer.enable_truncation(5)
     used.backend_tokenizer.enable_padding(pad_token='",\\"added_tokens":')
     used.chat_template = "{{ messages }}"
-    assert identity(model, used) == stored
+    assert full_fingerprint(model, used) == stored
     tokenizer().save_pretrained(tmp_path)
-    check_identity(stored, model, PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    check_fingerprint(stored, model, PreTrainedTokenizerFast.from_pretrained(tmp_path))
 
 
 def test_a_tokenizer_on_one_side_alone_is_not_compared() -> None:
     model = tiny(LLAMA)
-    check_identity(identity(model), model, tokenizer())
-    check_identity(identity(model, tokenizer()), model)
+    check_fingerprint(full_fingerprint(model), model, tokenizer())
+    check_fingerprint(full_fingerprint(model, tokenizer()), model)
 
 
 class Slow(PreTrainedTokenizer):
@@ -673,8 +673,8 @@ class Slow(PreTrainedTokenizer):
 
 def test_a_tokenizer_without_a_backend() -> None:
     model = tiny(LLAMA)
-    stored = identity(model, Slow(WORDS))
-    check_identity(stored, model, Slow(WORDS))
+    stored = full_fingerprint(model, Slow(WORDS))
+    check_fingerprint(stored, model, Slow(WORDS))
     more = Slow(WORDS)
     more.add_tokens(["new"])
     for other in (Slow([*WORDS, "more"]), more, Slow(WORDS, do_lower_case=True), tokenizer()):
@@ -686,7 +686,7 @@ def test_a_tokenizer_without_a_backend() -> None:
 
 def test_fields_that_only_one_side_has() -> None:
     model = tiny(LLAMA)
-    stored = identity(model)
+    stored = full_fingerprint(model)
     without = {name: value for name, value in stored.items() if name != "config.head_dim"}
     assert refused(without, model) == "config.head_dim was absent, here it is 16"
     assert refused({**stored, "later": "x"}, model) == "later was x, here it is absent"
@@ -695,17 +695,17 @@ def test_fields_that_only_one_side_has() -> None:
 
 def test_the_order_does_not_depend_on_the_stored_one() -> None:
     model = tiny(LLAMA)
-    stored = {**identity(model), "weights": "x", "config.head_dim": "8", "dtype": "float16", "later": "x"}
+    stored = {**full_fingerprint(model), "weights": "x", "config.head_dim": "8", "dtype": "float16", "later": "x"}
     for ordered in (stored, dict(reversed(stored.items())), dict(sorted(stored.items()))):
         assert refused(ordered, model) == "config.head_dim was 8, here it is 16"
-    assert refused({**identity(model), "weights": "x", "z": "x"}, model) == "z was x, here it is absent"
+    assert refused({**full_fingerprint(model), "weights": "x", "z": "x"}, model) == "z was x, here it is absent"
 
 
 def test_the_full_digest_comes_after_all_else_and_only_where_it_is_stored() -> None:
     model = fresh(LLAMA)
-    sampled, full = identity(model), identity(model, full_digest=True)
+    sampled, full = full_fingerprint(model), full_fingerprint(model, every_byte=True)
     model.model.layers[0].mlp.up_proj.weight.data.view(-1)[1] += 1
-    check_identity(sampled, model)
+    check_fingerprint(sampled, model)
     assert refused(full, model).startswith("weights (full) was ")
     assert refused({**full, "dtype": "x"}, model) == "dtype was x, here it is float32"
 
@@ -714,7 +714,7 @@ def test_long_values_are_shown_where_they_differ() -> None:
     layers = ["full_attention"] * 60
     model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "num_hidden_layers": 1}))
     model.config.some_list = layers
-    stored = identity(model)
+    stored = full_fingerprint(model)
     model.config.some_list = [*layers[:40], "sliding_attention", *layers[41:]]
     message = refused(stored, model)
     assert message.startswith("config.some_list was ...")

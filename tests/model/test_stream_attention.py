@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_offload_cache.model.attention import (
-    additive_mask,
-    attend_block,
-    attend_block_reference,
-    attend_once,
-    stream_attention,
-    visible_columns,
-)
+from hf_offload_cache.model.block_attention import attend_block, attend_block_reference
+from hf_offload_cache.model.masks import additive_mask, mask_at, visible_columns
+from hf_offload_cache.model.stream_attention import stream_attention, stream_attention_reference
 
 FLOAT32 = 2e-6
 """Largest difference in units of the largest value: sums of up to 60 products of float32, merged up to 8 times."""
@@ -192,7 +185,7 @@ def test_fused_equals_the_reference(case: str, heads: int, kv: int, queries: int
 
 def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the comparison above would compare the reference with itself."""
-    monkeypatch.setattr("hf_offload_cache.model.attention.attend_block_reference", None)
+    monkeypatch.setattr("hf_offload_cache.model.block_attention.attend_block_reference", None)
     query, keys, values = tensors(1, 2, 1, 3, 9, 8, 8, 0)
     blocks, last = split(keys, values, [4], 3)
     assert stream_attention(query, blocks, last, None).shape == (1, 3, 2, 8)
@@ -227,51 +220,77 @@ def test_masks(dtype: torch.dtype) -> None:
     assert visible_columns(None) is None
 
 
-class _Module(torch.nn.Module):
-    """What `sdpa_attention_forward` looks at."""
-
-    num_key_value_groups, is_causal = 3, True
-
-
-@pytest.mark.parametrize("masked", [None, "bool", "additive"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
-    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
-    own attention gives, to a rounding of the type."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
-    entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)
-    keys, values = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in entries.split(32, -1))
-    mask = None
-    if masked is not None:
-        mask = torch.rand(rows, 1, 1, 37, generator=generator) < 0.7
-        mask[..., 0] = True
-        if masked == "additive":
-            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-    arguments = (_Module(), query, keys, values, mask)
-    expected = sdpa_attention_forward(*arguments, scaling=0.3)[0]
-    found, weights = attend_once(_refuse, *arguments, scaling=0.3)
-    assert weights is None
-    assert found.shape == expected.shape == (rows, 1, 6, 16)
-    assert found.dtype == dtype
-    tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def shuffled(
+    keys: torch.Tensor, values: torch.Tensor, tokens: int, rows: str, padding: int, seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The first `tokens` entries as blocks of 7 in a random order, the same for all, or one a row or a key head; with
+    `padding` entries strewn in that would weigh much at position -1."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads = keys.shape[:2]
+    shape = {"shared": (1, 1), "row": (batch, 1), "head": (batch, heads)}[rows]
+    positions = torch.cat([torch.arange(tokens), torch.full((padding,), -1)])
+    orders = [torch.randperm(len(positions), generator=generator) for _ in range(shape[0] * shape[1])]
+    positions = torch.stack([positions[order] for order in orders]).unflatten(0, shape)
+    whole = positions.expand(batch, heads, -1)
+    index = whole.clamp_min(0).unsqueeze(-1)
+    blocks = []
+    for start in range(0, whole.shape[2], 7):
+        part = slice(start, start + 7)
+        real = (whole[:, :, part] >= 0).unsqueeze(-1)
+        picked = [
+            torch.where(real, states.gather(2, index[:, :, part].expand(-1, -1, -1, states.shape[3])), 50.0)
+            for states in (keys, values)
+        ]
+        named = {"shared": positions[0, 0, part], "row": positions[:, 0, part], "head": positions[:, :, part]}
+        blocks.append((picked[0], picked[1], named[rows]))
+    return blocks
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"output_attentions": True}])
-def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> None:
-    query, keys = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 5, 16)
-    mark = object()
-    given: list[dict[str, Any]] = []
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0, "scaling": 0.4}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
+)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", ["shared", "row", "head"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_blocks_in_any_order(queries: int, rows: str, masked: bool, options: dict) -> None:
+    """Shuffled blocks are what the ordered ones are, for each query, row and head; padding within a block is not seen;
+    and the twin, which puts every entry back in its place, says the same."""
+    query, keys, values = tensors(2, 4, 2, queries, 40 + queries, 8, 8, 7)
+    visible = (torch.arange(40 + queries) <= torch.arange(queries)[:, None] + 40).expand(2, 1, -1, -1).clone()
+    if masked:
+        visible &= torch.rand(visible.shape, generator=torch.Generator().manual_seed(1)) < 0.6
+        visible[1, ..., :9] = False
+    mask = visible if masked else None
+    ordered, own = split(keys, values, [10, 20, 30], queries)
+    blocks = shuffled(keys, values, 40, rows, 0 if rows == "shared" and not masked else 5, 3)
+    expected = dense(query, keys, values, visible, **options)
+    for history in (ordered, blocks):
+        for attention in (stream_attention, stream_attention_reference):
+            result = attention(query, iter(history), own, mask, **options)
+            assert error(result, expected, values) < FLOAT32 * 10
 
-    def own(*arguments: Any, **kwargs: Any) -> Any:
-        given.append(kwargs)
-        return mark
 
-    assert attend_once(own, _Module(), query, keys, keys, None, scaling=0.3, **extra) is mark
-    assert given == [{"scaling": 0.3, **extra}]
+@pytest.mark.parametrize("masked", [False, True])
+def test_ragged_rows(masked: bool) -> None:
+    """Heads and rows that hold different positions, and different numbers of them: each as if it were alone."""
+    query, keys, values = tensors(2, 4, 2, 2, 30, 8, 8, 9)
+    visible = (torch.arange(30) <= torch.arange(2)[:, None] + 28).expand(2, 1, -1, -1).clone()
+    if masked:
+        visible[0, ..., :4] = False
+    own = keys[:, :, 28:], values[:, :, 28:]
+    held = torch.rand(2, 2, 28, generator=torch.Generator().manual_seed(0)) < 0.5
+    held[1, 1] = False  # a head that holds nothing before its own tokens
+    positions = torch.where(held, torch.arange(28), -1)
+    order = torch.randperm(28, generator=torch.Generator().manual_seed(2))
+    blocks = [(keys[:, :, part], values[:, :, part], positions[:, :, part]) for part in order.split(9)]
+    seen = torch.cat([held, torch.ones(2, 2, 2, dtype=torch.bool)], 2).repeat_interleave(2, 1).unsqueeze(2) & visible
+    for attention in (stream_attention, stream_attention_reference):
+        result = attention(query, blocks, own, visible if masked else None)
+        assert error(result, dense(query, keys, values, seen), values) < FLOAT32 * 10
 
 
-def _refuse(*arguments: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the model's own attention was not to be called")
+def test_columns_of_a_mask_of_one_row_go_for_all_rows() -> None:
+    mask = torch.tensor([[True, False, True, True]])[None, None]
+    found = mask_at(mask, torch.tensor([[3, 1, -1], [0, 2, 1]]), 1)
+    hidden = float("-inf")
+    assert found.tolist() == [[[[0.0, hidden, hidden]]], [[[0.0, 0.0, hidden]]]]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from ..model.fingerprint import digest
+import xxhash
 
 SAMPLE = 64
 """Elements of every weight in the sampled digest: evenly spaced, the first and the last among them."""
@@ -92,6 +91,21 @@ def full_digest(model: torch.nn.Module) -> str:
     """A digest of every byte of every weight; marked as `sampled_digest` is. Reads all of the model."""
     found = list(weights(model))
     return _marked(found, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in found))
+
+
+def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
+    """32 hex digits of xxh3_128 over labels and, after each, the raw bytes of its tensors (any device), in order."""
+    hasher = xxhash.xxh3_128()
+    for label, tensors in entries:
+        hasher.update(label.encode())
+        for tensor in tensors:
+            hasher.update(raw_bytes(tensor))
+    return hasher.hexdigest()
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's elements in order, on the host: its own memory where they lie so already."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def weights(model: torch.nn.Module) -> Iterator[Weight]:

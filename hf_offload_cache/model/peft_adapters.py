@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from .fields import flat, text
+from .config_values import flat, text
 from .weights import sampled_digest
 
 # Fields of an adapter's configuration that say where it comes from, or how it was made.

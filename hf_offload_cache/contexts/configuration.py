@@ -1,0 +1,103 @@
+"""The configuration of a context: which fields are saved, and what opening makes of them and of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import OffloadConfig, parse_memory
+from ..errors import ConfigError, ContextError
+from ..model.geometry import Geometry
+from ..stores.engines import resolve_engine
+from .manifest import Manifest
+from .protocol import ContextCache
+
+MOST_RECENT = 2**16
+"""Latest tokens that a saved configuration may ask to keep in memory: it is not the user's word."""
+_SPARE_TOKENS = 4096
+"""Tokens a sequence beyond those saved that a budget is planned for, when no `max_context` is given."""
+
+
+def saved_fields(config: OffloadConfig) -> dict[str, Any]:
+    """The fields that go with a context: all but those of a machine or a run."""
+    names = (field.name for field in dataclasses.fields(config))
+    return {name: getattr(config, name) for name in names if name not in config.of_a_run}
+
+
+def form_fields(config_class: type[OffloadConfig], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved fields that decide with which others a context can be opened: `exact`, and its stored format."""
+    names = sorted({"exact", *config_class.stored_format} - set(config_class.of_a_run))
+    return {name: config[name] for name in names if name in config}
+
+
+def fields_in_states(config_class: type[OffloadConfig]) -> dict[str, Any]:
+    """The fields that a context has in the states of its layers, with their defaults."""
+    in_states = set(config_class.stored_format) & set(config_class.of_a_run)
+    return {field.name: field.default for field in dataclasses.fields(config_class) if field.name in in_states}
+
+
+def opened_config(
+    cls: type[ContextCache],
+    manifest: Manifest,
+    model: Any,
+    memory: int | str | None,
+    path: str | Path | None,
+    fields: dict[str, Any],
+) -> OffloadConfig:
+    """The configuration saved, with the user's fields on top. Raises `ConfigError`, `BudgetError`, and `ContextError`
+    for a saved one that names what is the user's alone."""
+    config_class = cls.config_class
+    saved = _checked(config_class, manifest)
+    _check_fixed(config_class, saved, fields)
+    exact = fields.get("exact", saved.get("exact", False))
+    if saved.get("exact", False) and not exact:
+        raise ConfigError(
+            f"exact is {saved['exact']!r} in this context, which keeps nothing to select by: open it with exact=True"
+        )
+    if exact:
+        saved = {name: value for name, value in saved.items() if name not in config_class.not_beside_exact}
+    if memory is None:
+        return config_class.load(None, {**saved, **fields})
+    fields, geometry = resolve_engine(fields, path), Geometry.of(model)
+    context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
+    batch = fields.get("max_batch") or manifest.batch
+    limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
+    limits = {"memory": limit, "max_context": context, "max_batch": batch}
+    whole = config_class.load(None, {**saved, **fields, **limits})
+    if cls.plan(geometry, whole, context, batch).peak_bytes <= limit:
+        return whole
+    stay = cls.stored_fields(config_class.load(None, saved), geometry)
+    fitted: OffloadConfig = cls.fit(geometry, limit, context, batch, {**stay, **fields})
+    return fitted
+
+
+def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str, Any]:
+    """The fields saved. Raises `ContextError` for what no configuration has that was saved."""
+    own = {field.name for field in dataclasses.fields(config_class)} - set(config_class.of_a_run)
+    saved = dict(manifest.config)
+    try:
+        if strange := sorted(saved.keys() - own):
+            raise ConfigError(f"it has the field {strange[0]!r}")
+        config = config_class.load(None, saved)
+        if config.num_recent > MOST_RECENT:
+            raise ConfigError(f"num_recent is {config.num_recent:,}, above {MOST_RECENT:,}")
+    except ConfigError as error:
+        raise ContextError(f"the configuration in the manifest is none that was saved: {error}") from error
+    return saved
+
+
+def _check_fixed(config_class: type[OffloadConfig], saved: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a field of the user's that what is stored has another value of."""
+    for name in config_class.stored_format:
+        if name in fields and name in saved and fields[name] != saved[name]:
+            raise ConfigError(
+                f"{name} is fixed in a saved context, to {saved[name]!r}, and cannot be {fields[name]!r}: leave it out"
+            )
+    for name, default in fields_in_states(config_class).items():
+        if fields.get(name, default) != default:
+            raise ConfigError(
+                f"{name} is fixed in a saved context, which holds what was made with it, and cannot be "
+                f"{fields[name]!r}: leave it out"
+            )

@@ -1,0 +1,191 @@
+"""What a cache does for transformers beside `update`: changes of what it holds, and taking back what did not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+
+from ..config import OffloadConfig
+from .continuation import check_planned
+from .offload_layer import OffloadLayer
+from .shared import Shared
+from .token_log import TokenLog
+
+
+class CacheOperations(Cache):
+    """A cache over layers of which some are `OffloadLayer`s; `OffloadCache` adds how it is made, and the step."""
+
+    config: OffloadConfig
+    shared: Shared
+    recording = False
+    """Candidates are being verified: forwards may be taken back by `crop`."""
+    _tokens: TokenLog
+
+    @property
+    def offloaded(self) -> list[OffloadLayer]:
+        """The layers whose history lies in a store."""
+        return [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
+        """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
+        layer: Any
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def __copy__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied shallowly: two caches cannot own one store; fork() it, or "
+            "copy.deepcopy it, which is the same"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: its data lies in files of this process; fork() or deepcopy it "
+            "in this process, save() it for another"
+        )
+
+    # --- lengths -----------------------------------------------------------------------------------------------
+
+    def with_length(self) -> list[CacheLayerMixin]:
+        """The layers that have one."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def held(self) -> int:
+        """Tokens a sequence held, whatever the kinds of layers."""
+        return max((layer.get_seq_length() for layer in self.with_length()), default=self._tokens.length)
+
+    @property
+    def has_linear_state(self) -> bool:
+        """Some layer keeps a state whose length cannot be asked for."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
+    @classmethod
+    def may_crop(cls, model: PreTrainedModel) -> bool:
+        """Whether what a cache of this class holds of `model` can be cropped: no window and no state is among it."""
+        layers = DynamicCache(config=model.config).layers
+        return not any(
+            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        )
+
+    def kept_bytes(self) -> int:
+        """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
+        total = 0
+        for layer in self.layers:
+            kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
+            held = [getattr(layer, name, None) for name in kept]
+            for name in ("conv_states", "recurrent_states"):
+                held.extend(getattr(layer, name, {}).values())
+            total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+        return total
+
+    # --- taking back -------------------------------------------------------------------------------------------
+
+    def take_back(self) -> bool:
+        """Take back what a forward that did not end has added to some layers; whether there was any.
+
+        Raises `RuntimeError` where that cannot be: something was interrupted while it changed, or a layer of
+        transformers' own is ahead, whose window or state does not go back.
+        """
+        shared, step = self.shared, self.shared.step
+        if step is None:
+            return False
+        lengths = [layer.get_seq_length() for layer in self.with_length()]
+        if lengths == step.lengths and not (step.entered and self.has_linear_state):
+            return False
+        pairs = zip(self.with_length(), step.lengths, strict=True)
+        ahead = [(layer, before) for layer, before in pairs if layer.get_seq_length() != before]
+        if self.has_linear_state or not all(isinstance(layer, OffloadLayer) for layer, _ in ahead):
+            shared.storage.torn = True
+        shared.check_open()
+        with shared.changing():
+            for layer, before in ahead:
+                assert isinstance(layer, OffloadLayer)
+                if before:
+                    layer.crop(before - layer.length)
+                else:
+                    layer.reset()
+            self._tokens.truncate(min(self._tokens.length, step.history))  # the step's, if it was at its very end
+        shared.step = shared.unseen = shared.front = None
+        return True
+
+    def check_whole(self) -> None:
+        """Raises `RuntimeError`, once, where a forward was interrupted: whoever calls has counted on what it added."""
+        if self.take_back():
+            raise RuntimeError(
+                "an earlier forward was interrupted; what it had added to some layers was taken back, and the cache "
+                f"holds {self.held():,} tokens a sequence again, as before it: call again, with what follows these"
+            )
+
+    # --- changes: the layers', and the ids ---------------------------------------------------------------------
+
+    def _check_rows(self, count: int) -> None:
+        """Before the rows become `count`. Raises `BudgetError`."""
+        if count != self._tokens.batch:
+            check_planned(self.config, count, 0)
+
+    def activate_past_recording(self) -> None:
+        """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
+        super().activate_past_recording()
+        self.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.take_back()
+        tokens_to_remove = int(tokens_to_remove)
+        with self.shared.changing():
+            super().crop(tokens_to_remove)
+            kept = tokens_to_remove if tokens_to_remove > 0 else self._tokens.length + tokens_to_remove
+            self._tokens.truncate(max(0, kept))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.take_back()
+        self._check_rows(len(beam_idx))
+        with self.shared.changing():
+            super().reorder_cache(beam_idx)
+            self._tokens.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.take_back()
+        self._check_rows(self._tokens.batch * repeats)
+        with self.shared.changing():
+            super().batch_repeat_interleave(repeats)
+            self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.take_back()
+        indices = torch.as_tensor(indices)
+        self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
+        with self.shared.changing():
+            super().batch_select_indices(indices)
+            self._tokens.select_rows(indices)
+
+    def reset(self) -> None:
+        """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        self.shared.mend()
+        self.shared.check_open()
+        super().reset()
+        self._renew_kept()
+        self.recording = False
+        self._tokens.truncate(0)
+        self.shared.storage.reset_counters()
+
+    def _renew_kept(self) -> None:
+        """transformers' own layers keep the batch size of their states: new ones take their places."""
+        model = self.live_model()
+        if model is None:
+            return
+        fresh: Any
+        kept: Any
+        for layer_idx, fresh in enumerate(DynamicCache(config=model.config).layers):
+            kept = self.layers[layer_idx]
+            if not isinstance(kept, OffloadLayer):
+                if getattr(kept, "record_past", False):
+                    fresh.activate_past_recording()
+                self.layers[layer_idx] = fresh
+
+    def live_model(self) -> PreTrainedModel | None:
+        """The model that the cache is of; None: it is gone."""
+        raise NotImplementedError

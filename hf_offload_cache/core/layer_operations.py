@@ -1,0 +1,144 @@
+"""What a layer does for transformers beside `update`: lengths, masks, and changes of what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..history.base import History, Sealed
+from .rows import Rows
+from .shared import Shared
+
+
+class LayerOperations(CacheLayerMixin):
+    """A layer over a history; `OffloadLayer` adds what comes in and attention."""
+
+    is_sliding = False
+    is_croppable = True
+    offloaded = True
+    """Its history lies in a store: it is captured and restored, not copied."""
+
+    def __init__(self, shared: Shared, layer_idx: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.shared = shared
+        self.layer_idx = layer_idx
+        self.name = f"layer {layer_idx}"
+        self.state = "full" if shared.config.exact == "bitwise" else "unknown"
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.rows = Rows()
+        self._sealed: Sealed | None = None
+
+    history: History
+    """What is held; there is none before the first `update`."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """What `DynamicLayer` would hold, brought back whole: for models that look into a cache's layers."""
+        return self.whole()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, nothing: torch.Tensor | None) -> None:
+        """transformers' constructors set this to None; there is nothing to keep."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return self.whole()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, nothing: torch.Tensor | None) -> None:
+        """As `keys`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens a sequence."""
+        return self.history.length if self.is_initialized else 0
+
+    @property
+    def history_device(self) -> torch.device:
+        """Where keys and values come from; the CPU where nothing is held."""
+        return self.history.device if self.is_initialized else torch.device("cpu")
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first `update`."""
+        return self.history.rows // self.rows.heads if self.is_initialized else 0
+
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
+        keys, values = self.history.whole(stop)
+        return self.rows.unfold(keys), self.rows.unfold(values)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The full logical length, so that each step's mask covers the history, padding included."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the latest `-tokens_to_remove` tokens (a positive number: keep as many). Reads a few units back where
+        the tail does not hold them."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
+            tokens_to_remove = min(0, tokens_to_remove - self.length)
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        self._sealed = None
+        freed = self.history.truncate(max(0, self.length + tokens_to_remove))
+        if freed is not None:
+            self.truncated(self.history.units)
+            self.dropped(freed)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` is now; moves no stored data."""
+        if self.is_initialized and beam_idx.tolist() != list(range(self.batch)):
+            self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.select_rows(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            indices = torch.as_tensor(indices)
+            self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
+        self._sealed = None
+        self.history.select_rows(self.rows.expand(rows))
+
+    def reset(self) -> None:
+        """Forget everything; the layer can be used anew. Its file and buffers are given back."""
+        self.close()
+        if self.shared.config.exact != "bitwise":
+            self.state = "unknown"
+
+    def close(self) -> None:
+        """Give back the file and the buffers."""
+        if self.is_initialized:
+            self.history.close()
+            self._clear()
+            del self.history
+
+    def offload(self) -> None:
+        """Nothing to do: the history is offloaded as it comes."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the cache prefetches by itself."""
+
+    def dropped(self, records: np.ndarray) -> None:
+        """These records hold nothing of ours any more."""
+
+    def truncated(self, units: int) -> None:
+        """Only the first `units` units stay sealed."""

@@ -1,0 +1,126 @@
+"""What a cache will hold, summed from what each owner says, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import OffloadConfig, parse_size
+from ..fetch.staging import Staging
+from ..history.position_history import PositionHistory, sealed_groups
+from ..history.record_format import RecordFormat
+from ..memory.plan import LayerPlan, MemoryPlan, Planned
+from ..memory.search import Search
+from ..model.geometry import Geometry, LayerShape
+from ..report.trace import Trace
+from ..stores.encryption import Encryption
+from ..stores.file import LARGEST_STEP_BYTES, SMALLEST_STEP_RECORDS
+from ..stores.guard import Checksums
+from ..stores.memory import CHUNK_BYTES
+from .token_log import TokenLog
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One layer of a model, for a batch: what owners plan by."""
+
+    form: RecordFormat
+    num_heads: int
+    """Query heads, H."""
+    rows: int
+    """Rows of the history: sequences, or sequences times key heads."""
+    batch: int
+    device: str
+    """Type of the device that attention runs on."""
+
+    @classmethod
+    def of(
+        cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
+    ) -> LayerKind:
+        heads = shape.num_key_heads if heads_apart else 1
+        sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
+        form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size)
+        return cls(form, shape.num_heads, batch * heads, batch, geometry.device)
+
+
+def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+    """A history in the order of the sequence, its store, and the buffers that it is streamed through in a prefill."""
+    form = kind.form
+    records = kind.rows * sealed_groups(form, config, context)
+    plan = PositionHistory.planned(form, config, context, kind.rows)
+    streams = Planned({"stream buffers": stream_bytes(kind, config)})
+    return plan + LayerPlan(_store(form, config, records), streams, records * form.record_bytes)
+
+
+def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
+    """Bytes of the two buffers that a streamed history goes through."""
+    group = kind.form.group_size
+    units = max(config.block_tokens // group, -(-config.num_recent // group) + 2)  # what `truncate` reads back
+    return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
+
+
+def _store(form: RecordFormat, config: OffloadConfig, records: int) -> Planned:
+    """A store's books on each of its records (its tag, whether it is taken, whether it was advised), of which a file
+    has up to an eighth more than it holds; and the records themselves where they lie in memory."""
+    tag = (Checksums if config.encryption_key is None else Encryption).tag_bytes
+    capacity = records + max(SMALLEST_STEP_RECORDS, min(records // 8, LARGEST_STEP_BYTES // form.record_bytes))
+    held = {"tables": capacity * (tag + 1 + (config.engine == "mapped"))}
+    if config.engine == "memory":
+        chunk = max(1, CHUNK_BYTES // form.record_bytes)
+        held["records in memory"] = -(-records // chunk) * chunk * form.record_bytes
+    return Planned.always(held)
+
+
+def plan_cache(
+    geometry: Geometry,
+    config: OffloadConfig,
+    context: int,
+    batch: int,
+    layer_plan: Callable[[LayerKind], LayerPlan],
+    heads_apart: bool,
+) -> MemoryPlan:
+    """The most that a cache holds for `batch` sequences of up to `context` tokens, by what each layer plans.
+
+    `engine="auto"` counts as a file on disk that is read past the page cache.
+    """
+    shapes = Counter(geometry.layers)
+    kinds = {shape: LayerKind.of(shape, geometry, config, batch, heads_apart) for shape in shapes}
+    records = max((kind.rows * kind.form.record_bytes for kind in kinds.values()), default=0)
+    ids = TokenLog.planned(context, batch)
+    held = Planned.always(
+        {
+            "token ids": ids,
+            "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
+            "layers not offloaded": geometry.kept_bytes(context, batch),
+            "write queue": max(parse_size(config.write_queue), records),
+        }
+    )
+    moving = Planned.always({"moving rows": ids} if batch > 1 else {})
+    layers, store_bytes = LayerPlan.of_layers(
+        ((layer_plan(kinds[shape]), count) for shape, count in shapes.items()), moving
+    )
+    held = held + layers
+    if config.engine == "mapped":  # pages that were asked for and not let go of yet
+        sides = Staging.sides(geometry.device)
+        read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
+        held = held + Planned(*({"records in memory": nbytes // sides} for nbytes in read))
+    on_disk = 0 if config.engine == "memory" else store_bytes
+    return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes)
+
+
+def search(
+    config_class: type[OffloadConfig],
+    peak_of: Callable[..., int],
+    geometry: Geometry,
+    limits: tuple[int, int, int],
+    fields: dict[str, Any],
+    heads_apart: bool,
+) -> Search:
+    """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
+    config_class.load(None, fields)  # wrong fields are told before budgets are
+    settings = OffloadConfig(group_size=fields.get("group_size"))
+    kinds = {LayerKind.of(shape, geometry, settings, 1, heads_apart).form for shape in geometry.layers}
+    records = [(form.record_bytes, form.group_size) for form in kinds]
+    return Search(config_class, peak_of, records, *limits, dict(fields))

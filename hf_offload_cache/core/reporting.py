@@ -1,0 +1,58 @@
+"""What a cache tells its report."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..model import attach
+from ..report.cache_report import CacheReport
+from .held import Held
+
+
+def report_of(cache: Held) -> CacheReport:
+    """What `cache` did since construction or `reset`, and what it holds now."""
+    storage, offloaded = cache.storage, cache.offloaded
+    states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(offloaded)}
+    for layer in offloaded:
+        states[layer.state] += 1
+    told: Any = cache
+    return CacheReport.of(
+        cache=type(cache).__name__,
+        tokens=cache.tokens,
+        full_kv_bytes=sum(layer.full_bytes for layer in offloaded) + cache.kept_bytes(),
+        memory_bytes=cache.memory_bytes,  # before the account's peak is read
+        account=storage.account,
+        disk_bytes=cache.disk_bytes,
+        counters=storage.counters,
+        stores=storage.stores,
+        store=storage.description,
+        layers=states,
+        warnings=[*told.warnings, *_notes(cache)],
+    )
+
+
+def _notes(cache: Held) -> list[str]:
+    """What a user should know about how the cache runs here."""
+    notes = []
+    if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+    if (failure := cache.storage.timeline.failure) is not None:
+        notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
+    return notes
+
+
+def sparse_warning(cache: Any) -> str | None:
+    """What to say, once, of layers that cannot be sparse; None: nothing."""
+    dense = [layer.layer_idx for layer in cache.offloaded if layer.state != "tagged"]
+    if not dense or any("cannot be sparse" in warning for warning in cache.warnings):
+        return None
+    model = cache.live_model()
+    if model is None:
+        return None
+    why = "their attention is not a plain softmax over the keys that the cache gets"
+    if not attach.replaced(model):
+        name = model.config._attn_implementation
+        why = f"the implementation {name!r} of this model's attention cannot be replaced: 'sdpa' or 'eager' can, "
+        why += "if the model offers them"
+    return f"layers {dense} cannot be sparse ({why}); they are exact, brought back whole in every step"

@@ -1,0 +1,90 @@
+"""What the selective layers of one cache share: areas, budgets of their own, and whether rows are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..config import SelectiveConfig
+from ..errors import ContextError
+from ..fetch.areas import Areas
+from ..fetch.choice import Choice
+from ..fetch.storage import Storage
+from ..memory.buffers import Workspace
+from ..predictors.sinks import sink_units
+
+
+@dataclass
+class Selecting:
+    """Made by the cache; for the thread that runs the model."""
+
+    settings: SelectiveConfig
+    storage: Storage
+    padded: bool = False
+    """Some row has padding: its sinks may begin anywhere in a unit."""
+    shares: dict[int, float] = field(default_factory=dict)
+    """By layer index: what of the mean budget a layer has; 1 where it is not named."""
+    given: dict[int, float] = field(default_factory=dict)
+    """Those of the configuration, which apply whatever was measured or captured."""
+
+    watch: Callable[[int, Choice], None] | None = None
+    """Told the layer's index and what its step attends to, after it was gathered."""
+
+    def __post_init__(self) -> None:
+        self.areas = Areas(self.storage.account)
+        self.workspace = Workspace(self.storage.account, "scores")
+        self.generator = torch.Generator().manual_seed(0)
+
+    def units(self, layer_idx: int | None, unit_size: int) -> int:
+        """Units a row and step of a layer, sinks included; None: of the layer with the largest budget."""
+        share = max(self.shares.values(), default=1.0) if layer_idx is None else self.shares.get(layer_idx, 1.0)
+        selected = -(-round(share * self.settings.num_selected) // unit_size)
+        return selected + sink_units(self.settings.num_sinks, unit_size, self.padded)
+
+    def slots(self, layer_idx: int, unit_size: int, units: int) -> int:
+        """Slots a row of a layer that has `units` units: no more than units, in powers of two."""
+        share = self.shares.get(layer_idx, 1.0)
+        slots = -(-round(share * self.settings.reuse_capacity) // unit_size)
+        if not slots:
+            return 0
+        return min(slots + -(-self.settings.num_sinks // unit_size), 1 << max(units - 1, 0).bit_length())
+
+    def spread(self, tokens: dict[int, int], *, given: bool = False) -> None:
+        """Give layers (by index) budgets of their own: `num_selected` becomes `tokens`, `reuse_capacity` in proportion.
+
+        A layer that is not named keeps the mean. Valid until the next `spread`, or until the cache holds nothing; then
+        those that were `given` apply again.
+        """
+        self.shares = {layer_idx: count / self.settings.num_selected for layer_idx, count in tokens.items()}
+        if given:
+            self.given = dict(self.shares)
+
+    def rest(self) -> None:
+        """A step that selects nothing comes: give back what only selecting needs, but what is kept from before."""
+        self.areas.release()
+        self.workspace.release()
+
+    def reset(self) -> None:
+        """The cache holds nothing any more."""
+        self.padded = False
+        self.shares = dict(self.given)
+        self.generator.manual_seed(0)
+        self.areas.reset()
+        self.workspace.release()
+
+    def capture(self) -> dict[str, Any]:
+        """What is known of the rows and was measured of the layers, as a tree for `restore`."""
+        return {"padded": self.padded, "share": dict(self.shares), "given": dict(self.given)}
+
+    def restore(self, tree: dict[str, Any], *, measured: bool) -> None:
+        """Go on with what was captured: budgets only where the configuration has them `measured`. Raises
+        `ContextError`."""
+        shares = [*tree["share"].values(), *tree["given"].values()]
+        if not isinstance(tree["padded"], bool) or not all(type(one) is float and 0 <= one < 2**31 for one in shares):
+            raise ContextError(f"budgets of the layers in a context must be numbers from 0, got {shares[:8]!r}")
+        self.padded = tree["padded"]
+        if measured and not tree["given"]:
+            self.shares = dict(tree["share"])

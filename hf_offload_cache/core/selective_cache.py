@@ -1,0 +1,149 @@
+"""The base of caches that attend to a choice: what their layers share, and reading ahead."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..memory.fit import fit_selective
+from ..memory.search import Search
+from ..model.geometry import Geometry
+from ..model.look_ahead import LookAhead
+from .offload_cache import OffloadCache
+from .offload_layer import OffloadLayer
+from .pace import Pace
+from .selecting import Selecting
+from .selective_layer import SelectiveLayer
+
+
+class SelectiveCache(OffloadCache):
+    """Prefill is exact; a step that selects attends to the first tokens, the latest ones, and what its layers'
+    predictors choose. A method is a `layer_class` with a predictor, and a `config_class`."""
+
+    config_class: ClassVar[type[OffloadConfig]] = SelectiveConfig
+    layer_class: ClassVar[type[OffloadLayer]] = SelectiveLayer
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        settings = self.config
+        assert isinstance(settings, SelectiveConfig)
+        self.look_ahead: LookAhead | None = None
+        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage)
+        self._pace = Pace(settings.look_ahead)
+        if self.selecting is None:
+            return
+        if settings.look_ahead is not False:
+            self.look_ahead = LookAhead()
+        for layer in self.selective:
+            layer.selecting = self.selecting
+        self.watch_queries()
+
+    def watch_queries(self) -> None:
+        """Let the look-ahead see how the layers' queries are made."""
+        for layer in self.selective:
+            layer.watch_query = None if self.look_ahead is None else self.look_ahead.learn
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        if search.fields.get("exact"):
+            return super().choose_fields(search, geometry)
+        return fit_selective(search)
+
+    @property
+    def selective(self) -> list[SelectiveLayer]:
+        """The layers that select."""
+        return [layer for layer in self.layers if isinstance(layer, SelectiveLayer)]
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        changed = super().begin_step(model, kwargs)
+        step = self.shared.step
+        if self.selecting is None or step is None:
+            return changed
+        if not step.selects:
+            self.rest()
+            return changed
+        self.before_selecting()
+        first = self._by_index.get(0)
+        if self._reads_ahead(step.tokens) and isinstance(first, SelectiveLayer):  # no layer is before it
+            with self.timeline.span("look ahead", 0):
+                first.prefetch_again()
+        return changed
+
+    def before_selecting(self) -> None:
+        """A step that selects begins."""
+
+    def rest(self) -> None:
+        """A step of several queries comes, which selects nothing: what only selecting needs is given back."""
+        if self.selecting is not None:
+            for layer in self.selective:
+                layer.drop_ahead()
+            self.selecting.rest()
+
+    def _reads_ahead(self, tokens: int) -> bool:
+        return self.look_ahead is not None and tokens == 1 and self._pace.first
+
+    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
+        super().enter_block(layer_idx, block, hidden)
+        if self.look_ahead is not None:
+            self.look_ahead.enter_block(layer_idx, block, hidden)
+
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.enter_attention(layer_idx, module, hidden, rotary)
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        """After a layer's attention: the next layer, if it selects, fetches what it will probably want."""
+        step, following = self.shared.step, self._by_index.get(layer_idx + 1)
+        if step is None or not step.selects or not self._reads_ahead(step.tokens):
+            return
+        if isinstance(following, SelectiveLayer):
+            with self.timeline.span("look ahead", layer_idx + 1):
+                self.read_ahead(following, output)
+
+    def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
+        """Start to read what `layer` will probably want, by what the attention before it adds, (B, q, hidden)."""
+        assert self.look_ahead is not None and self.shared.step is not None
+        states = self.look_ahead.predict(layer.layer_idx, output)
+        if states is None:
+            layer.prefetch_again()
+        else:
+            layer.prefetch_for(states[:, :, 0], self.shared.step.seen)
+
+    def end_step(self, output: Any = None) -> Any:
+        step = self.shared.step
+        changed = super().end_step(output)
+        if step is not None and step.started is not None:
+            self._pace.took(time.perf_counter() - step.started)
+        if self.look_ahead is not None:
+            self.look_ahead.end_step()
+        return changed
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        if self.selecting is not None:
+            self.selecting.reset()
+
+    def freeze(self) -> None:
+        for layer in self.selective:
+            layer.drop_ahead()  # no read is under way in a store that is about to change
+        super().freeze()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "budgets": None if self.selecting is None else self.selecting.capture()}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        if self.selecting is not None and tree["budgets"] is not None:
+            self.selecting.restore(tree["budgets"], measured=self.measures_budgets)
+
+    @property
+    def measures_budgets(self) -> bool:
+        """Layers' budgets are measured, so that captured ones go on."""
+        return False

@@ -1,0 +1,295 @@
+"""A layer that attends to a choice: decoding, written once for every method."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..errors import BudgetError
+from ..fetch.choice import Choice
+from ..fetch.fetcher import Fetched, Fetcher
+from ..fetch.tier import SlotTier, Tier
+from ..history.base import Sealed
+from ..memory.plan import LayerPlan
+from ..model.attention_call import AttentionCall
+from ..model.gradients import no_backward
+from ..predictors.base import Decision, Predictor, Query
+from ..predictors.sinks import sink_units
+from ..stores.base import Store
+from .offload_layer import OffloadLayer, Output
+from .plan_selective import plan_selective
+from .planned import LayerKind
+from .selecting import Selecting
+from .step import Step
+
+
+class SelectiveLayer(OffloadLayer):
+    """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
+
+    `selecting` is set by the cache; None: the cache is exact.
+    """
+
+    selecting: Selecting | None = None
+    watch_query: Callable[[int, torch.Tensor], None] | None = None
+    """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
+    scaling = 1.0
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.predictor: Predictor | None = None
+        self._fetcher: Fetcher | None = None
+        self._capacity = -1
+
+    # --- what a method is --------------------------------------------------------------------------------------
+
+    def make_predictor(self) -> Predictor:
+        """The predictor of this layer's history, which has just been made."""
+        raise NotImplementedError(f"{type(self).__name__} names no predictor")
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What the predictor of one layer holds at most."""
+        raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Units a row that a step of one layer wants at most, sinks of a padded row included."""
+        group = kind.form.group_size
+        return -(-config.num_selected // group) + sink_units(config.num_sinks, group, padded=True)
+
+    @classmethod
+    def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Slots a row, as a mean over the layers."""
+        group = kind.form.group_size
+        return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
+
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        """Where what was read stays, nearest first: `capacity` payloads on the device."""
+        history = self.history
+        form = history.form
+        return [SlotTier(capacity, form.payload_width, form.dtype, history.device, self.shared.storage.account)]
+
+    def fetched(self, choice: Choice, fetched: Fetched) -> None:
+        """What a step attends to was brought; for a method that learns from it."""
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return super().planned(kind, config, context)
+        assert isinstance(config, SelectiveConfig)
+        most, slots = cls.most_units(kind, config), cls.most_slots(kind, config)
+        return plan_selective(kind, config, context, most, slots, cls.plan_predictor(kind, config, context))
+
+    @property
+    def tables_nbytes(self) -> int:
+        own = 0 if self._fetcher is None else self._fetcher.tables_nbytes
+        return super().tables_nbytes + own + (0 if self.predictor is None else self.predictor.tables_nbytes)
+
+    # --- learning ----------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self.selecting is not None:
+            self.predictor = self.make_predictor()
+
+    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
+        if self.predictor is not None:
+            self.predictor.learn(sealed, call.query.detach(), step.visible(call.mask))
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> int:
+        """Units a row that a query of this layer attends to, sinks included."""
+        assert self.selecting is not None
+        return self.selecting.units(self.layer_idx, self.history.form.group_size)
+
+    def can_choose(self) -> bool:
+        """There is nothing to choose from, or the predictor has learned of all units."""
+        if self.predictor is None:
+            return False
+        return self.history.units <= self.budget or self.predictor.ready(self.history.units)
+
+    def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
+        """A query of states (B, H, D)."""
+        return Query(states, self.scaling, visible, self._recent_keys)
+
+    def _recent_keys(self) -> torch.Tensor:
+        return self.history.form.split(self.history.recent)[0]
+
+    def choose(self, query: Query, *, guess: bool = False) -> Choice:
+        """The units that a query attends to."""
+        history, predictor = self.history, self.predictor
+        if history.units <= self.budget:
+            return Choice.all_of(history.rows, history.units)
+        assert predictor is not None
+        return self._decided(predictor.select(query, self.budget, guess))
+
+    def _decided(self, decision: Decision) -> Choice:
+        """The choice in the end; what the predictor asks to look at on the way is brought."""
+        if isinstance(decision, Choice):
+            return decision
+        try:
+            asked = next(decision)
+            while True:
+                asked = decision.send(self.fetcher.look(self.history, asked))
+        except StopIteration as end:
+            return cast(Choice, end.value)
+
+    def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
+        """What a step attends to: of several queries (candidates that are verified) the union of their choices, cut to
+        twice the budget."""
+        if call.num_queries == 1:
+            return self.choose(self.query_of(call.query[:, :, 0], visible))
+        choices = [self.choose(self.query_of(states, visible)) for states in call.query.unbind(2)]
+        return Choice.union(choices, 2 * self.budget)
+
+    def _attend(self, call: AttentionCall) -> Output:
+        self.scaling = call.scaling
+        if self.watch_query is not None:
+            self.watch_query(self.layer_idx, call.query)
+        return super()._attend(call)
+
+    # --- decoding ----------------------------------------------------------------------------------------------
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Of this layer, with as many slots as its budget and its history give it now. Raises `BudgetError`."""
+        selecting, history = self.selecting, self.history
+        assert selecting is not None
+        group = history.form.group_size
+        capacity = history.rows * selecting.slots(self.layer_idx, group, history.units)
+        if self._fetcher is None or capacity != self._capacity:
+            self.drop_fetcher()
+            most = selecting.units(None, group)
+            storage = self.shared.storage
+            self._fetcher = Fetcher(storage, selecting.areas, self.make_tiers(capacity), most, self.layer_idx)
+            self._capacity = capacity
+        return self._fetcher
+
+    def drop_fetcher(self) -> None:
+        """Give the slots back; what is read ahead is waited for."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher, self._capacity = None, -1
+
+    def decode(self, call: AttentionCall, step: Step) -> Output:
+        """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
+        selecting, storage = self.selecting, self.shared.storage
+        visible = step.visible(call.mask)
+        if selecting is None or not self.can_choose():
+            return self.exact(call)
+        selecting.padded = selecting.padded or visible is not None
+        storage.release_stream_buffers()
+        with storage.timeline.span("rank", self.layer_idx):
+            choice = self.choose_for(call, visible)
+        with storage.timeline.span("gather", self.layer_idx):
+            fetched = self.fetcher.gather(self.history, choice)
+        self.fetched(choice, fetched)
+        if selecting.watch is not None:
+            selecting.watch(self.layer_idx, choice)
+        counters = storage.counters
+        counters.tokens_visible += self.batch * self.length * call.num_queries
+        counters.tokens_attended += self.batch * fetched.entries.shape[1] * call.num_queries
+        with torch.no_grad():
+            output, following = self.combine(call, choice, fetched, visible)
+        if following is not None:
+            self.ahead(following)
+        return no_backward(output[0], call.query), output[1]
+
+    def combine(
+        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
+    ) -> tuple[Output, Choice | None]:
+        """Attention over what was fetched, and what the same layer's next step will want, if that is known now."""
+        keys, values = (self.rows.unfold(part) for part in self.history.form.split(fetched.entries))
+        if call.num_queries == 1 and visible is None and fetched.valid is None:
+            return call.attend(keys, values, None), None
+        return call.attend(keys, values, self.mask_of(call, choice, fetched)), None
+
+    def mask_of(self, call: AttentionCall, choice: Choice, fetched: Fetched) -> torch.Tensor:
+        """The mask (B, 1 or H, q, N + t) of what was fetched: the model's, column by column."""
+        history = self.history
+        places = history.positions(choice.units)
+        recent = np.arange(self.length - history.recent.shape[1], self.length)
+        there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+        places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)
+        columns = torch.from_numpy(places).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
+        mask = call.mask
+        if mask is None:
+            mask = torch.ones(1, 1, call.num_queries, self.length, dtype=torch.bool, device=history.device)
+        mask = mask.expand(self.batch, columns.shape[1], -1, -1)
+        mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
+        if not there.all():
+            least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+            hidden = ~torch.from_numpy(there).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
+            mask[..., : there.shape[1]] = mask[..., : there.shape[1]].masked_fill(hidden, least)
+        return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
+
+    # --- ahead -------------------------------------------------------------------------------------------------
+
+    def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Start reading what a guessed query (B, H, D) chooses and no tier holds."""
+        if self._sparse() and self.can_choose():
+            self.ahead(self.choose(self.query_of(states, visible), guess=True))
+
+    def prefetch_again(self) -> None:
+        """Start reading what the last step chose and no tier holds: for a layer without a look-ahead."""
+        if self._sparse() and self._fetcher is not None and self._fetcher.latest is not None:
+            self.ahead(self._fetcher.latest)
+
+    def _sparse(self) -> bool:
+        return self.selecting is not None and self.is_initialized and self.state == "tagged"
+
+    def ahead(self, choice: Choice) -> None:
+        """Read ahead for this layer's next gather. A guess that fails is dropped."""
+        with contextlib.suppress(OSError, BudgetError):
+            self.fetcher.ahead(self.history, choice, self.fetcher.latest)
+
+    def drop_ahead(self) -> None:
+        """Wait for what is read ahead; nobody comes for it."""
+        if self._fetcher is not None:
+            self._fetcher.drop_ahead()
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def dropped(self, records: np.ndarray) -> None:
+        if self._fetcher is not None:
+            self._fetcher.forget(records)
+
+    def truncated(self, units: int) -> None:
+        if self.predictor is not None:
+            self.predictor.truncate(units)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self._fetcher is not None:
+            self._fetcher.rows_changed()
+        if self.predictor is not None:
+            self.predictor.select_rows(self.rows.expand(rows))
+
+    def close(self) -> None:
+        if self.predictor is not None:
+            self.predictor.close()
+        self.drop_fetcher()
+        super().close()
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        learnt = None if self.predictor is None else self.predictor.capture()
+        return {**super().capture(), "predictor": learnt, "scaling": self.scaling}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[Store], device: torch.device) -> None:
+        super().restore(tree, parts, device)
+        self.scaling = tree["scaling"]
+        if self.selecting is not None and self.is_initialized:
+            self.predictor = self.make_predictor()
+            if tree["predictor"] is not None:
+                self.predictor.restore({**tree["predictor"], "units": self.history.units})

@@ -1,0 +1,66 @@
+"""One forward of the whole model, as all layers see it: made once, at its beginning, and passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+MOST_CANDIDATES = 32
+"""Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
+
+
+@dataclass
+class Step:
+    """Valid until the step has ended. Made by the cache; a layer that is driven without a model makes its own."""
+
+    sequences: int
+    history: int
+    """Tokens a sequence that were held before it."""
+    tokens: int
+    """Tokens a sequence that it adds: queries a sequence."""
+    selects: bool
+    """A sparse method attends to its choice; else to everything."""
+    started: float | None = None
+    """`time.perf_counter()` at its beginning, for steps that count as decoding; None: it is none."""
+    ids: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+    """Of the tokens it adds, which are none: bool (B, tokens) in host memory; None: no padding."""
+    lengths: list[int] = field(default_factory=list)
+    """What each layer that has a length held before it."""
+    entered: bool = False
+    """A decoder block was entered."""
+    _masks: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+
+    @classmethod
+    def alone(cls, sequences: int, history: int, tokens: int) -> Step:
+        """Of a layer that is driven by itself."""
+        return cls(sequences, history, tokens, selects=tokens == 1 and history > 0)
+
+    @property
+    def decodes(self) -> bool:
+        """It counts as a step of decoding."""
+        return self.started is not None
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """What `visible` last gave, in this step."""
+        return self._masks[-1][1] if self._masks else None
+
+    def visible(self, mask: Any) -> torch.Tensor | None:
+        """What the last query sees of the T columns of a mask (·, 1, q, T): bool (·, T), None: all of them.
+
+        Looked at once a step for each mask that the model made: models hand one mask to all layers of a kind, and
+        eager attention makes one that hides nothing.
+        """
+        if mask is None:
+            return None
+        for known, seen in self._masks:
+            if known is mask:
+                return seen
+        last = mask[:, 0, -1]
+        seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+        seen = None if bool(seen.all()) else seen
+        self._masks.append((mask, seen))
+        return seen

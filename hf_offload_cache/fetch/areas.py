@@ -1,0 +1,82 @@
+"""Memory that the layers of a cache share while they select: staging to read into, and one view for attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from .staging import Staging
+
+
+class Areas:
+    """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
+
+    Held in the account as "staging" and "selection". An area belongs to who borrowed it until it is given back; it may
+    outlive a step. The view is good until the next `view`.
+
+    Args:
+        ahead: the most areas that are lent for reads ahead at a time.
+    """
+
+    def __init__(self, account: MemoryAccount, ahead: int = 1) -> None:
+        self._account = account
+        self._most_ahead = ahead
+        self._lent = 0
+        self._free: list[Staging] = []
+        self._view: torch.Tensor | None = None
+
+    @staticmethod
+    def planned(area_bytes: int, view_bytes: int, ahead: int, device_type: str) -> dict[str, int]:
+        """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view."""
+        return {"staging": (1 + ahead) * area_bytes * Staging.sides(device_type), "selection": view_bytes}
+
+    def borrow(self, nbytes: int, device: torch.device) -> Staging:
+        """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
+        for index, area in enumerate(self._free):
+            if area.fits(nbytes, device):
+                return self._free.pop(index)
+        if self._free:  # the old memory goes before the new one comes
+            self._free.pop().release()
+        return Staging(nbytes, device, self._account, "staging")
+
+    def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
+        """As `borrow`; None where as many are lent as may be: reading ahead is never needed."""
+        if self._lent >= self._most_ahead:
+            return None
+        area = self.borrow(nbytes, device)
+        self._lent += 1
+        return area
+
+    def give_back(self, area: Staging, *, ahead: bool = False) -> None:
+        """Nobody reads into `area` any more; copies from it are done or in the stream's order."""
+        self._lent -= ahead
+        self._free.append(area)
+
+    def view(self, rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int) -> torch.Tensor:
+        """An uninitialised tensor (rows, width), valid until the next `view`; made with `room` elements at once.
+        Raises `BudgetError`."""
+        size, view = rows * width, self._view
+        if view is None or view.dtype != dtype or view.device != device or view.numel() < size:
+            self._drop_view()
+            room = max(room, size)
+            self._account.hold("selection", room * dtype.itemsize)
+            view = self._view = lasting_empty(room, dtype=dtype, device=device)
+        return view[:size].view(rows, width)
+
+    def _drop_view(self) -> None:
+        if self._view is not None:
+            self._account.release("selection", self._view.nbytes)
+            self._view = None
+
+    def reset(self) -> None:
+        """Nobody borrows anything any more: what an interrupted fetcher still had is let go of."""
+        self._lent = 0
+        self.release()
+
+    def release(self) -> None:
+        """Give back what nobody borrows, and the view, until they are wanted again."""
+        for area in self._free:
+            area.release()
+        self._free = []
+        self._drop_view()

@@ -1,0 +1,70 @@
+"""What a step wants of a history, and where that lies: the words between predictors, histories and fetchers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The units of one history that a step attends to beside its latest entries. Arrays of the host, not to be changed.
+
+    Rows are the history's: sequences, or sequences times key heads. Rows that want fewer units than others have -1 at
+    their end. What is attended of a unit is all that it holds, or what `keep` says.
+    """
+
+    units: np.ndarray
+    """(rows, M) int64, ascending in each row up to the first -1."""
+    keep: np.ndarray | None = None
+    """(rows, M, entries a unit) bool: which entries of the units are attended; None: all."""
+    importance: np.ndarray | None = None
+    """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all alike."""
+    ragged: bool = False
+    """Some row has a -1."""
+
+    @classmethod
+    def all_of(cls, rows: int, count: int) -> Choice:
+        """Units 0 to `count` - 1 in every row."""
+        return cls(np.broadcast_to(np.arange(count), (rows, count)))
+
+    @classmethod
+    def union(cls, choices: list[Choice], most: int) -> Choice:
+        """What any of several choices of the same rows names, cut to the `most` units a row that most of them name,
+        among equals those of the largest sum of importance. Whole units."""
+        if len(choices) == 1:
+            return choices[0]
+        rows = len(choices[0].units)
+        picked: list[np.ndarray] = []
+        for row in range(rows):
+            units = np.concatenate([choice.units[row] for choice in choices])
+            weight = np.concatenate([
+                np.zeros(choice.units.shape[1]) if choice.importance is None else choice.importance[row]
+                for choice in choices
+            ])  # fmt: skip
+            weight = np.nan_to_num(weight[units >= 0], posinf=1e9, neginf=-1e9)
+            named, which, votes = np.unique(units[units >= 0], return_inverse=True, return_counts=True)
+            if len(named) > most:
+                score = np.bincount(which, weight, len(named))
+                named = np.sort(named[np.lexsort((-score, -votes))[:most]])
+            picked.append(named)
+        width = max(len(named) for named in picked)
+        union = np.full((rows, width), -1, dtype=np.int64)
+        for row, named in enumerate(picked):
+            union[row, : len(named)] = named
+        return cls(union, ragged=any(len(named) < width for named in picked))
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Where units lie: extent e of a row is a run of entries in one record. Arrays of the host, not to be changed."""
+
+    records: np.ndarray
+    """(rows, E) int64 ids in the history's store; -1: none."""
+    first: np.ndarray | None = None
+    """(rows, E): the first entry of the run in its record; None: the record's first."""
+    count: np.ndarray | None = None
+    """(rows, E): entries in the run; None: as many as a record holds."""
+    unit: np.ndarray | None = None
+    """(rows, E): which of the units that were asked for the run belongs to; None: one extent a unit, in order."""

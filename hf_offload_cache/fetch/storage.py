@@ -1,0 +1,200 @@
+"""Where the records of one cache lie, and what brings them: folder, engine, stores, background work, and the books."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig, parse_size
+from ..errors import StalledError
+from ..memory.account import MemoryAccount
+from ..report.counters import Counters
+from ..report.timeline import NO_TIMELINE, Timeline
+from ..report.trace import Trace
+from ..stores.base import Store
+from ..stores.encryption import load_key, make_guard
+from ..stores.engines import choose_engine, open_store
+from ..stores.layered import LayeredStore
+from ..stores.process import Process
+from ..stores.uring.ring import Ring
+from .prefetcher import Prefetcher
+from .staging import Staging
+from .ticket import Ticket
+
+
+class Storage:
+    """Made and closed by the cache; used by the thread that runs the model. A forked child can only close it.
+
+    Raises `StoreError` when `path` cannot hold the stores, `ConfigError` when `trace` cannot be written and
+    `EncryptionKeyError`, before anything is left behind.
+
+    Attributes:
+        directory, engine, description: the folder, how records are read, and why so.
+        account, counters, timeline: the books that all parts of the cache write in.
+        prefetcher: reads ahead and writes behind.
+        stores: those that are open, one a layer.
+        torn: a signal's exception came while something was changed: what is held cannot be told, until `reset`.
+    """
+
+    def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
+        self.process = Process()
+        self.key = None if config.encryption_key is None else load_key(config.encryption_key)
+        self.directory = Path(tempfile.gettempdir() if path is None else path).absolute()
+        self.engine, self.description = choose_engine(config.engine, self.directory)
+        self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
+        self.counters = Counters()
+        self.timeline: Timeline = NO_TIMELINE
+        if config.trace is not None:
+            self.account.hold("timeline", Trace.HELD_BYTES)
+            self.timeline = Trace(config.trace)
+        self.ring = Ring(timeout=config.io_timeout) if self.engine == "uring" else None
+        timeline = self.timeline if self.timeline.on else None
+        self.write_queue = parse_size(config.write_queue)
+        self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
+        self.stores: list[Store] = []
+        self._units_seen = (0, 0, 0)  # selected, resident, ready: what the timeline was told of
+        self.closed = False
+        self.torn = False
+        self._verify = config.verify
+        self._stream_buffers: list[Staging] = []
+
+    # --- stores ------------------------------------------------------------------------------------------------
+
+    def open_store(self, record_bytes: int, name: str) -> Store:
+        """A new, empty store; errors call it `name`."""
+        store = self._new_store(record_bytes, name)
+        self.stores.append(store)
+        return store
+
+    def _new_store(self, record_bytes: int, name: str) -> Store:
+        guard = make_guard(self.key, self._verify)
+        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard)
+
+    def layer_store(self, parts: Sequence[Store], record_bytes: int, name: str) -> Store:
+        """A store over the frozen `parts`, which it owns; what is added goes to a store of its own."""
+        if not parts:
+            return self.open_store(record_bytes, name)
+        store = LayeredStore(parts, functools.partial(self._new_store, record_bytes, name))
+        self.stores.append(store)
+        return store
+
+    def close_store(self, store: Store) -> None:
+        """Drop what is under way for `store`, and give its file back."""
+        if self.closed and store not in self.stores:
+            return  # `close` has dealt with it
+        try:
+            self.prefetcher.cancel(store)
+        except StalledError:
+            if not self.closed:  # else `close` has said so; whatever is stuck holds the store, and its file with it
+                raise
+        else:
+            store.close()
+        if store in self.stores:
+            self.stores.remove(store)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def wait_for(self, ticket: Ticket, layer_idx: int | None = None) -> None:
+        """Wait for a read: in the counters as stalled, on the timeline as "wait". Raises as `Ticket.wait`."""
+        with self.timeline.span("wait", layer_idx):
+            self.counters.stall_seconds += ticket.wait()
+
+    def stream(
+        self, store: Store, ids: np.ndarray, records_at_once: int, device: torch.device
+    ) -> Iterator[torch.Tensor]:
+        """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
+
+        Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
+        """
+        parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
+        if not parts:
+            return
+        buffers = self._buffers(len(parts[0]) * store.record_bytes, device)
+        size = store.record_bytes
+        for buffer in buffers:
+            buffer.wait_uploaded()
+        tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
+        try:
+            for index, part in enumerate(parts):
+                if index + 1 < len(parts):
+                    following = parts[index + 1]
+                    behind = buffers[(index + 1) % 2]
+                    behind.wait_uploaded()
+                    tickets.append(self.prefetcher.read(store, following, behind.host_rows(len(following), size)))
+                buffer = buffers[index % 2]
+                self.wait_for(tickets.pop(0))
+                yield buffer.upload(len(part), size)
+        finally:
+            for ticket in tickets:
+                with contextlib.suppress(OSError):  # the first error is on its way to the caller
+                    ticket.wait()
+
+    def _buffers(self, nbytes: int, device: torch.device) -> list[Staging]:
+        if not (self._stream_buffers and self._stream_buffers[0].fits(nbytes, device)):
+            self.release_stream_buffers()
+            self._stream_buffers = [Staging(nbytes, device, self.account, "stream buffers") for _ in range(2)]
+        return self._stream_buffers
+
+    def release_stream_buffers(self) -> None:
+        """Give the memory back until the next `stream`."""
+        for buffer in self._stream_buffers:
+            buffer.release()
+        self._stream_buffers = []
+
+    # --- the books ---------------------------------------------------------------------------------------------
+
+    def reset_counters(self) -> None:
+        """All figures of the report begin anew."""
+        self.counters = Counters(flight_seen=self.prefetcher.seconds_in_flight)
+        self._units_seen = (0, 0, 0)
+        self.account.peak = self.account.current
+        for store in self.stores:
+            store.bytes_read = store.bytes_written = store.reads = 0
+
+    def show_counters(self) -> None:
+        """On the timeline: what of the units selected since the last call was resident and ready, and what is held."""
+        if not self.timeline.on:
+            return
+        counters = self.counters
+        now = (counters.units_selected, counters.units_resident, counters.units_ready)
+        selected, resident, ready = (new - old for new, old in zip(now, self._units_seen, strict=True))
+        self._units_seen = now
+        if selected > 0:
+            self.timeline.count("selected units", resident=resident / selected, ready=ready / selected)
+        self.timeline.count("memory, bytes", held=self.account.current)
+
+    def check_process(self) -> None:
+        """Raises `ForkedProcessError` in a child that was forked."""
+        self.process.check("this cache")
+
+    def close(self) -> None:
+        """Stop the workers and give back files and buffers. Idempotent.
+
+        Raises `StalledError`, once all is done that can be, for what does not end in time and was not reported before.
+        In a forked child nothing is done: what is the parent's goes on, and the child's copies of its descriptors go
+        with the objects.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if not self.process.is_here:
+            return
+        with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
+            last_first.callback(self._close_timeline)
+            last_first.callback(self.release_stream_buffers)
+            if self.ring is not None:
+                last_first.callback(self.ring.close)
+            for store in list(self.stores):
+                last_first.callback(self.close_store, store)
+            last_first.callback(self.prefetcher.close)
+
+    def _close_timeline(self) -> None:
+        self.timeline.close()
+        if self.timeline is not NO_TIMELINE:
+            self.account.release("timeline", Trace.HELD_BYTES)

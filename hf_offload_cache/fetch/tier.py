@@ -1,0 +1,97 @@
+"""Memory nearer than the store, which keeps what was read before: device slots, host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from .policy import FirstIn, Policy
+from .rows import copy_rows
+from .slot_table import SlotTable
+
+
+class Tier(Protocol):
+    """Keeps payloads of a history's records. Everything has its replica in the store: evicting writes nothing.
+
+    For the thread that runs the model.
+    """
+
+    def locate(self, records: np.ndarray) -> np.ndarray:
+        """The slot of each record (int64 ids), -1 for those that are not resident."""
+
+    def take(self, slots: np.ndarray, out: torch.Tensor, target: np.ndarray) -> None:
+        """Copy the payloads in `slots` to rows `target` of `out` (n, payload width)."""
+
+    def keep(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Make `records`, distinct and not resident, resident: their positions that got a slot, and the slots.
+
+        `in_use`: slots that this step takes from. `fill` has to follow before anything else.
+        """
+
+    def fill(self, slots: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
+        """Put rows of `source` (n, payload width) into slots that `keep` gave."""
+
+    def forget(self, records: np.ndarray) -> None:
+        """These records are free: nothing kept of them is valid."""
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of host memory for the books."""
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+
+
+class SlotTier:
+    """`capacity` payloads of `width` elements in one tensor on `device`, held in the account as `owner`.
+
+    Raises `BudgetError`, with nothing held.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        account: MemoryAccount,
+        owner: str = "reuse slots",
+        policy: Callable[[int], Policy] = FirstIn,
+    ) -> None:
+        self.capacity = capacity
+        self._table = SlotTable(capacity, policy)
+        self._account, self._owner = account, owner
+        account.hold(owner, capacity * width * dtype.itemsize)
+        self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
+        self.locate = self._table.locate
+        self.forget = self._table.forget
+
+    @staticmethod
+    def planned(capacity: int, payload_bytes: int, records: int, owner: str = "reuse slots") -> dict[str, int]:
+        """The most that a tier of `capacity` takes, for a store of `records`."""
+        return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity)}
+
+    def take(self, slots: np.ndarray, out: torch.Tensor, target: np.ndarray) -> None:
+        copy_rows(out, target, self._data, slots)
+        self._table.used(slots)
+
+    def keep(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._table.insert(records, in_use)
+
+    def fill(self, slots: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
+        copy_rows(self._data, slots, source, rows)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return self._table.nbytes
+
+    def close(self) -> None:
+        self._account.release(self._owner, self._data.nbytes)
+        self._data = self._data[:0]
+        self._table = SlotTable(0)
+        self.locate, self.forget = self._table.locate, self._table.forget

@@ -1,0 +1,132 @@
+"""What a layer holds, as its layer, its predictor and its fetcher see it, whatever order it is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..fetch.choice import Extents
+from ..stores.base import Store
+from .record_format import RecordFormat
+
+
+@dataclass(frozen=True)
+class Block:
+    """Entries of a history as attention takes them. Valid until the next block; the history's memory."""
+
+    keys: torch.Tensor
+    """(rows, Hk, t, Dk)"""
+    values: torch.Tensor
+    """(rows, Hv, t, Dv)"""
+    positions: np.ndarray | None = None
+    """(rows, t) int64 places in the sequence, -1 where there is no entry; None: those that follow the block before."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Units that left the tail, in a call of `append`. Tensors are valid as long as the arguments of that call."""
+
+    units: int
+    """How many units are sealed now, these included."""
+    tokens: int
+    """How many tokens a row are in sealed units now."""
+    keys: list[torch.Tensor]
+    """Keys (rows, Hk, ·, Dk) of the new ones, in order; empty: none."""
+    stored: Callable[[], Iterator[torch.Tensor]]
+    """Keys (rows, Hk, ·, Dk) of everything sealed, in order, part by part, each valid until the next: read back when
+    called. So a predictor that has to begin anew never reads by itself."""
+
+    @property
+    def fresh(self) -> int:
+        """Tokens a row that are new."""
+        return sum(part.shape[2] for part in self.keys)
+
+
+class History(Protocol):
+    """Tokens in, entries out, for `rows` rows of one layer: sequences, or sequences times key heads.
+
+    Owns its store and the latest entries, the tail. What comes in is copied. For the thread that runs the model; the
+    store is written and read in the background. Whatever raises has changed nothing, but what a signal interrupts.
+    """
+
+    form: RecordFormat
+    rows: int
+    device: torch.device
+    length: int
+    """Tokens a row, the tail's included."""
+    store: Store
+
+    @property
+    def units(self) -> int:
+        """Units sealed: those that a choice can name are below it."""
+
+    @property
+    def recent(self) -> torch.Tensor:
+        """Entries (rows, t, entry width) of the tail, oldest first: a view, valid until the next change."""
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        """Put keys (rows, Hk, t, Dk) and values (rows, Hv, t, Dv) behind the tail; old units beyond `num_recent` tokens
+        leave it. Raises `StoreFullError`, or an earlier write's `StoreError`."""
+
+    def extents(self, units: np.ndarray) -> Extents:
+        """Where units (rows, M) lie; -1: none."""
+
+    def positions(self, units: np.ndarray) -> np.ndarray:
+        """Places in the sequence, (rows, N) int64, of the entries that a gather of `units` gives, -1: no entry."""
+
+    def blocks(self, stop: int | None = None) -> Iterator[Block]:
+        """Everything before token `stop` (None: all), block by block; the next is read meanwhile."""
+
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything before token `stop` as new contiguous keys (rows, Hk, T, Dk) and values, in the order of the
+        sequence: bitwise what came in."""
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        """Keep the first `length` tokens. Returns the records freed, or None where no unit was touched."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+
+    def sweep(self, always: bool = False) -> np.ndarray | None:
+        """Give back records that nothing names, where that pays or `always`; returns them."""
+
+    def freeze(self) -> Sequence[Store]:
+        """All that is stored is immutable from now on; returns the frozen stores. Ids stay what they are."""
+
+    def live(self, parts: Sequence[Store]) -> list[np.ndarray]:
+        """Of each of the frozen `parts` which records some row names: (capacity,), bool."""
+
+    def capture(self) -> dict[str, Any]:
+        """What is held beside the records, as a tree of values and tensors for `restore`."""
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of host memory for the books."""
+
+    def close(self) -> None:
+        """Give back the store and the buffers."""
+
+
+def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Everything before token `stop`, made of a history's blocks: as `History.whole`."""
+    form, like = history.form, history.recent
+    keys = like.new_empty(history.rows, form.num_key_heads, stop, form.key_dim)
+    values = like.new_empty(history.rows, form.num_value_heads, stop, form.value_dim)
+    start = 0
+    for block in history.blocks(stop):
+        if block.positions is None:
+            end = start + block.keys.shape[2]
+            keys[:, :, start:end] = block.keys
+            values[:, :, start:end] = block.values
+            start = end
+            continue
+        places = torch.from_numpy(block.positions).to(like.device)
+        for row, own in enumerate(places):
+            there = (own >= 0).nonzero().reshape(-1)
+            keys[row, :, own[there]] = block.keys[row][:, there]
+            values[row, :, own[there]] = block.values[row][:, there]
+    return keys, values

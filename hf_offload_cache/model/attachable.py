@@ -1,0 +1,53 @@
+"""The verbs that the seams in a model call on the cache that a forward was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..report.timeline import NO_TIMELINE, Timeline
+
+
+class Attachable:
+    """What a cache does when the model tells where it is; all on the thread that runs the model. By default nothing.
+
+    The seams run outside of what `torch.compile` traces.
+    """
+
+    timeline: Timeline = NO_TIMELINE
+    """Told by the seams what the model is doing."""
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Before the whole model's forward, with all its arguments by name.
+
+        Returns the arguments to call it with instead, or None to leave the call as it is. `kwargs` stay as they are.
+        """
+        return None
+
+    def end_step(self, output: Any) -> Any | None:
+        """After the whole model's forward; not after one that raised. Returns another output, or None for this one."""
+        return None
+
+    def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
+        """Before a decoder block, with the residual stream (B, q, hidden)."""
+
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+        """Before its attention, with the normed stream (B, q, hidden) and the rotary cosines and sines, if given."""
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        """After its attention, with what it adds to the stream (B, q, hidden)."""
+
+    def check_prompt(self, input_ids: torch.Tensor) -> None:
+        """`generate` is about to drop the first of ids (B, P), which the cache should hold."""
+
+    def close(self) -> None:
+        """The cache is not to be used any more."""
+
+
+def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
+    """The cache of ours in the arguments of a forward."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Attachable):
+        return cache
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Attachable)), None)

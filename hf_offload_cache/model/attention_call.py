@@ -1,0 +1,116 @@
+"""One call of the attention function, carried as one value; and the function that a model would have called itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .gradients import no_backward
+from .stream_attention import Block, stream_attention
+from .tag import Tag, tag_of
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""(module, query, keys, values, mask, *args, **kwargs) -> output (B, q, H, Dv), and the weights, or None."""
+
+
+def own_attention(module: torch.nn.Module, implementation: str) -> AttentionFunction:
+    """The attention function that `module` would call under `implementation` without us.
+
+    "eager" is not registered: it is the `eager_attention_forward` beside the module's class (or one of its bases).
+    """
+    if implementation in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    for base in type(module).__mro__:
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise RuntimeError(f"{type(module).__name__}: no attention function for {implementation!r} was found")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What a model's attention module asked for. The tensors are the model's: not to be changed, valid in the call."""
+
+    function: AttentionFunction
+    """The model's own."""
+    module: torch.nn.Module
+    query: torch.Tensor
+    """(B, H, q, D)."""
+    key: torch.Tensor
+    """(B, Hkv, t, D), as `update` returned it."""
+    value: torch.Tensor
+    """(B, Hkv, t, Dv)."""
+    mask: torch.Tensor | None
+    """(·, 1, q, T), boolean (True: visible) or additive, as a rule; None: causal, nothing padded."""
+    args: tuple[Any, ...] = ()
+    """What came by position after the mask: a call with some is not attention as we know it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_queries(self) -> int:
+        """q: queries a row and head."""
+        return self.query.shape[2]
+
+    @property
+    def scaling(self) -> float:
+        """What scores are multiplied with."""
+        return self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5
+
+    @property
+    def softcap(self) -> float | None:
+        """What bounds scores by tanh."""
+        return self.kwargs.get("softcap")
+
+    @property
+    def s_aux(self) -> torch.Tensor | None:
+        """(H,): a logit a head that joins the denominator alone."""
+        return self.kwargs.get("s_aux")
+
+    @property
+    def wants_weights(self) -> bool:
+        """The caller asked for the attention weights (`output_attentions`): only `run` over everything gives them."""
+        return bool(self.kwargs.get("output_attentions"))
+
+    @property
+    def tag(self) -> Tag | None:
+        """The tag on the keys, whether the values carry it or not."""
+        return tag_of(self.key)
+
+    def run(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The model's own attention of this query over other keys, values and a mask for these."""
+        return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
+
+    def attend(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `run` gives for one query a row over keys and values (B, Hkv, t, D), all of them the query's.
+
+        Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
+        then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
+        """
+        plain = not self.args and self.softcap is None and self.s_aux is None and not self.wants_weights
+        if not plain or self.num_queries != 1 or self.query.shape[-1] != values.shape[-1]:
+            return self.run(keys, values, mask)
+        query = self.query
+        grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        mask = None if mask is None else mask.expand(-1, -1, grouped.shape[2], -1)
+        scaling = self.kwargs.get("scaling")
+        output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
+        return output.reshape(query.shape[0], 1, *query.shape[1:2], query.shape[3]), None
+
+    def stream(
+        self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`stream_attention` of this query under this mask; no weights. A backward pass through it raises."""
+        with torch.no_grad():
+            output = stream_attention(
+                self.query, history, own, self.mask, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux
+            )
+        return no_backward(output, self.query), None

@@ -1,0 +1,28 @@
+"""What came back from a store has no graph behind it: a backward pass through it raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "no gradient flows through a history that hf_offload_cache brought back from its store: "
+            "run the forward under torch.no_grad(), or train with DynamicCache"
+        )
+
+
+def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """`tensor` (a leaf), whose values joined a graph that `beside` is part of: a backward pass that comes here raises
+    instead of being silently wrong."""
+    if not (torch.is_grad_enabled() and beside.requires_grad):
+        return tensor
+    return _NoBackward.apply(tensor.requires_grad_())

@@ -1,0 +1,43 @@
+"""Attention masks as models make them: boolean (True: visible) or additive, a column for each position held."""
+
+from __future__ import annotations
+
+import torch
+
+
+def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask (·, 1, q, T), boolean (True: visible) or additive, as an additive float32 one whose hidden places are
+    -inf."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+
+
+def visible_columns(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Which of the T columns the last query sees: boolean (·, T), or None for all."""
+    if mask is None:
+        return None
+    last = mask[:, 0, -1]
+    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+
+
+def mask_at(mask: torch.Tensor | None, positions: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """The columns of `mask` (·, 1, q, T; None: all visible) at `positions`, additive, hidden where one is -1.
+
+    `positions` are integers (t,), (B, t) or (B, Hkv, t) on the mask's device; a mask of one row goes for all B. Returns
+    float32 (·, 1 or Hkv, q, t).
+    """
+    if positions.ndim < 3:
+        positions = positions.reshape(-1, 1, positions.shape[-1])
+    index = positions.clamp_min(0).unsqueeze(2).expand(-1, -1, num_queries, -1)
+    if mask is None:
+        picked = torch.zeros(index.shape, dtype=torch.float32, device=positions.device)
+    else:
+        rows = max(mask.shape[0], index.shape[0])
+        whole = mask.expand(rows, index.shape[1], -1, -1)
+        additive = additive_mask(whole.gather(-1, index.expand(rows, -1, -1, -1)))
+        assert additive is not None
+        picked = additive
+    return picked.masked_fill((positions < 0).unsqueeze(2), float("-inf"))

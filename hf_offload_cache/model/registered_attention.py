@@ -1,0 +1,56 @@
+"""Our names in transformers' tables: an attention function and a mask function for each that a model may have had."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_call import AttentionCall, own_attention
+from .tag import Tag, tag_of
+
+PREFIX = "hf_offload_cache_"
+"""Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
+ALWAYS = ("sdpa", "eager")
+"""Implementations that every transformers has."""
+_OWN_KERNELS = ("flash", "flex", "paged")
+"""Parts of names whose masks are of another kind, or whose names transformers treats in a way of its own."""
+
+
+def replaceable(implementation: str) -> bool:
+    """Whether attention by `implementation` can go through ours."""
+    known = implementation in ALWAYS or (
+        implementation in ALL_ATTENTION_FUNCTIONS and implementation in ALL_MASK_ATTENTION_FUNCTIONS
+    )
+    return known and not any(part in implementation for part in _OWN_KERNELS)
+
+
+def register(implementation: str) -> None:
+    """Make our name for `implementation` known to transformers: the attention function and the mask function."""
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + implementation, functools.partial(_attention, implementation))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + implementation, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+
+
+def _attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    own = own_attention(module, implementation)
+    tag = tag_of(key)
+    if tag is None:
+        return own(module, query, key, value, attention_mask, *args, **kwargs)
+    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
+
+
+@torch.compiler.disable  # whatever a method does in its layer's `attend`, it is not traced
+def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return tag.layer.attend(call)

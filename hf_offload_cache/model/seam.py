@@ -1,0 +1,98 @@
+"""The hooks on a model: each finds the cache in the call's arguments and calls one verb on it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .attachable import Attachable, cache_among
+from .decoder_blocks import decoder_blocks
+from .registered_attention import ALWAYS, register
+
+
+class Seam:
+    """A hook for one verb of `Attachable`. Holds no module: a copy of a model has seams of its own with its copy.
+
+    Inert where the arguments hold no cache of ours.
+    """
+
+    def __init__(self, verb: str, layer_idx: int = -1) -> None:
+        self.verb = verb
+        self.layer_idx = layer_idx
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in ALWAYS:  # a model pickled while attached carries our names into a new process
+            register(name)
+
+    @torch.compiler.disable
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> Any:
+        cache = cache_among(args, kwargs)
+        if cache is None:
+            return None
+        if self.verb == "begin_step":
+            return self._begin_step(cache, module, args, kwargs)
+        if self.verb == "end_step":
+            changed = cache.end_step(output)
+            cache.timeline.end_step()
+            return changed
+        if self.verb == "leave_attention":
+            cache.timeline.leave_attention(self.layer_idx)
+            cache.leave_attention(self.layer_idx, output[0] if isinstance(output, tuple) else output)
+            cache.timeline.enter_rest(self.layer_idx)
+            return None
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
+            if self.verb == "enter_block":
+                cache.timeline.enter_block(self.layer_idx)
+                cache.enter_block(self.layer_idx, module, hidden)
+            else:
+                cache.timeline.enter_attention(self.layer_idx)
+                cache.enter_attention(self.layer_idx, module, hidden, kwargs.get("position_embeddings"))
+        return None
+
+    def _begin_step(
+        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        cache.timeline.begin_step()
+        changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
+        return None if changed is None else ((), changed)
+
+
+def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
+    """What was given to the forward of `module` by position, by name."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False))
+
+
+def put_hooks(model: torch.nn.Module, seams: list[Seam], handles: list[Any]) -> None:
+    """Hook `model` and its decoder blocks; each seam and the handle that takes it off go into the lists as it is on."""
+
+    def put(verb: str, register_hook: Callable[..., Any], layer_idx: int = -1) -> None:
+        seam = Seam(verb, layer_idx)
+        handles.append(register_hook(seam, with_kwargs=True))
+        seams.append(seam)
+
+    put("begin_step", model.register_forward_pre_hook)
+    put("end_step", model.register_forward_hook)
+    for layer_idx, block, attention in decoder_blocks(model):
+        put("enter_block", block.register_forward_pre_hook, layer_idx)
+        put("enter_attention", attention.register_forward_pre_hook, layer_idx)
+        put("leave_attention", attention.register_forward_hook, layer_idx)
+
+
+def strip_hooks(model: torch.nn.Module, counted: set[int]) -> None:
+    """Take off the seams, by `id` not in `counted`, that a copy or a pickle of an attached model brought along."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Seam) and id(hook) not in counted]:
+                del hooks[key]
+                for flags in (
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                ):
+                    flags.pop(key, None)

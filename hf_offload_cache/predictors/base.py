@@ -1,0 +1,72 @@
+"""What decides which units a step attends to: tensors in, choice out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..fetch.choice import Choice, Extents
+from ..history.base import Sealed
+
+Decision = Choice | Generator[Extents, torch.Tensor, Choice]
+"""A choice; or a generator that yields extents to look at, is sent their entries (rows, E, entries a record, entry
+width; -1: zeros), and returns the choice."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query of every sequence, and what it sees. Valid for the call."""
+
+    states: torch.Tensor
+    """(B, H, D), as the model's attention gets them."""
+    scaling: float
+    visible: torch.Tensor | None
+    """(B or 1, T) bool: what of the tokens held is no padding; None: all."""
+    recent: Callable[[], torch.Tensor]
+    """Keys (rows, Hk, t, D) of the latest tokens, which are attended to anyhow: a view."""
+
+
+class Predictor(Protocol):
+    """Of one layer. Never reads by itself. For the thread that runs the model.
+
+    Rows are the history's: sequences, or sequences times key heads. What it holds is in the account.
+    """
+
+    def ready(self, units: int) -> bool:
+        """It has learned of the first `units` units, so that it can choose among them."""
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Units were sealed. `queries` (B, H, q, D) are those of the call that brought them; `visible` as in `Query`.
+        What it raises leaves it as it was, or not `ready`."""
+
+    def preview(self) -> Extents | None:
+        """What to read before there is a query; begun a layer early."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Decision:
+        """At most `budget` of the units it is ready for, in each row, sinks among them.
+
+        `guess`: the query is one, what comes of it is only read ahead; cheaper is better than right.
+        """
+
+    def truncate(self, units: int) -> None:
+        """Only the first `units` units stay."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+
+    def capture(self) -> dict[str, Any]:
+        """All that is held, as a tree of values and tensors for `restore`: not to be changed, no copies."""
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured; for a new predictor. Computes nothing. Raises `ContextError` where the tree does not
+        hold together."""
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of what it holds that is not in the account."""
+
+    def close(self) -> None:
+        """Give the memory back; it may learn anew."""

@@ -1,0 +1,321 @@
+"""KVSwap's predictor: keys of all heads joined and projected to a low rank, scored against a low-rank query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ContextError
+from ..memory.account import MemoryAccount
+from ..memory.buffers import Workspace, lasting_empty
+from ..memory.plan import LayerPlan, Planned
+from .directions import PART, parts
+from .sinks import largest
+
+_CLIP = 5.0
+"""An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
+
+_CANDIDATES = 4
+"""Times the groups wanted: of how many the mass is estimated."""
+_BELOW = 1e4
+"""Puts what is no candidate below all candidates."""
+def default_rank(key_width: int) -> int:
+    """The width of a compact key when none is given: a quarter of the joined key width, from 16 to 160."""
+    return min(key_width, max(16, min(160, key_width // 4)))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How much each group matters to one query a row. Arrays of the host, the caller's own."""
+
+    importance: np.ndarray
+    """(B, groups) float32, to be compared in a row; right among `candidates`. With the default rule, there, the
+    estimated attention mass summed over heads."""
+    candidates: np.ndarray
+    """(B, n) groups whose mass was estimated, in no order."""
+    rest: np.ndarray
+    """(B,) estimated mass, summed over heads, of what is no group: the tail."""
+
+
+class LowRankKeys:
+    """The compact keys of one layer: (B, tokens, r) in `dtype`, on the device of the keys.
+
+    Args:
+        adapter: (Hk D, r) float32, the projection; kept by reference.
+        deviation: (r,) float32, root mean square of each component, which fixes the 8-bit scale.
+        dtype: torch.int8, or a floating type.
+        num_key_heads: Hk.
+        workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
+        queries: (Hk D, r) float32, the same for queries (see `reconstruction`); None: `adapter`, for orthonormal ones.
+
+    The projection of keys is kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do;
+    that of queries in float32 on the host, with the 8-bit scale in it: it is used at every ranking.
+    """
+
+    def __init__(
+        self,
+        adapter: torch.Tensor,
+        deviation: torch.Tensor,
+        dtype: torch.dtype,
+        num_key_heads: int,
+        batch: int,
+        account: MemoryAccount,
+        workspace: Workspace | None = None,
+        queries: torch.Tensor | None = None,
+    ) -> None:
+        kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        shape = (num_key_heads, -1, adapter.shape[-1])
+        self.adapter = adapter.to(kept).view(shape)
+        self._plain = queries is None
+        self._set_scale(
+            (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation),
+            self.adapter if queries is None else queries.to(kept).view(shape),
+        )
+        self.tokens = 0
+        self._account = account
+        self._workspace = Workspace(account, "scores") if workspace is None else workspace
+        self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
+        self._adapter_bytes = self.adapter.nbytes + self._projection.nbytes
+        account.hold("adapters", self._adapter_bytes)
+        self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
+
+    @staticmethod
+    def planned(
+        width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, group_size: int
+    ) -> LayerPlan:
+        """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements."""
+        keys = rows * tokens * rank * dtype.itemsize
+        kept = 4 if dtype == torch.float32 else 2
+        own = Planned.always({"compact keys": keys, "adapters": width * rank * (kept + 4)})
+        moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
+        scores = {"scores": heads * (tokens + -(-tokens // group_size)) * 4}
+        return LayerPlan(own, Planned(moving, {**moving, **scores}))
+
+    def _set_scale(self, scale: torch.Tensor, queries: torch.Tensor) -> None:
+        self.scale = scale
+        self._projection = (queries.float() * scale).cpu().numpy()
+
+    def capture(self) -> dict[str, Any]:
+        """What is held, as a tree for `restore`: no copies, not to be changed. Who holds it sees no later change."""
+        self._lent = max(self._lent, self.tokens)
+        return {
+            "adapter": self.adapter,
+            "queries": None if self._plain else self._queries(),
+            "scale": self.scale,
+            "keys": self._keys[:, : self.tokens],
+        }
+
+    def _queries(self) -> torch.Tensor:
+        """The projection of queries without the scale, as it was given: to the last bit of its type."""
+        return (torch.from_numpy(self._projection) / self.scale.cpu()).to(self.adapter.dtype)
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
+        """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
+        one's account counts them. Raises `ContextError` where the tree does not hold together."""
+        keys = tree["keys"]
+        scale, projection = tree["scale"], tree["adapter"]
+        queries = projection if tree["queries"] is None else tree["queries"]
+        fits = keys.shape[-1] > 0 and scale.shape == keys.shape[-1:] and queries.shape == projection.shape
+        kinds = all(each.is_floating_point() for each in (projection, queries, scale))
+        if not fits or not kinds or not (keys.dtype == torch.int8 or keys.is_floating_point()):
+            found = [f"{tuple(each.shape)} {each.dtype}" for each in (keys, scale, projection, queries)]
+            raise ContextError(
+                f"compact keys, scale and projections of a context do not hold together: they are {', '.join(found)}; "
+                "save the context anew"
+            )
+        flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
+        compact = cls(
+            flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],
+            account, workspace, flat.get("queries"),
+        )  # fmt: skip
+        compact._set_scale(tree["scale"], queries)
+        account.hold("compact keys", keys.nbytes)
+        compact._keys = keys
+        compact._lent = compact.tokens = keys.shape[1]
+        return compact
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
+        if tokens > self._keys.shape[1] or (tokens > self.tokens and self.tokens < self._lent):
+            room = tokens if not self.tokens else tokens + max(128, tokens // 32)
+            shape = (self._keys.shape[0], room, self._keys.shape[2])
+            self._account.hold("compact keys", shape[0] * shape[1] * shape[2] * self._keys.element_size())
+            grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
+            grown[:, : self.tokens] = self._keys[:, : self.tokens]
+            self._account.release("compact keys", self._keys.nbytes)
+            self._keys, self._lent = grown, 0
+
+    def append(self, keys: torch.Tensor) -> None:
+        """Project keys (B, Hk, t, D) and add them."""
+        self.reserve(self.tokens + keys.shape[2])
+        for part in parts(keys):
+            stop = self.tokens + part.shape[2]
+            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
+            if self._keys.dtype == torch.int8:
+                flat = flat.div_(self.scale).round_().clamp_(-127, 127)
+            self._keys[:, self.tokens : stop] = flat
+            self.tokens = stop
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` of every row."""
+        self.tokens = min(self.tokens, tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
+        rows = rows.to(self._keys.device)
+        if len(rows) == self._keys.shape[0] and not self._lent:
+            for part in self._keys[:, : self.tokens].split(PART, 1):
+                part.copy_(part.index_select(0, rows))
+            return
+        old, shape = self._keys, (len(rows), *self._keys.shape[1:])
+        self._account.hold("compact keys", len(rows) * old[0].nbytes)
+        self._keys = lasting_empty(*shape, dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows, out=self._keys)
+        self._lent = 0
+        self._account.release("compact keys", old.nbytes)
+
+    def close(self) -> None:
+        self._account.release("compact keys", self._keys.nbytes)
+        self._account.release("adapters", self._adapter_bytes)
+        self._keys, self.tokens = self._keys.new_empty(self._keys.shape[0], 0, self._keys.shape[2]), 0
+
+    def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
+        """query (B, H, D) times the projection of its key head, equation 1, times the 8-bit scale: (B, H, r) float32.
+
+        By numpy: products this small are done before torch's threads are awake.
+        """
+        batch, heads, dim = query.shape
+        grouped = query.detach().float().cpu().numpy().reshape(batch, len(self._projection), -1, dim)
+        return np.matmul(grouped, self._projection).reshape(batch, heads, -1)
+
+    def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), and factors (h, 1) float32 that they
+        are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8 bits."""
+        if keys.dtype == torch.int8 and keys.device.type == "cpu":
+            unit = np.maximum(np.abs(low).max(-1, keepdims=True), 1e-30) / 127
+            query8 = torch.from_numpy(np.rint(low / unit).astype(np.int8))
+            return torch._int_mm(query8, keys.t(), **({} if out is None else {"out": out})), unit
+        dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
+        raw = torch.from_numpy(low).to(keys.device, dtype) @ keys.to(dtype).t()
+        return raw, np.ones((len(low), 1), dtype=np.float32)
+
+    def rank(
+        self,
+        query: torch.Tensor,
+        scaling: float,
+        group_size: int,
+        wanted: int,
+        rule: str = "default",
+        visible: torch.Tensor | None = None,
+        tail: np.ndarray | None = None,
+    ) -> Ranking:
+        """How much each group matters to query (B, H, D): the order is right among the `wanted` best.
+
+        "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
+        scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
+        exponentials are taken of these alone.
+        "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
+        the sum is linear, so one vector stands for all heads.
+
+        `visible` (·, tokens) leaves padding out of all of it. `tail` (B, H, t) float32: scaled scores of tokens that
+        are in no group, which share the softmax.
+
+        The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
+        the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
+        """
+        low = self.low_rank_query(query)
+        if rule == "paper":
+            low = low.sum(1, keepdims=True)
+        groups = self.tokens // group_size
+        count = min(_CANDIDATES * wanted, groups)
+        importance = np.empty((len(low), groups), dtype=np.float32)
+        candidates = np.empty((len(low), count), dtype=np.int64)
+        rest = np.zeros(len(low), dtype=np.float32)
+        for row in range(len(low)):
+            grouped, unit = self._grouped(low[row], row, group_size, visible)
+            best = _host(grouped.amax(2))  # (h, groups)
+            if rule == "paper":
+                importance[row] = best[0]
+                candidates[row] = largest(best[:1], count)[0]
+                continue
+            factor = unit * np.float32(scaling)
+            best *= factor
+            top = best.max(-1, keepdims=True)
+            last = None if tail is None else tail[row]
+            if last is not None and last.size:
+                top = np.maximum(top, last.max(-1, keepdims=True))
+            peaks = _exp(best - top)
+            total = peaks.sum(-1, keepdims=True)
+            if last is not None:
+                rest_of_head = _exp(last - top).sum(-1, keepdims=True)
+                total += rest_of_head
+            rough = (1 / total[:, 0]) @ peaks
+            chosen = candidates[row] = largest(rough[None], count)[0]
+            mass = _exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]).sum(-1)
+            total += self._missing_mass(peaks, chosen, mass)
+            importance[row] = rough - _BELOW
+            importance[row, chosen] = (1 / total[:, 0]) @ mass
+            if last is not None:
+                rest[row] = (rest_of_head / total).sum()
+        return Ranking(importance, candidates, rest)
+
+    @staticmethod
+    def _missing_mass(peaks: np.ndarray, chosen: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """What the sum of `peaks` (h, groups) lacks of the mass of all groups, (h, 1): known where `chosen`; the others
+        are taken to be as much larger than their best token as these."""
+        of_chosen, known = peaks[:, chosen].sum(-1, keepdims=True), mass.sum(-1, keepdims=True)
+        others = peaks.sum(-1, keepdims=True) - of_chosen
+        return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
+
+    def group_importance(
+        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int,
+        visible: torch.Tensor | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """`rank(...).importance`: (B, tokens // group_size)."""
+        return self.rank(query, scaling, group_size, wanted, rule, visible).importance
+
+    def _grouped(
+        self, low: np.ndarray, row: int, group_size: int, visible: torch.Tensor | None
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Raw scores of one row, (h, groups, G), valid until the next call, and their factors (h, 1)."""
+        keys, out = self._keys[row, : self.tokens], None
+        if keys.dtype == torch.int8 and keys.device.type == "cpu":
+            out = self._workspace.take(len(low), self.tokens, dtype=torch.int32, device=keys.device)
+        raw, unit = self.scores(low, keys, out)
+        if visible is not None:
+            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
+            raw.masked_fill_(~visible[min(row, len(visible) - 1), : self.tokens], least)
+        return raw.unflatten(1, (-1, group_size)), unit
+
+    def rank_among(self, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray) -> np.ndarray:
+        """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
+        part of the bytes that `rank` reads, for a query that is a guess."""
+        low = self.low_rank_query(query)
+        importance = np.empty(candidates.shape, dtype=np.float32)
+        for row, chosen in enumerate(torch.from_numpy(candidates).to(self._keys.device)):
+            grouped = self._keys[row, : self.tokens].unflatten(0, (-1, group_size))
+            raw, unit = self.scores(low[row], grouped.index_select(0, chosen).flatten(0, 1))
+            scores = _host(raw.unflatten(1, (-1, group_size))) * (unit * np.float32(scaling))[..., None]
+            mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
+            importance[row] = (1 / mass.sum(-1)) @ mass
+        return importance
+
+
+def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
+    """grouped[:, chosen] as float32 on the host."""
+    if grouped.device.type == "cpu" and grouped.dtype == torch.int32:
+        return grouped.numpy()[:, chosen].astype(np.float32)
+    return _host(grouped.index_select(1, torch.from_numpy(chosen).to(grouped.device)))
+
+
+def _host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.float().cpu().numpy()
+
+
+def _exp(values: np.ndarray) -> np.ndarray:
+    """exp of values at most 0; those too small for a normal number take many times longer and count for nothing."""
+    return np.exp(np.maximum(values, -80.0, dtype=np.float32))

@@ -1,0 +1,66 @@
+"""What holds for every test: one torch thread, and tests marked `alone` run beside no other.
+
+With workers (`-n`) the tests marked `alone` are left out; `--alone` runs them and no others. Without either, all run,
+one after the other. `make test` makes both calls.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from gathers import Gathers
+
+# Before torch is imported, and for the processes that tests start: tiny operations only wait for each other's threads,
+# and how many there are decides the last bits of a sum.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", action="store_true", help="only the tests that run beside no other")
+
+
+def has_workers(config: pytest.Config) -> bool:
+    """Tests run in several processes at once; this is one of them, or the one that started them."""
+    return hasattr(config, "workerinput") or bool(getattr(config.option, "numprocesses", None))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--alone") and has_workers(config):
+        raise pytest.UsageError("--alone runs tests one after the other: it cannot be combined with -n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only_alone = config.getoption("--alone")
+    if not only_alone and not has_workers(config):
+        return
+    left_out = [item for item in items if bool(item.get_closest_marker("alone")) != only_alone]
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if has_workers(config):
+        terminalreporter.write_line("The tests marked `alone` are not among these: --alone runs them.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """What was there before a module is not walked by the collections of its tests: half a second each, of imports."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def checked_gathers() -> Iterator[Gathers]:
+    """`checking` for a whole test."""
+    from gathers import checking  # not above: the process that starts the workers needs no torch
+
+    with checking() as seen:
+        yield seen

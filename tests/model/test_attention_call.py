@@ -1,0 +1,94 @@
+"""A call of the attention function: what one query a row gives, and what goes to the model's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_stream_attention import BFLOAT16, FLOAT32
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_offload_cache.model.attention_call import AttentionCall
+
+
+class _Module(torch.nn.Module):
+    """What `sdpa_attention_forward` looks at."""
+
+    num_key_value_groups, is_causal = 3, True
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "additive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
+    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
+    own attention gives, to a rounding of the type."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
+    entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)
+    keys, values = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in entries.split(32, -1))
+    mask = None
+    if masked is not None:
+        mask = torch.rand(rows, 1, 1, 37, generator=generator) < 0.7
+        mask[..., 0] = True
+        if masked == "additive":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    expected = sdpa_attention_forward(_Module(), query, keys, values, mask, scaling=0.3)[0]
+    new = torch.empty(rows, 2, 1, 16, dtype=dtype)
+    call = AttentionCall(_refuse, _Module(), query, new, new, None, kwargs={"scaling": 0.3})
+    found, weights = call.attend(keys, values, mask)
+    assert weights is None
+    assert found.shape == expected.shape == (rows, 1, 6, 16)
+    assert found.dtype == dtype
+    tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"output_attentions": True}])
+def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> None:
+    query, keys = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 5, 16)
+    mark = object()
+    given: list[dict[str, Any]] = []
+
+    def own(*arguments: Any, **kwargs: Any) -> Any:
+        given.append(kwargs)
+        return mark
+
+    call = AttentionCall(own, _Module(), query, keys[:, :, -1:], keys[:, :, -1:], None, (), {"scaling": 0.3, **extra})
+    assert call.attend(keys, keys, None) is mark
+    assert given == [{"scaling": 0.3, **extra}]
+    assert (call.softcap, call.s_aux, call.wants_weights) == (
+        extra.get("softcap"), extra.get("s_aux"), bool(extra.get("output_attentions"))
+    )  # fmt: skip
+
+
+def test_what_is_run_is_the_call_on_other_keys() -> None:
+    """The module, the query and every further argument are the call's; keys, values and mask are what is given."""
+    query, key = torch.randn(1, 6, 3, 16), torch.randn(1, 2, 3, 16)
+    module, keys, values, mask = _Module(), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16), torch.ones(1, 1, 3, 9)
+    given: list[Any] = []
+    call = AttentionCall(lambda *a, **k: given.append((a, k)), module, query, key, key, None, (7,), {"dropout": 0.0})
+    call.run(keys, values, mask)
+    assert given == [((module, query, keys, values, mask, 7), {"dropout": 0.0})]
+    assert (call.num_queries, call.scaling, call.tag) == (3, 16**-0.5, None)
+    call.attend(keys, values, mask)  # several queries: the model's own too
+    assert given[1] == given[0]
+
+
+def test_a_stream_is_the_models_attention_over_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(2, 6, 3, 16, generator=generator), torch.randn(2, 2, 23, 16, generator=generator)
+    values = torch.randn(2, 2, 23, 16, generator=generator)
+    mask = torch.ones(3, 23, dtype=torch.bool).tril(20)[None, None]
+    expected = sdpa_attention_forward(_Module(), query, keys, values, mask, scaling=0.3)[0]
+    call = AttentionCall(_refuse, _Module(), query, keys[:, :, 20:], values[:, :, 20:], mask, (), {"scaling": 0.3})
+    order = torch.randperm(20, generator=generator)
+    blocks = [(keys[:, :, part], values[:, :, part], part) for part in order.split(6)]
+    found, weights = call.stream(blocks, (call.key, call.value))
+    assert weights is None
+    torch.testing.assert_close(found, expected, rtol=10 * FLOAT32, atol=10 * FLOAT32)
+
+
+def _refuse(*arguments: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the model's own attention was not to be called")

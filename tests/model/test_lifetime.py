@@ -1,0 +1,45 @@
+"""An attached model is freed with its last reference: nothing of ours refers to it in a circle."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from harness import CASES, SMALL, fresh
+
+from hf_offload_cache import DiskSwapCache
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """Only counts of references free anything in here."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("fields", [{"exact": True}, {"num_selected": 16}], ids=["exact", "sparse"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_model_is_freed_at_once(closed: bool, fields: dict) -> None:
+    model = fresh("llama")
+    cache = DiskSwapCache(model, engine="memory", **SMALL, **fields)
+    CASES["greedy"](model, cache)
+    if closed:
+        cache.close()
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+    with pytest.raises(RuntimeError, match=r"model of this cache is gone"):
+        _ = cache.model
+    cache.close()
+
+
+def test_a_model_without_us_is_freed_at_once() -> None:
+    """Else the test above would not be ours to pass."""
+    model = fresh("llama")
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
