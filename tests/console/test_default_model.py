@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from hf_offload_cache.contexts.identity import identity
 
 from hf_offload_cache.console import default_model, unpacked_model
-from hf_offload_cache.contexts.identity import identity
 from hf_offload_cache.model.geometry import Geometry
 
 
