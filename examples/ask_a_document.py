@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console.generation import build_prompt, load
+from hf_offload_cache.console.load_model import load
+from hf_offload_cache.console.prompt import build_prompt
 
 document = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("document.txt")
 question = sys.argv[2] if len(sys.argv) > 2 else "What is the access code of the north greenhouse?"

@@ -1,37 +1,57 @@
-"""Caches by name."""
-
-from __future__ import annotations
-
-import sys
-import types
+"""Caches by name: the registered ones, and a class from outside."""
 
 import pytest
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import DiskSwapCache, registry
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.registry import CACHES, cache_class, class_named
+from hf_offload_cache.registry import CACHES, cache_class, class_named, name_of
 
 
-def test_every_registered_name_leads_to_a_class_of_its_own() -> None:
-    classes = [cache_class(name) for name in CACHES]
-    assert len(set(classes)) == len(classes) and DiskSwapCache in classes
-    assert [class_named(cls.__name__) for cls in classes] == classes
+def test_every_registered_class_is_there_under_its_name():
+    for name, place in CACHES.items():
+        cls = cache_class(name)
+        assert f"{cls.__module__}:{cls.__name__}" == place
+        assert class_named(cls.__name__) is cls and name_of(cls.__name__) == name
+    assert cache_class("disk-swap") is DiskSwapCache
+    assert class_named("NoSuchCache") is None and name_of("DiskSwap") is None
 
 
-def test_a_class_of_an_outsider(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("an_outsiders_module")
-    module.Own = own = type("Own", (DiskSwapCache,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "an_outsiders_module", module)
-    assert cache_class("an_outsiders_module:Own") is own
-    assert class_named("Own") is None
-    with pytest.raises(ConfigError, match="an_outsiders_module:Other"):
-        cache_class("an_outsiders_module:Other")
+def test_a_line_is_all_that_a_method_takes(monkeypatch, tmp_path):
+    (tmp_path / "my_method.py").write_text(
+        "from hf_offload_cache import DiskSwapCache\n\n\nclass MyCache(DiskSwapCache):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    cls = cache_class("my_method:MyCache")
+    assert cls.__name__ == "MyCache" and issubclass(cls, DiskSwapCache)
+    assert class_named("MyCache") is None
+    monkeypatch.setitem(registry.CACHES, "mine", "my_method:MyCache")
+    assert cache_class("mine") is cls is class_named("MyCache")
 
 
-def test_what_is_known_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no cache 'disk_swap'; did you mean 'disk-swap'\?"):
-        cache_class("disk_swap")
-    with pytest.raises(ConfigError, match="known: disk-swap"):
-        cache_class("nothing alike")
-    with pytest.raises(ConfigError, match="no_such_module:Cache"):
-        cache_class("no_such_module:Cache")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("disk-swop", "one of disk-swap, other, or module:Class, got 'disk-swop': did you mean 'disk-swap'?"),
+        ("othr", "did you mean 'other'?"),
+        ("zzz", "name one of these"),
+        ("", "got ''"),
+        (":Class", "got ':Class'"),
+        ("module:", "got 'module:'"),
+        ("module:a.b", "got 'module:a.b'"),
+        ("no.such.module:Class", "there is no module 'no': put the folder"),
+        ("json:Class", "got nothing of that name"),
+        ("json:JSONDecoder", "must be a subclass of OffloadCache, got <class"),
+        ("json:dumps", "must be a subclass of OffloadCache, got <function"),
+    ],
+)
+def test_what_is_no_cache(name, words):
+    with pytest.raises(ConfigError) as caught:
+        cache_class(name, others=("other",))
+    assert words in str(caught.value)
+
+
+def test_a_module_that_lacks_another_says_so_itself(monkeypatch, tmp_path):
+    (tmp_path / "lacking.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        cache_class("lacking:Class")

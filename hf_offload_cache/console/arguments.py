@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..registry import CACHES
+
 
 class OutputFileError(OSError):
     """The file for the figures cannot be written."""
@@ -21,6 +23,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: %(default)s")
     add("--device", help="e.g. cpu or cuda:0 (default: cuda where there is one)")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
+
+
+def add_cache_argument(parser: argparse.ArgumentParser, *others: str) -> None:
+    """`--cache NAME`, None where it is left out: of the registry, of `others`, or "module:Class". Checked when it is
+    used."""
+    names = ", ".join((*CACHES, *others))
+    parser.add_argument(
+        "--cache", metavar="NAME", help=f"{names}, or module:Class of your own (default: {next(iter(CACHES))})"
+    )
 
 
 def add_field_argument(parser: argparse.ArgumentParser) -> None:

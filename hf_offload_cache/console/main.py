@@ -48,8 +48,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _expected() -> tuple[type[Exception], ...]:
     """The errors that are a user's to mend: those this library names. Others keep their traceback."""
+    from .answer import PromptTooLongError
     from .default_model import DefaultModelMissingError
-    from .generation import ModelLoadError, PromptTooLongError
+    from .load_model import ModelLoadError
 
     named = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     own = (documents.PromptFileError, tune.SampleFileError, OutputFileError, DefaultModelMissingError)

@@ -8,10 +8,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_field_argument, add_model_arguments, check_writable, positive, write_json
+from .arguments import (
+    add_cache_argument,
+    add_field_argument,
+    add_model_arguments,
+    check_writable,
+    positive,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from ..caches.disk_swap_config import DiskSwapConfig
+    from ..config import OffloadConfig
     from ..memory.plan import MemoryPlan
 
 
@@ -23,6 +30,7 @@ def add(verbs: Any) -> None:
         "hold it. Reads a model's configuration, not its weights. Exit codes: 0 it fits, 1 it does not."
     )
     add_model_arguments(parser)
+    add_cache_argument(parser)
     add_field_argument(parser)
     add = parser.add_argument
     add("--context", metavar="TOKENS", type=positive, required=True, help="tokens a sequence, the answer included")
@@ -37,29 +45,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(arguments.json)
 
-    from ..caches.disk_swap import DiskSwapCache
-    from ..caches.disk_swap_config import DiskSwapConfig
     from ..config import parse_memory
     from ..errors import ConfigError
     from ..memory.machine import free_disk, free_memory
     from ..stores.engines import choose_engine
-    from . import generation
+    from . import load_model, named_cache
 
     folder = tempfile.gettempdir() if arguments.path is None else arguments.path
     if not Path(folder).is_dir():
         raise ConfigError(f"--path must be a folder that exists, got {str(folder)!r}")
     fields = dict(arguments.fields)
-    generation.check_fields("disk-swap", fields, arguments.path, arguments.memory)
-    geometry = generation.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    name = arguments.cache or named_cache.default_for(None)
+    cls = named_cache.offloading_class(name)
+    named_cache.check_fields(name, fields, arguments.path, arguments.memory)
+    geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
     if fields.get("engine", "auto") == "auto":
         fields["engine"] = choose_engine("auto", folder)[0]
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
     if arguments.memory is None:
-        config = DiskSwapConfig.load(None, fields)
+        config = cls.config_class.load(None, fields)
     else:
         memory = parse_memory(arguments.memory, full)
-        config = DiskSwapCache.fit(geometry, memory, arguments.context, arguments.batch, fields)
-    plan = DiskSwapCache.plan(geometry, config, arguments.context, arguments.batch)
+        config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields)
+    plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
     needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
@@ -75,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print(
     arguments: argparse.Namespace,
     plan: MemoryPlan,
-    config: DiskSwapConfig,
+    config: OffloadConfig,
     needs: dict[str, int],
     room: dict[str, int | None],
     fits: dict[str, bool | None],

@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..tuning.tuner import tune
-    from . import generation
+    from . import load_model
 
     console = Console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = generation.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     tuned = tune(
         model, tokenizer, memory=arguments.memory, max_context=arguments.context, max_batch=arguments.batch, texts=text,
         path=arguments.path, quick=arguments.quick, **dict(arguments.fields),

@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 
+from hf_offload_cache import registry
+from hf_offload_cache.console import answer, load_model
 from hf_offload_cache.console import arguments as common
-from hf_offload_cache.console import generation
 from hf_offload_cache.console import main as cli
+from hf_offload_cache.console.prompt import build_prompt
 
 WORDS = [f"w{i}" for i in range(96)]
 POSITIONS = 512
@@ -71,7 +73,7 @@ def expected_text(tiny, document):
     """The answer by transformers alone: one prefill, `DynamicCache`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    ids = generation.build_prompt(tokenizer, document.read_text(), "w5")
+    ids = build_prompt(tokenizer, document.read_text(), "w5")
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
@@ -122,7 +124,7 @@ def test_path_is_left_empty(run, tmp_path):
         (["--set", "=3"], "FIELD=VALUE"),
         (["--max-new-tokens", "0"], "at least 1, got '0'"),
         (["--prefill-chunk", "-5"], "at least 1, got '-5'"),
-        (["--cache", "none"], "invalid choice"),
+        (["--cache", "disk-swop"], "disk-swap, dynamic, or module:Class, got 'disk-swop': did you mean 'disk-swap'"),
         (["--dtype", "int3"], "invalid choice"),
         (["--cache", "dynamic", "--compare"], "--compare sets another cache beside DynamicCache"),
         (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),
@@ -186,7 +188,7 @@ def test_interrupt_closes_the_cache_and_exits_130(run, monkeypatch):
 
     close = DiskSwapCache.close
     monkeypatch.setattr(DiskSwapCache, "close", lambda cache: (closed.append(cache), close(cache))[1])
-    monkeypatch.setattr(generation, "prefill", interrupted)
+    monkeypatch.setattr(answer, "prefill", interrupted)
     code, out, err = run()
     assert (code, out) == (130, "")
     assert closed
@@ -246,7 +248,7 @@ def test_trace_is_written_beside_an_answer_that_stays_the_same(run, tiny, docume
 
 
 def test_a_trace_that_cannot_be_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "load", lambda *arguments: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(load_model, "load", lambda *arguments: pytest.fail("a model was loaded"))
     code, _, err = run("--trace", str(tmp_path / "missing" / "trace.json"))
     assert code == 2
     assert "--trace" in last_line(err) and "there is no folder" in last_line(err)
@@ -396,3 +398,75 @@ def test_free_memory_is_within_the_control_group(tmp_path):
         assert machine._control_group(tmp_path) == left
     assert machine.free_memory() is None or machine.free_memory() > 0
     assert machine.free_disk(tmp_path) > 0
+
+
+# ---------------------------------------------------------------------------------------------- caches by name
+
+
+@pytest.fixture
+def outsider(tmp_path, monkeypatch):
+    """`module:Class` of a cache with a field of its own, in a module that this library does not know."""
+    (tmp_path / "outside_method.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from hf_offload_cache import DiskSwapCache, DiskSwapConfig\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class MyConfig(DiskSwapConfig):\n"
+        "    own_field: int = 7\n\n\n"
+        "class MyCache(DiskSwapCache):\n"
+        "    config_class = MyConfig\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "outside_method:MyCache"
+    sys.modules.pop("outside_method", None)
+
+
+def test_generate_with_a_cache_from_outside(run, tiny, document, tmp_path, outsider):
+    file = tmp_path / "answers.json"
+    own = ["--cache", outsider, "--set", "own_field=9"]
+    code, out, err = run(*own, "--set", "exact=true", "--compare", "--json", str(file))
+    assert code == 0, err
+    assert out.splitlines() == [expected_text(tiny, document)] * 2
+    assert [answer["cache"] for answer in json.loads(file.read_text())] == ["DynamicCache", "MyCache"]
+    code, _, err = run("--cache", outsider, "--set", "own_feld=9")
+    assert code == 2 and "MyConfig has no field 'own_feld'; did you mean 'own_field'?" in last_line(err)
+    code, _, err = run("--set", "own_field=9")
+    assert code == 2 and "DiskSwapConfig has no field 'own_field'" in last_line(err)
+
+
+def test_a_context_is_opened_with_the_cache_that_saved_it(run, tmp_path, tiny, capsys, outsider, monkeypatch):
+    saved = tmp_path / "saved"
+    assert run("--cache", outsider, "--save", str(saved))[0] == 0
+
+    def ask(*arguments):
+        fixed = ["generate", "--model", str(tiny), "--context", str(saved), "--question", "w5", "--device", "cpu"]
+        return cli.main([*fixed, "--max-new-tokens", "2", *arguments]), last_line(capsys.readouterr().err)
+
+    code, line = ask()
+    assert code == 2 and "was saved by 'MyCache', which is not among disk-swap" in line
+    assert ask("--cache", outsider)[0] == 0
+    code, line = ask("--cache", "disk-swap")
+    assert code == 2 and "cache is MyCache, not DiskSwapCache" in line
+    monkeypatch.setitem(registry.CACHES, "mine", outsider)
+    assert ask()[0] == 0
+
+
+def test_plan_of_a_cache_from_outside(plan, outsider):
+    _, _, _, known = plan("--memory", "1/2")
+    code, out, err, written = plan("--memory", "1/2", "--cache", outsider, "--set", "own_field=9")
+    assert code == 0, err
+    assert written["config"].pop("own_field") == 9 and "own_field=9" in out
+    assert written["config"] == known["config"] and written["plan"] == known["plan"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dynamic", "cache 'dynamic' keeps all in memory"),
+        ("disk-swop", "did you mean 'disk-swap'?"),
+        ("no_such_module:Class", "there is no module 'no_such_module'"),
+    ],
+)
+def test_plan_of_no_cache_of_ours(plan, name, words):
+    code, out, err, _ = plan("--cache", name)
+    assert (code, out) == (2, "")
+    assert words in last_line(err) and "Traceback" not in err

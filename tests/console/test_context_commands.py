@@ -19,9 +19,9 @@ from harness import SMALL, prompt
 from harness import tiny as tiny_model
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache
-from hf_offload_cache.console import generation
+from hf_offload_cache.console import answer, load_model
 from hf_offload_cache.console import main as cli
-from hf_offload_cache.console.prompt_parts import document_part, question_part
+from hf_offload_cache.console.prompt import build_prompt, document_part, question_part
 from hf_offload_cache.console.terminal import printable
 from hf_offload_cache.contexts import listing
 from hf_offload_cache.contexts.manifest import Manifest
@@ -169,7 +169,7 @@ def test_overwrite(ask: Run, document: Path, tmp_path: Path, monkeypatch: pytest
     assert ask("--prompt-file", document, "--save", saved, "--overwrite")[0] == 0
     manifest = json.loads((saved / "manifest.json").read_text())["manifest"]
     assert manifest["tokens"] == 60
-    monkeypatch.setattr(generation, "load", lambda *arguments: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(load_model, "load", lambda *arguments: pytest.fail("a model was loaded"))
     code, out, err = ask("--prompt-file", document, "--save", saved)
     assert (code, out) == (2, "") and one_line(err, "--save", "exists already", "--overwrite")
     code, _, err = ask("--prompt-file", document, "--save", tmp_path / "no" / "where")
@@ -182,14 +182,14 @@ def test_a_context_that_turns_up_meanwhile_is_not_replaced(
     ask: Run, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "saved"
-    prefill = generation.prefill
+    prefill = answer.prefill
 
     def meanwhile(*arguments: Any) -> None:
         if not saved.exists():
             save(saved, prompt(tiny_model("llama")))
         prefill(*arguments)
 
-    monkeypatch.setattr(generation, "prefill", meanwhile)
+    monkeypatch.setattr(answer, "prefill", meanwhile)
     code, out, err = ask("--prompt-file", document, "--save", saved)
     assert (code, out) == (2, "") and one_line(err, "--save", "saved")
     assert json.loads((saved / "manifest.json").read_text())["manifest"]["tokens"] == 56
@@ -244,7 +244,7 @@ def test_an_error_with_words_from_the_disk_cannot_act_on_a_terminal(ask: Run, tm
     manifest = Manifest.parse(file.read_bytes(), "here").model_copy(update={"cache": EVIL})
     file.write_bytes(manifest.to_bytes())
     code, out, err = ask("--context", tmp_path / "saved")
-    assert (code, out) == (2, "") and one_line(err, "cache is \\x1b[31mred") and "\x1b" not in err
+    assert (code, out) == (2, "") and one_line(err, "was saved by '\\x1b[31mred") and "\x1b" not in err
 
 
 def test_the_clock_runs_while_a_context_is_opened_and_stands_while_one_is_saved(
@@ -287,7 +287,7 @@ def _tokenizer(folder: Path, template: str | None) -> Any:
 def test_both_parts_are_the_whole_where_words_do_not_merge(folder: Path, template: str | None) -> None:
     tokenizer = _tokenizer(folder, template)
     parts = [document_part(tokenizer, "  w1 w2 w3 \n"), question_part(tokenizer, " w4 w5 ")]
-    assert torch.equal(torch.cat(parts, 1), generation.build_prompt(tokenizer, "w1 w2 w3", "w4 w5"))
+    assert torch.equal(torch.cat(parts, 1), build_prompt(tokenizer, "w1 w2 w3", "w4 w5"))
     assert torch.equal(parts[0], document_part(tokenizer, "w1 w2 w3")), "no question has a part in it"
 
 

@@ -1,22 +1,127 @@
-"""The embedded default model: found without importing its package, loaded quietly, missed with the commands named."""
+"""The embedded default model: found without importing its package, loaded quietly, unpacked once, missed with the
+commands named."""
 
+import dataclasses
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
+from hf_offload_cache.contexts.identity import identity
 
-from hf_offload_cache.console import default_model
+from hf_offload_cache.console import default_model, unpacked_model
+from hf_offload_cache.model.geometry import Geometry
 
 
 @pytest.fixture(scope="module")
-def loaded():
+def loaded(cache_home):
+    """From the package, as the first start does; it is kept in `cache_home`."""
     from transformers.utils import logging
 
-    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    model, tokenizer = default_model.load_default_model()
+    before, told = (logging.is_progress_bar_enabled(), logging.get_verbosity()), []
+    model, tokenizer = default_model.load_default_model(tell=told.append)
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
+    kept = default_model.kept_at(torch.bfloat16)
+    assert kept.is_relative_to(cache_home)
+    assert told == [f"the default model was unpacked; the next start finds it in {kept}"]
     return model, tokenizer
+
+
+@pytest.fixture
+def unpacked(monkeypatch, loaded):
+    """How often the package's file was unpacked: a list, which grows by each. What comes of it is `loaded`."""
+    load, times = default_model._load, []
+
+    def counted(source, dtype):
+        if source.is_dir():
+            return load(source, dtype)
+        times.append(dtype)
+        return loaded
+
+    monkeypatch.setattr(default_model, "_load", counted)
+    return times
+
+
+def same(one, other):
+    """Both are one model to whatever is kept of it: every weight, every field, the tokenizer."""
+    ones, others = dict(one[0].state_dict()), dict(other[0].state_dict())
+    assert ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
+    assert identity(*one, full_digest=True) == identity(*other, full_digest=True)
+    assert one[0].generation_config.to_dict() == other[0].generation_config.to_dict()
+    assert one[1].chat_template == other[1].chat_template
+    return True
+
+
+def test_the_second_start_unpacks_nothing_and_has_the_same_model(loaded, unpacked):
+    told = []
+    again = default_model.load_default_model(tell=told.append)
+    assert unpacked == [] and same(again, loaded)
+    assert again[0].name_or_path == again[1].name_or_path == default_model.NAME and not again[0].training
+    assert told == [f"the default model is kept in {default_model.kept_at(torch.bfloat16)}"]
+    tokenizer = default_model.load_default_tokenizer()
+    assert tokenizer("The access code is 7431.")["input_ids"] == loaded[1]("The access code is 7431.")["input_ids"]
+
+
+def test_what_is_damaged_is_told_and_unpacked_anew(loaded, unpacked):
+    weights = default_model.kept_at(torch.bfloat16) / "model.safetensors"
+    with open(weights, "r+b") as file:
+        file.seek(100_000_000)
+        byte = file.read(1)[0]
+        file.seek(100_000_000)
+        file.write(bytes([byte ^ 1]))
+    told = []
+    assert same(default_model.load_default_model(tell=told.append), loaded)
+    assert unpacked == [torch.bfloat16]
+    assert "model.safetensors is not what was written" in told[0] and "the next start finds it" in told[1]
+    assert same(default_model.load_default_model(tell=told.append), loaded)
+    assert unpacked == [torch.bfloat16]
+
+
+def test_a_folder_that_cannot_be_written(loaded, unpacked, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    told = []
+    assert default_model.load_default_model(tell=told.append)[0] is loaded[0]
+    assert len(told) == 1 and "unpacked into memory, because" in told[0]
+
+
+def test_a_full_disk(loaded, unpacked, monkeypatch, tmp_path):
+    def full(*arguments, **keywords):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loaded[1], "save_pretrained", full)  # the weights are written by then
+    told = []
+    assert default_model.load_default_model(tell=told.append)[0] is loaded[0]
+    assert "No space left on device" in told[0]
+    assert [path.suffix for path in unpacked_model.models_folder().iterdir()] == [".lock"]
+
+
+def test_the_geometry_is_that_of_the_loaded_model(loaded):
+    found, geometry = default_model.default_geometry(), Geometry.of(loaded[0])
+    assert 0 <= geometry.weight_bytes - found.weight_bytes < 1024  # the rotary frequencies, which are no weights
+    assert dataclasses.replace(geometry, weight_bytes=0) == dataclasses.replace(found, weight_bytes=0)
+    halved = default_model.default_geometry(torch.float32, "cuda")
+    assert (halved.weight_bytes, halved.dtype, halved.device) == (2 * found.weight_bytes, torch.float32, "cuda")
+
+
+def test_a_plan_needs_neither_weights_nor_the_cache_folder(tmp_path):
+    """The whole process; a GGUF reader, or a model in the folder, would be traces of unpacking."""
+    program = (
+        "import sys\n"
+        "from hf_offload_cache.console.main import main\n"
+        "code = main(['plan', '--context', '8000', '--memory', '1/13', '--path', sys.argv[1]])\n"
+        "loaded = [name for name in ('gguf', 'transformers.models.llama.modeling_llama') if name in sys.modules]\n"
+        "sys.exit(f'{code} {loaded}')\n"
+    )
+    run = [sys.executable, "-c", program, str(tmp_path)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stderr == "0 []\n", done.stderr
+    assert "256.6 MiB" in done.stdout  # the weights
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shape_and_weights(loaded):

