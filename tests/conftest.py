@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +34,13 @@ def has_workers(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--alone") and has_workers(config):
         raise pytest.UsageError("--alone runs tests one after the other: it cannot be combined with -n")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--alone`, modules that have no such test are not imported: that would take longer than the tests."""
+    if config.getoption("--alone") and collection_path.suffix == ".py":
+        return "mark.alone" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval import bench, disk, engines, memory, needles, synthetic
+from eval import bench, calls, disk, engines, memory, needles, synthetic
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.config import parse_size
 
 TINY = synthetic.Shape(layers=2, heads=3, kv_heads=1, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
 
@@ -137,6 +139,24 @@ def test_raw_ways_read_the_records_asked_for(tmp_path: Path) -> None:
 def test_raw_rate_is_positive(tmp_path: Path) -> None:
     """Bytes were read."""
     assert disk.raw_rate(4096, str(tmp_path), 2, 1 << 20, 0.05)["bytes_per_second"] > 0
+
+
+def test_calls_are_counted() -> None:
+    """Of Python functions, of built-in ones beside them, and of the package's own."""
+    step = eval("lambda: (inner(), len(()))", {"inner": lambda: None})
+    found = calls.count(step, 10)
+    assert (found["python"], found["ours"]) == (2, 0)
+    assert 3 <= found["all"] < 3.5  # the profile's own end is among them
+    assert calls.count(lambda: parse_size("3KiB"), 10)["ours"] == 1
+
+
+def test_calls_of_a_step_that_selects() -> None:
+    """Each layer adds its share; a step that selects nothing is no measure."""
+    few, more = (calls.measure(replace(TINY, layers=layers), 1024, 2, num_selected=64) for layers in (2, 4))
+    assert 0 < few["ours"] < few["python"] < few["all"]
+    assert more["ours"] > 1.5 * few["ours"]
+    with pytest.raises(RuntimeError, match="more are needed"):
+        calls.measure(TINY, 32, 2)
 
 
 def test_promises_are_judged() -> None:

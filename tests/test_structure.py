@@ -1,0 +1,239 @@
+"""The rooms of the package: imports run downwards without a circle, files are short, and tests do not lean on tests."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from package_imports import Package
+
+import hf_offload_cache
+
+TESTS = Path(__file__).parent
+
+ROOMS = (
+    "testing",
+    "console",
+    "streaming",
+    "tuning",
+    "caches",
+    "core",
+    "contexts",
+    "predictors",
+    "model",
+    "history",
+    "fetch",
+    "stores",
+    "memory",
+    "report",
+    "kernels",
+)
+"""Folders of the package, from high to low."""
+
+ROOT = ("registry", "config", "errors")
+"""Files that lie in the package's root beside `__init__`, from high to low: below all rooms."""
+
+ORDER = ("__init__", *ROOMS, *ROOT)
+
+KNOW_TRANSFORMERS = ("model", "core", "console")
+
+MOST_LINES = 300
+MOST_LINES_OF_THE_CACHE = 250
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(Path(hf_offload_cache.__file__).parent)
+
+
+def assert_none(found: list[str]) -> None:
+    """Raises AssertionError with the offenders, one a line."""
+    if found:
+        raise AssertionError(f"{len(found)} found:\n" + "\n".join(f"  {line}" for line in found))
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    """Names of the modules that an absolute import reads; none of another statement."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def upwards(package: Package) -> list[str]:
+    """Imports from a lower room to a higher one."""
+    rank = {room: place for place, room in enumerate(ORDER)}
+    return [
+        str(one) for one in package.imports if rank[package.room(one.imported)] < rank[package.room(one.importer)]
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- the package
+
+
+def test_no_circle(package: Package) -> None:
+    """Imports for types alone and within functions count too."""
+    circles = [
+        f"circle of {len(circle)} files:\n"
+        + "\n".join(f"    {one}" for one in package.imports if one.importer in circle and one.imported in circle)
+        for circle in package.circles()
+    ]
+    assert_none(circles)
+
+
+def test_imports_run_downwards(package: Package) -> None:
+    assert_none(upwards(package))
+
+
+def test_the_root_holds_what_a_user_touches(package: Package) -> None:
+    held = {path.name for path in package.root.iterdir() if path.name != "__pycache__"}
+    folders = {path.name for path in package.root.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert held - folders == {"__init__.py", "py.typed", *(f"{name}.py" for name in ROOT)}
+    assert folders <= set(ROOMS)
+
+
+def test_who_knows_transformers(package: Package) -> None:
+    found = [
+        str(one)
+        for one in package.foreign
+        if one.imported == "transformers" and package.room(one.importer) not in KNOW_TRANSFORMERS
+    ]
+    assert_none(found)
+
+
+def test_one_idea_a_file(package: Package) -> None:
+    lengths = {file: package.lines(file) for file in package.files}
+    found = [f"{file} has {count} lines" for file, count in lengths.items() if count > MOST_LINES]
+    assert_none(found)
+    cache = package.file_of_class("OffloadCache")
+    assert package.room(cache) == "core"
+    assert lengths[cache] < MOST_LINES_OF_THE_CACHE
+
+
+# ---------------------------------------------------------------------------------------------- the tests
+
+
+def test_tests_lie_where_the_package_has_what_they_test() -> None:
+    folders = {path.name for path in TESTS.iterdir() if any(path.glob("*.py"))}
+    assert folders <= {*ROOMS, "eval", "examples"}
+
+
+def test_no_test_module_imports_another() -> None:
+    """What two of them share lies in a plain module: each is runnable alone, and in any order.
+
+    Nor is anything imported as `tests.harness`, which would be a second copy of `harness`, with models of its own.
+    """
+    modules = sorted(TESTS.rglob("*.py"))
+    refused = {"tests", *(path.stem for path in modules if path.stem.startswith("test_"))}
+    found = [
+        f"{path.relative_to(TESTS)}:{node.lineno} imports {name}"
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported_by(node)
+        if name.split(".")[0] in refused
+    ]
+    assert_none(found)
+
+
+def test_one_thread() -> None:
+    """Here and, by the environment, in the processes that tests start."""
+    assert torch.get_num_threads() == 1
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+# ---------------------------------------------------------------------------------------------- the parser itself
+
+
+def made_up(folder: Path, files: dict[str, str]) -> Package:
+    """A package `house` of these files, path -> source."""
+    for name, source in {"__init__.py": "", **files}.items():
+        path = folder / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+        if path.parent != folder / "house":
+            (path.parent / "__init__.py").touch()
+    return Package(folder / "house")
+
+
+@pytest.mark.parametrize(
+    ("line", "imported"),
+    [
+        ("from .step import Step", "core/step.py"),
+        ("from . import step", "core/step.py"),
+        ("from . import step as s", "core/step.py"),
+        ("from .. import errors", "errors.py"),
+        ("from ..errors import Wrong", "errors.py"),
+        ("from ..stores.uring.ring import Ring", "stores/uring/ring.py"),
+        ("from ..stores import uring", "stores/uring/__init__.py"),
+        ("import house.errors", "errors.py"),
+        ("import house.core.step as step", "core/step.py"),
+        ("from house.core import step", "core/step.py"),
+        ("from house import Cache", "core/step.py"),
+        ("from .. import Cache", "core/step.py"),
+        ("from house import something", "__init__.py"),
+        ("import house", "__init__.py"),
+        ("def f():\n    from .step import Step", "core/step.py"),
+        ("class C:\n    def f(self):\n        import house.errors", "errors.py"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .step import Step", "core/step.py"),
+        ("try:\n    pass\nexcept ImportError:\n    from .step import Step", "core/step.py"),
+    ],
+)
+def test_an_import_is_found(line: str, imported: str, tmp_path: Path) -> None:
+    public = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .core.step import Step as Cache"
+    files = {"__init__.py": public, "core/step.py": "", "errors.py": "", "stores/uring/ring.py": "", "stores/a.py": ""}
+    package = made_up(tmp_path, {**files, "core/layer.py": line})
+    assert [(one.importer, one.imported) for one in package.imports] == [("core/layer.py", imported)]
+    assert package.imports[0].line == line.count("\n") + 1
+
+
+def test_an_import_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"core/layer\.py:2 imports house\.core\.stop"):
+        made_up(tmp_path, {"core/layer.py": "\nfrom .stop import Stop"})
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    """One through a function, one for types alone, one of a file with itself; and no other."""
+    package = made_up(
+        tmp_path,
+        {
+            "core/a.py": "from .b import B",
+            "core/b.py": "from .c import C",
+            "core/c.py": "def f():\n    from . import a",
+            "core/d.py": "from .a import A\nfrom .e import E",
+            "core/e.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .d import D",
+            "core/f.py": "import house.core.f\nfrom .d import D",
+            "core/g.py": "from .f import F\nfrom .a import A",
+        },
+    )
+    assert package.circles() == [
+        ["core/a.py", "core/b.py", "core/c.py"],
+        ["core/d.py", "core/e.py"],
+        ["core/f.py"],
+    ]
+
+
+def test_what_runs_upwards_is_found(tmp_path: Path) -> None:
+    """The front is above all rooms, but its imports for types alone only name what is public."""
+    package = made_up(
+        tmp_path,
+        {
+            "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .caches.one import One",
+            "caches/one.py": "from ..core.layer import Layer",
+            "core/layer.py": "def f():\n    from house import One\nfrom ..errors import Wrong\nimport house",
+            "stores/base.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..core import layer",
+            "errors.py": "",
+        },
+    )
+    assert upwards(package) == [
+        "core/layer.py:4 imports __init__.py",
+        "core/layer.py:2 imports caches/one.py",
+        "stores/base.py:3 imports core/layer.py",
+    ]
+
+
+def test_other_packages_are_told_apart(tmp_path: Path) -> None:
+    source = "def f():\n    from transformers.cache_utils import Cache\nimport os.path"
+    package = made_up(tmp_path, {"caches/a.py": source})
+    assert sorted((one.line, one.imported) for one in package.foreign) == [(2, "transformers"), (3, "os")]
