@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from hf_offload_cache.contexts.identity import identity
 
 from hf_offload_cache.console import default_model, unpacked_model
 from hf_offload_cache.model.geometry import Geometry
@@ -48,7 +47,7 @@ def same(one, other):
     """Both are one model to whatever is kept of it: every weight, every field, the tokenizer."""
     ones, others = dict(one[0].state_dict()), dict(other[0].state_dict())
     assert ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
-    assert identity(*one, full_digest=True) == identity(*other, full_digest=True)
+    assert full_fingerprint(*one, every_byte=True) == full_fingerprint(*other, every_byte=True)
     assert one[0].generation_config.to_dict() == other[0].generation_config.to_dict()
     assert one[1].chat_template == other[1].chat_template
     return True
