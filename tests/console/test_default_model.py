@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_offload_cache.console import default_model, unpacked_model
+from hf_offload_cache.model.fingerprint import full_fingerprint
 from hf_offload_cache.model.geometry import Geometry
 
 
