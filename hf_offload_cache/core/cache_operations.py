@@ -24,11 +24,11 @@ class CacheOperations(Cache):
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _tokens: TokenLog
+    _kept: list[Any]
+    """The layers that hold something which is not offloaded."""
 
-    @property
-    def offloaded(self) -> list[OffloadLayer]:
-        """The layers whose history lies in a store."""
-        return [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+    offloaded: list[OffloadLayer]
+    """The layers whose history lies in a store."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
@@ -74,7 +74,7 @@ class CacheOperations(Cache):
     def kept_bytes(self) -> int:
         """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
         total = 0
-        for layer in self.layers:
+        for layer in self._kept:
             kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
             held = [getattr(layer, name, None) for name in kept]
             for name in ("conv_states", "recurrent_states"):
@@ -185,6 +185,16 @@ class CacheOperations(Cache):
                 if getattr(kept, "record_past", False):
                     fresh.activate_past_recording()
                 self.layers[layer_idx] = fresh
+        self.sort_layers()
+
+    def sort_layers(self) -> None:
+        """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
+        self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+        self._kept = [
+            layer
+            for layer in self.layers
+            if not isinstance(layer, OffloadLayer) or isinstance(layer, LinearAttentionCacheLayerMixin)
+        ]
 
     def live_model(self) -> PreTrainedModel | None:
         """The model that the cache is of; None: it is gone."""

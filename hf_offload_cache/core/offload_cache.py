@@ -21,6 +21,7 @@ from ..model import attach
 from ..model.attachable import Attachable
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
+from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
@@ -78,6 +79,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         token = -1
         try:
             super().__init__(layers=self._make_layers(inner))
+            self.sort_layers()
             if self.storage.engine != "memory":
                 check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
             self.prepare(inner)
@@ -107,19 +109,22 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                 layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
-    @torch.compiler.disable
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
-        self.shared.check_open()
         if self.shared.step is None:  # another model has no seams, or none that tell this cache of a step
+            self.shared.check_open()
             check_model(self._model, self._model.stranger())
         layer = self._by_index.get(layer_idx)
-        if layer is not None:
+        if layer is None:
+            self.shared.check_open()
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.config.max_context is not None or self.config.max_batch is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
 
@@ -203,6 +208,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                     layer.close()
                 self._tokens.truncate(0)
                 self.layers = []
+                self.sort_layers()
                 self.account_live()
 
     @property

@@ -76,7 +76,7 @@ class Fetcher:
         self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None
     ) -> None:
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
-        self._most_units = most_units
+        self.most_units = most_units
         self._layer_idx = layer_idx
         self._ahead: _Ahead | None = None
         self.latest: Choice | None = None
@@ -84,7 +84,7 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        return history.rows * min(self._most_units, history.units * 9 // 8 + 8)
+        return history.rows * min(self.most_units, history.units * 9 // 8 + 8)
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
@@ -156,32 +156,59 @@ class Fetcher:
         Waits for what was read ahead, reads what is still missing, and keeps what was read. Raises `StoreError`,
         `BudgetError`; nothing has changed then.
         """
-        form, counters = history.form, self._storage.counters
-        extents = history.extents(choice.units)
+        form, extents = history.form, history.extents(choice.units)
         rows, width = extents.records.shape
-        records = extents.records.reshape(-1)
-        recent = history.recent
-        spare = -(-recent.shape[1] // form.group_size)
-        room = (self._room(history) + rows * spare) * form.payload_width
-        view = self._areas.view(rows * (width + spare), form.payload_width, form.dtype, history.device, room)
-        target = np.arange(rows * width) if rows == 1 else (
-            (np.arange(rows)[:, None] * (width + spare) + np.arange(width)).reshape(-1)
-        )  # fmt: skip
-
+        records, recent = extents.records.reshape(-1), history.recent
+        stride = width - (-recent.shape[1] // form.group_size)  # units a row, those of the latest entries included
+        room = (self._room(history) + rows * (stride - width)) * form.payload_width
+        view = self._areas.view(rows * stride, form.payload_width, form.dtype, history.device, room)
+        target = np.arange(rows * width)
+        if rows > 1:
+            target += np.repeat(np.arange(rows) * (stride - width), width)
+        wanted = len(records)
         if choice.ragged:
-            view.view(rows, width + spare, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
+            view.view(rows, stride, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
+            wanted = int(np.count_nonzero(records >= 0))
+
         found = [(tier, tier.locate(records)) for tier in self.tiers]
-        absent = records >= 0
-        wanted = int(np.count_nonzero(absent))
+        absent = records >= 0 if choice.ragged else np.ones(wanted, dtype=bool)
         for _, lies_in in found:
-            absent &= lies_in == ABSENT
-        places = np.flatnonzero(absent)
+            absent &= lies_in < 0
+        places = absent.nonzero()[0]
+        ready = 0
+        if len(places):
+            ready = self._bring(history, found, records, places, view, target)
+        else:
+            self.drop_ahead()
+            self._take(found, records, view, target)
+        counters = self._storage.counters
+        counters.units_selected += wanted
+        counters.units_resident += wanted - len(places)
+        counters.units_ready += wanted - len(places) + ready
+        self.latest = choice
+        entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
+        entries[:, width * form.group_size :] = recent
+        plain = not choice.ragged and choice.keep is None and extents.count is None and extents.first is None
+        valid = None if plain else self._valid(choice, extents, form.group_size)
+        return Fetched(entries, width * form.group_size, valid)
+
+    def _bring(
+        self,
+        history: Source,
+        found: list[tuple[Tier, np.ndarray]],
+        records: np.ndarray,
+        places: np.ndarray,
+        view: torch.Tensor,
+        target: np.ndarray,
+    ) -> int:
+        """Fill the view where some `records`, those at `places`, are in no tier, and let the tiers keep them. Returns
+        how many of the places were filled from a read ahead."""
+        form = history.form
         missing, which = _distinct(records[places])
         ahead, ready = self._ready(missing)
         rest = missing if ready is None else missing[~ready]
         if len(rest):
-            room = self._room(history)
-            area = self._areas.borrow(max(room, len(rest)) * form.record_bytes, history.device)
+            area = self._areas.borrow(max(self._room(history), len(rest)) * form.record_bytes, history.device)
             area.wait_uploaded()
             ticket = self._read(history, rest, area)
         self._take(found, records, view, target)  # while the read runs
@@ -205,15 +232,7 @@ class Fetcher:
             self._put(payload, row if which is None else row[which], view, target[places])
             self._areas.give_back(area)
         self._keep(found, records, view, target)
-        counters.units_selected += wanted
-        counters.units_resident += wanted - len(places)
-        counters.units_ready += wanted - len(places)
-        if ready is not None:
-            counters.units_ready += int(np.count_nonzero(ready if which is None else ready[which]))
-        self.latest = choice
-        entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
-        entries[:, width * form.group_size :] = recent
-        return Fetched(entries, width * form.group_size, self._valid(choice, extents, form.group_size))
+        return 0 if ready is None else int(np.count_nonzero(ready if which is None else ready[which]))
 
     def _ready(self, missing: np.ndarray) -> tuple[_Ahead | None, np.ndarray | None]:
         """What was read ahead, and which of the records `missing` (ascending) are in it. A guess that failed is no
@@ -237,9 +256,11 @@ class Fetcher:
         """Copy what is resident, each from the nearest tier that has it."""
         taken: np.ndarray | None = None
         for tier, lies_in in found:
-            here = lies_in != ABSENT if taken is None else (lies_in != ABSENT) & ~taken
-            held = np.flatnonzero(here)
-            if len(held):
+            here = lies_in >= 0 if taken is None else (lies_in >= 0) & ~taken
+            held = here.nonzero()[0]
+            if len(held) == len(records):
+                tier.take(lies_in, view, target)
+            elif len(held):
                 tier.take(lies_in[held], view, target[held])
             if len(found) > 1:
                 taken = here if taken is None else taken | here
@@ -247,7 +268,7 @@ class Fetcher:
     @staticmethod
     def _put(payload: torch.Tensor, row: np.ndarray, view: torch.Tensor, target: np.ndarray) -> None:
         """Copy to `target` what was read: its rows in `payload`, -1 for what is not in there."""
-        here = np.flatnonzero(row != ABSENT)
+        here = (row >= 0).nonzero()[0]
         if len(here) == len(row):
             copy_rows(view, target, payload, row)
         else:
@@ -259,11 +280,11 @@ class Fetcher:
     ) -> None:
         """Let each tier keep what it did not have. Nothing in here can fail."""
         for tier, lies_in in found:
-            places = np.flatnonzero((lies_in == ABSENT) & (records >= 0))
+            places = ((lies_in < 0) & (records >= 0)).nonzero()[0]
             if not len(places):
                 continue
             fresh, which = _distinct(records[places])
-            taken, into = tier.keep(fresh, lies_in[lies_in != ABSENT])
+            taken, into = tier.keep(fresh, lies_in[lies_in >= 0])
             first = places if which is None else places[np.unique(which, return_index=True)[1]]
             tier.fill(into, view, target[first[taken]])
 
@@ -273,7 +294,7 @@ class Fetcher:
         form = history.form
         rows, width = extents.records.shape
         records = extents.records.reshape(-1)
-        places = np.flatnonzero(records >= 0)
+        places = (records >= 0).nonzero()[0]
         wanted, which = _distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if len(wanted):

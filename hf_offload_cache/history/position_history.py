@@ -95,6 +95,7 @@ class PositionHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+        self._nothing = Sealed(0, 0, [], self._stored_keys)
 
     @staticmethod
     def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
@@ -197,16 +198,19 @@ class PositionHistory:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
-        groups, held = self.units, self.tail.length
+        groups, held = self.table.num_groups, self.tail.length
+        if held + keys.shape[2] < self._num_recent + self.form.group_size:  # nothing leaves the tail
+            self.tail.append(keys, values)
+            self.length += keys.shape[2]
+            if self._nothing.units != groups:
+                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._stored_keys)
+            return self._nothing
         self._moved = False
         count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
         count = min(count, piece_groups(self.form, self.rows, self._storage.write_queue))
-        packing = packing_bytes(self.form, self.rows, self._num_recent, count) if count else 0
+        packing = packing_bytes(self.form, self.rows, self._num_recent, count)
         try:
-            if count:
-                with self._storage.account.holding("packing", packing):
-                    sealed = self._append(keys, values)
-            else:
+            with self._storage.account.holding("packing", packing):
                 sealed = self._append(keys, values)
             self.length += keys.shape[2]
         except BaseException as error:

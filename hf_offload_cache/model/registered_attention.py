@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_call import AttentionCall, own_attention
 from .tag import Tag, tag_of
+from .untraced import untraced
 
 PREFIX = "hf_offload_cache_"
 """Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
@@ -51,6 +52,6 @@ def _attention(
     return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
 
 
-@torch.compiler.disable  # whatever a method does in its layer's `attend`, it is not traced
+@untraced  # whatever a method does in its layer's `attend`, it is not traced
 def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tag.layer.attend(call)

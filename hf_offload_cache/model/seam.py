@@ -11,6 +11,7 @@ import torch
 from .attachable import Attachable, cache_among
 from .decoder_blocks import decoder_blocks
 from .registered_attention import ALWAYS, register
+from .untraced import untraced
 
 
 class Seam:
@@ -28,7 +29,7 @@ class Seam:
         for name in ALWAYS:  # a model pickled while attached carries our names into a new process
             register(name)
 
-    @torch.compiler.disable
+    @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None:
