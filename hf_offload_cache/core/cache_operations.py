@@ -24,6 +24,8 @@ class CacheOperations(Cache):
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _tokens: TokenLog
+    has_linear_state: bool
+    """Some layer keeps a state whose length cannot be asked for."""
     _kept: list[Any]
     """The layers that hold something which is not offloaded."""
 
@@ -57,11 +59,6 @@ class CacheOperations(Cache):
     def held(self) -> int:
         """Tokens a sequence held, whatever the kinds of layers."""
         return max((layer.get_seq_length() for layer in self.with_length()), default=self._tokens.length)
-
-    @property
-    def has_linear_state(self) -> bool:
-        """Some layer keeps a state whose length cannot be asked for."""
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @classmethod
     def may_crop(cls, model: PreTrainedModel) -> bool:
@@ -190,6 +187,7 @@ class CacheOperations(Cache):
     def sort_layers(self) -> None:
         """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+        self.has_linear_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
         self._kept = [
             layer
             for layer in self.layers

@@ -150,6 +150,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         )
         if step is not None:
             shared.step, self._resumed = step, False
+            self.watches_blocks = self.has_linear_state
             kind = "decode" if step.selects else "prefill"
             self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None

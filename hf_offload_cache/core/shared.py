@@ -68,7 +68,7 @@ class Shared:
             raise
 
     def step_failed(self, error: BaseException) -> None:
-        """`error` is on its way out of a layer's part of a forward: it loses the step and nothing else. What the forward
+        """`error` is on its way out of a layer's part of a forward: it loses the step and no more. What the forward
         has added is taken back at once, or, where the device does not let that happen now, at the next call. After a
         signal's exception nobody knows what was half done: the cache is broken."""
         if not isinstance(error, Exception):

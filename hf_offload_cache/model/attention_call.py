@@ -110,7 +110,8 @@ class AttentionCall:
         grouped = query.reshape(batch, key_heads, heads // key_heads, dim)
         if mask is not None:
             own = mask.shape[1] == heads and heads != key_heads  # a mask for each query head
-            mask = mask.view(batch, key_heads, -1, mask.shape[3]) if own else mask.expand(-1, -1, heads // key_heads, -1)
+            shared = heads // key_heads
+            mask = mask.view(batch, key_heads, shared, -1) if own else mask.expand(-1, -1, shared, -1)
         output = _sdpa(grouped, keys, values, mask, scale=kwargs.get("scaling"))
         return output.reshape(batch, 1, heads, dim), None
 
