@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..config import OffloadConfig
@@ -14,6 +13,9 @@ from .continuation import check_planned
 from .offload_layer import OffloadLayer
 from .shared import Shared
 from .token_log import TokenLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CacheOperations(Cache):

@@ -6,10 +6,9 @@ import time
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..config import OffloadConfig
@@ -34,6 +33,9 @@ from .offload_layer import OffloadLayer
 from .reporting import report_of, sparse_warning
 from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):

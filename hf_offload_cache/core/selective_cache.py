@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..memory.fit import fit_selective
@@ -19,6 +18,9 @@ from .offload_layer import OffloadLayer
 from .pace import Pace
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SelectiveCache(OffloadCache):

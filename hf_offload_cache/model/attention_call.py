@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .gradients import no_backward
 from .stream_attention import Block, stream_attention
@@ -28,7 +27,7 @@ def own_attention(module: torch.nn.Module, implementation: str) -> AttentionFunc
     "eager" is not registered: it is the `eager_attention_forward` beside the module's class (or one of its bases).
     """
     try:
-        return ALL_ATTENTION_FUNCTIONS[implementation]
+        return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[implementation]  # a model is there
     except KeyError:
         pass
     for base in type(module).__mro__:
