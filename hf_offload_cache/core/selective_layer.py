@@ -224,6 +224,7 @@ class SelectiveLayer(OffloadLayer):
         mask = call.mask
         if mask is None:
             mask = torch.ones(1, 1, call.num_queries, self.length, dtype=torch.bool, device=history.device)
+            mask = mask.tril(self.length - call.num_queries)
         mask = mask.expand(self.batch, columns.shape[1], -1, -1)
         mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
         if not there.all():
