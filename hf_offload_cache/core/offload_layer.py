@@ -133,7 +133,7 @@ class OffloadLayer(LayerOperations):
         and nothing else.
         """
         self.shared.unseen = None
-        with self.shared.stepping():
+        with self.shared.stepping(taken=True):
             return self._attend(call)
 
     def _attend(self, call: AttentionCall) -> Output:

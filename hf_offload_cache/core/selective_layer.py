@@ -269,9 +269,12 @@ class SelectiveLayer(OffloadLayer):
             self.predictor.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
+        fewer = len(rows) < self.batch
         super().select_rows(rows)
         if self._fetcher is not None:
             self._fetcher.rows_changed()
+        if fewer and self.selecting is not None:
+            self.selecting.rest()  # what was made for more rows
         if self.predictor is not None:
             self.predictor.select_rows(self.rows.expand(rows))
 

@@ -68,13 +68,17 @@ class Shared:
             raise
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, *, taken: bool = False) -> Iterator[None]:
         """One layer's part of a forward. An error in here loses the step and nothing else: what the forward has added
         is taken back at once, or, where the device does not let that happen now, at the next call. After a signal's
-        exception nobody knows what was half done: the cache is broken."""
+        exception nobody knows what was half done: the cache is broken. So it is where the layer has `taken` the step's
+        tokens in and the step's beginning was not seen: nobody knows what was held before."""
         try:
             yield
         except Exception as error:
+            if taken and self.step is None:
+                self.storage.torn = True
+                raise
             try:
                 if (take_back := self.take_back()) is not None:
                     take_back()

@@ -570,7 +570,7 @@ def test_a_cache_on_a_device_that_stalls(
         slow[-1].gate = None
         return slow[-1]
 
-    monkeypatch.setattr(Shared, "_new_store", gated)
+    monkeypatch.setattr(Storage, "_new_store", gated)
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=4)
     cache = sparse(model, engine=engine, path=tmp_path, io_timeout=LONG, **ALL)
@@ -586,7 +586,8 @@ def test_a_cache_on_a_device_that_stalls(
         for store in slow:
             store.gate = gate
         cache.storage.prefetcher._readers.deadline.seconds = SHORT
-    cache.buffer._drop_slots(0)  # so that the step has something to read
+    for layer in cache.selective:
+        layer.drop_fetcher()  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
     assert repr(str(tmp_path)) in str(caught.value)
