@@ -165,6 +165,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self._tokens.append(step.ids, step.history, step.padding)
         shared.step = None
         self._prefilled = True
+        for layer in self._by_index.values():
+            if layer.state == "unknown":  # attention did not ask for what is held
+                layer.end_step()
         seconds = None if step is None or step.started is None else time.perf_counter() - step.started
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
         if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):

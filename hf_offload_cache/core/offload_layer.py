@@ -150,7 +150,7 @@ class OffloadLayer(LayerOperations):
         try:
             return self._attend(call)
         except BaseException as error:
-            self.shared.step_failed(error)
+            self.shared.step_failed(error, taken=True)
             raise
 
     def _attend(self, call: AttentionCall) -> Output:

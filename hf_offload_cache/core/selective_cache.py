@@ -138,6 +138,8 @@ class SelectiveCache(OffloadCache):
         if self.look_ahead is not None:
             self.look_ahead.end_step()  # of a step that did not end
         super().close()
+        if self.selecting is not None and self.storage.process.is_here:
+            self.selecting.rest()
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

@@ -244,6 +244,7 @@ class SelectiveLayer(OffloadLayer):
         mask = call.mask
         if mask is None:
             mask = torch.ones(1, 1, call.num_queries, self.length, dtype=torch.bool, device=history.device)
+            mask = mask.tril(self.length - call.num_queries)
         mask = mask.expand(self.batch, columns.shape[1], -1, -1)
         mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
         if not there.all():
@@ -288,9 +289,12 @@ class SelectiveLayer(OffloadLayer):
             self.predictor.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
+        fewer = len(rows) < self.batch
         super().select_rows(rows)
         if self._fetcher is not None:
             self._fetcher.rows_changed()
+        if fewer and self.selecting is not None:
+            self.selecting.rest()  # what was made for more rows
         if self.predictor is not None:
             self.predictor.select_rows(self.rows.expand(rows))
 

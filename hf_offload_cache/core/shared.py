@@ -67,11 +67,13 @@ class Shared:
             self.storage.torn = True
             raise
 
-    def step_failed(self, error: BaseException) -> None:
+    def step_failed(self, error: BaseException, *, taken: bool = False) -> None:
         """`error` is on its way out of a layer's part of a forward: it loses the step and no more. What the forward
-        has added is taken back at once, or, where the device does not let that happen now, at the next call. After a
-        signal's exception nobody knows what was half done: the cache is broken."""
-        if not isinstance(error, Exception):
+        has added is taken back at once, or, where the device does not let that happen now, at the next call.
+
+        After a signal's exception nobody knows what was half done: the cache is broken. So it is where the layer has
+        `taken` the step's tokens in and the step's beginning was not seen: nobody knows what was held before."""
+        if not isinstance(error, Exception) or (taken and self.step is None):
             self.storage.torn = True
             return
         try:
