@@ -127,11 +127,11 @@ class SelectiveCache(OffloadCache):
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step
+        if self.look_ahead is not None and self.watches_blocks:
+            self.look_ahead.end_step()
         changed = super().end_step(output)
         if step is not None and step.started is not None:
             self._pace.took(time.perf_counter() - step.started)
-        if self.look_ahead is not None and self.watches_blocks:
-            self.look_ahead.end_step()
         return changed
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class SelectiveCache(OffloadCache):
             self.look_ahead.end_step()  # of a step that did not end
         super().close()
         if self.selecting is not None and self.storage.process.is_here:
-            self.selecting.rest()
+            self.selecting.reset()
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..errors import CacheClosedError, StalledError
 from ..stores.base import Store
 from .areas import Areas
 from .choice import Choice, Extents
@@ -47,7 +48,8 @@ class Fetched:
     chosen: int
     """N: entries a row that come of the choice; each unit takes as many as a record holds, or its `count`."""
     valid: np.ndarray | None
-    """(rows, N) bool: entries to attend to; None: all. The others are undefined, and finite where they were stored."""
+    """(rows, N) bool: entries to attend to; None: all. The others are undefined, and finite where they were stored, or
+    zeros where there is no record."""
 
 
 @dataclass
@@ -104,16 +106,11 @@ class Fetcher:
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
         if area is None:
             return
-        try:
-            area.wait_uploaded()
-            records = self._absent(history, choice)[:room]
-            if others is not None and len(records) < room:
-                more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
-                records = np.sort(np.concatenate([records, more[: room - len(records)]]))
-            ticket = self._read(history, records, area)
-        except BaseException:
-            self._areas.give_back(area, ahead=True)
-            raise
+        records = self._absent(history, choice)[:room]
+        if others is not None and len(records) < room:
+            more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
+            records = np.sort(np.concatenate([records, more[: room - len(records)]]))
+        ticket = self._read(history, records, area, ahead=True)
         self._ahead = _Ahead(choice, records, ticket, area)
 
     def _absent(self, history: Source, choice: Choice) -> np.ndarray:
@@ -124,26 +121,42 @@ class Fetcher:
             records = records[tier.locate(records) == ABSENT]
         return records
 
-    def _read(self, history: Source, records: np.ndarray, area: Staging) -> Ticket:
+    def _read(self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False) -> Ticket:
+        """Start to read into a borrowed area, which is given back where that raises."""
+        area.wait_uploaded()
         rows = area.host_rows(len(records), history.form.record_bytes)
-        return self._storage.prefetcher.read(history.store, records, rows)
+        try:
+            return self._storage.prefetcher.read(history.store, records, rows)
+        except StalledError:  # it may still write to the area
+            raise
+        except Exception:
+            self._areas.give_back(area, ahead=ahead)
+            raise
+
+    def _wait(self, ticket: Ticket, area: Staging, *, ahead: bool = False) -> None:
+        """Wait for a read. Where it failed, its area is given back, unless the device is stalled and may write to it.
+        After a signal's exception it is still under way."""
+        try:
+            self._storage.wait_for(ticket, self._layer_idx)
+        except (OSError, CacheClosedError):
+            if not ticket.stalled:
+                self._areas.give_back(area, ahead=ahead)
+            raise
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
         if self._ahead is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CacheClosedError):
                 self._areas.give_back(self._land().area, ahead=True)
 
     def _land(self) -> _Ahead:
-        """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with, with the
-        area given back."""
+        """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with."""
         ahead = self._ahead
         assert ahead is not None
         try:
-            self._storage.wait_for(ahead.ticket, self._layer_idx)
-        except OSError:
+            self._wait(ahead.ticket, ahead.area, ahead=True)
+        except (OSError, CacheClosedError):
             self._ahead = None
-            self._areas.give_back(ahead.area, ahead=True)
             raise
         self._ahead = None  # but not after a signal's exception: then it is still under way
         return ahead
@@ -165,22 +178,22 @@ class Fetcher:
         target = np.arange(rows * width)
         if rows > 1:
             target += np.repeat(np.arange(rows) * (stride - width), width)
-        wanted = len(records)
-        if choice.ragged:
-            view.view(rows, stride, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
-            wanted = int(np.count_nonzero(records >= 0))
 
         found = [(tier, tier.locate(records)) for tier in self.tiers]
-        absent = records >= 0 if choice.ragged else np.ones(wanted, dtype=bool)
+        absent = records >= 0
+        wanted = int(np.count_nonzero(absent))
+        if wanted < len(records):
+            view.view(rows, stride, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
         for _, lies_in in found:
             absent &= lies_in < 0
-        places = absent.nonzero()[0]
-        ready = 0
+        places, ready = absent.nonzero()[0], 0
         if len(places):
             ready = self._bring(history, found, records, places, view, target)
         else:
             self.drop_ahead()
             self._take(found, records, view, target)
+            if len(found) > 1:
+                self._keep(found, records, view, target)
         counters = self._storage.counters
         counters.units_selected += wanted
         counters.units_resident += wanted - len(places)
@@ -188,8 +201,8 @@ class Fetcher:
         self.latest = choice
         entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
         entries[:, width * form.group_size :] = recent
-        plain = not choice.ragged and choice.keep is None and extents.count is None and extents.first is None
-        valid = None if plain else self._valid(choice, extents, form.group_size)
+        plain = wanted == len(records) and choice.keep is None and extents.count is None and extents.first is None
+        valid = None if plain else self._valid(choice, extents, form.group_size, wanted)
         return Fetched(entries, width * form.group_size, valid)
 
     def _bring(
@@ -208,9 +221,12 @@ class Fetcher:
         ahead, ready = self._ready(missing)
         rest = missing if ready is None else missing[~ready]
         if len(rest):
-            area = self._areas.borrow(max(self._room(history), len(rest)) * form.record_bytes, history.device)
-            area.wait_uploaded()
-            ticket = self._read(history, rest, area)
+            try:
+                area, ticket = self._begin(history, rest)
+            except Exception:
+                if ahead is not None:
+                    self._areas.give_back(ahead.area, ahead=True)
+                raise
         self._take(found, records, view, target)  # while the read runs
         if ahead is not None and ready is not None:
             payload = form.payload(ahead.area.upload(len(ahead.records), form.record_bytes))
@@ -219,11 +235,7 @@ class Fetcher:
         if ahead is not None:
             self._areas.give_back(ahead.area, ahead=True)
         if len(rest):
-            try:
-                self._storage.wait_for(ticket, self._layer_idx)
-            except OSError:  # it has ended; after a signal's exception it is still under way
-                self._areas.give_back(area)
-                raise
+            self._wait(ticket, area)
             payload = form.payload(area.upload(len(rest), form.record_bytes))
             row = np.arange(len(rest))
             if ready is not None:
@@ -234,14 +246,23 @@ class Fetcher:
         self._keep(found, records, view, target)
         return 0 if ready is None else int(np.count_nonzero(ready if which is None else ready[which]))
 
+    def _begin(self, history: Source, records: np.ndarray) -> tuple[Staging, Ticket]:
+        """Start to read into an area of its own."""
+        room = max(self._room(history), len(records))
+        area = self._areas.borrow(room * history.form.record_bytes, history.device)
+        return area, self._read(history, records, area)
+
     def _ready(self, missing: np.ndarray) -> tuple[_Ahead | None, np.ndarray | None]:
         """What was read ahead, and which of the records `missing` (ascending) are in it. A guess that failed is no
-        guess."""
+        guess. Raises `StalledError`."""
         if self._ahead is None:
             return None, None
+        ticket = self._ahead.ticket
         try:
             ahead = self._land()
         except OSError:
+            if ticket.stalled:
+                raise
             return None, None
         if not len(ahead.records) or not len(missing):
             return ahead, None
@@ -298,25 +319,19 @@ class Fetcher:
         wanted, which = _distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if len(wanted):
-            area = self._areas.borrow(max(self._room(history), len(wanted)) * form.record_bytes, history.device)
-            area.wait_uploaded()
-            ticket = self._read(history, wanted, area)
-            try:
-                self._storage.wait_for(ticket, self._layer_idx)
-            except OSError:
-                self._areas.give_back(area)
-                raise
+            area, ticket = self._begin(history, wanted)
+            self._wait(ticket, area)
             payload = form.payload(area.upload(len(wanted), form.record_bytes))
             copy_rows(out, places, payload, np.arange(len(wanted)) if which is None else which)
             self._areas.give_back(area)
         return out.view(rows, width, form.group_size, form.entry_width)
 
     @staticmethod
-    def _valid(choice: Choice, extents: Extents, group_size: int) -> np.ndarray | None:
-        """Which entries of the units are there, and are to be attended."""
+    def _valid(choice: Choice, extents: Extents, group_size: int, there: int) -> np.ndarray | None:
+        """Which entries of the units are there, and are to be attended; `there`: extents that are a record."""
         rows, width = extents.records.shape
         valid: np.ndarray | None = None
-        if choice.ragged or extents.count is not None or extents.first is not None:
+        if there < extents.records.size or extents.count is not None or extents.first is not None:
             offset = np.arange(group_size)
             first = np.zeros_like(extents.records) if extents.first is None else extents.first
             count = np.full_like(extents.records, group_size) if extents.count is None else extents.count
