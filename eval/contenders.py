@@ -44,8 +44,8 @@ _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
     "Loki": (LokiCache, "Loki", {}),
     "ShadowKV": (ShadowKVCache, "ShadowKV", {}),
 }
-"""Name -> cache, whose memory is reckoned how, and what differs: the registered caches, then their variants and twins. "no reuse" and "single tokens" keep the rank of
-`DiskSwapCache`: they show one part's effect alone."""
+"""Name -> cache, whose memory is reckoned how, and what differs: the registered caches, then variants and twins. "no
+reuse" and "single tokens" keep the rank of `DiskSwapCache`: they show one part's effect alone."""
 
 METHODS = (*_TWINS, FULL, STREAMED, PAGED, *IN_MEMORY)
 
@@ -65,8 +65,8 @@ class Setting:
     profile: str = "own"
     device: str = "cpu"
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of registered caches that have them, and of their variants, on top of what `memory` gives; `reuse_capacity` and `group_size` also decide
-    what it gives."""
+    """Of registered caches that have them, and of their variants, on top of what `memory` gives; `reuse_capacity` and
+    `group_size` also decide what it gives."""
     room: int = 1024
     """Tokens to come that memory is reckoned for."""
     by_method: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The same memory for every method: registered caches as their own planners have it; for the baselines, how wide compact
+"""The same memory for every method: registered caches as they plan it themselves; for the baselines, how wide compact
 keys may be when all else that they hold is taken off."""
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def fields_for(
     """Fields of a cache that keep `method` within `memory` of the full KV, layer by layer.
 
     Compact keys are in 8 bits, whatever the method. A baseline's get what is left; its `reuse` tokens (`NUM_SELECTED`
-    for InfiniGen*+ru, none for the others) are halved while no rank of 8 would fit. A registered cache is what its `fit`
-    makes of the memory, with `NUM_SELECTED` selected, for `room` more tokens. `depth`: layers of the model that `shape`
-    stands for. Raises `ValueError` with the bytes when nothing fits.
+    for InfiniGen*+ru, none for the others) are halved while no rank of 8 would fit. A registered cache is what its
+    `fit` makes of the memory, with `NUM_SELECTED` selected, for `room` more tokens. `depth`: layers of the model that
+    `shape` stands for. Raises `ValueError` with the bytes when nothing fits.
     """
     if (cls := class_named(method)) is not None:
         return _own_fields(cls, shape, tokens, batch, memory, depth or shape.layers, reuse, group_size, room)
