@@ -110,8 +110,7 @@ def search(
     heads_apart: bool,
 ) -> Search:
     """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
-    config_class.load(None, fields)  # wrong fields are told before budgets are
-    settings = OffloadConfig(group_size=fields.get("group_size"))
+    settings = config_class.load(None, fields)  # wrong fields are told before budgets are
     kinds = {LayerKind.of(shape, geometry, settings, 1, heads_apart).form for shape in geometry.layers}
     records = [(form.record_bytes, form.group_size) for form in kinds]
     return Search(config_class, peak_of, records, *limits, dict(fields))
