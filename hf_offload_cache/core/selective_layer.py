@@ -21,6 +21,7 @@ from ..model.gradients import no_backward
 from ..predictors.base import Decision, Predictor, Query
 from ..predictors.sinks import sink_units
 from ..stores.freezable import FreezableStore
+from .gathered_mask import gathered_mask
 from .offload_layer import OffloadLayer, Output
 from .plan_selective import plan_selective
 from .planned import LayerKind
@@ -231,27 +232,7 @@ class SelectiveLayer(OffloadLayer):
             keys, values = self.rows.unfold(keys), self.rows.unfold(values)
         if call.query.shape[2] == 1 and visible is None and fetched.valid is None:
             return call.attend(keys, values, None), None
-        return call.attend(keys, values, self.mask_of(call, choice, fetched)), None
-
-    def mask_of(self, call: AttentionCall, choice: Choice, fetched: Fetched) -> torch.Tensor:
-        """The mask (B, 1 or H, q, N + t) of what was fetched: the model's, column by column."""
-        history = self.history
-        places = history.positions(choice.units)
-        recent = np.arange(self.length - history.recent.shape[1], self.length)
-        there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
-        places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)
-        columns = torch.from_numpy(places).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
-        mask = call.mask
-        if mask is None:
-            mask = torch.ones(1, 1, call.num_queries, self.length, dtype=torch.bool, device=history.device)
-            mask = mask.tril(self.length - call.num_queries)
-        mask = mask.expand(self.batch, columns.shape[1], -1, -1)
-        mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
-        if not there.all():
-            least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-            hidden = ~torch.from_numpy(there).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
-            mask[..., : there.shape[1]] = mask[..., : there.shape[1]].masked_fill(hidden, least)
-        return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
+        return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched)), None
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
