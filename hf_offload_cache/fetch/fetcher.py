@@ -110,7 +110,7 @@ class Fetcher:
             if others is not None and len(records) < room:
                 more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
                 records = np.sort(np.concatenate([records, more[: room - len(records)]]))
-            ticket = self._read(history, records, area)
+            ticket = self._read(history, records, area, guess=True)
         except BaseException:
             self._areas.give_back(area, ahead=True)
             raise
@@ -124,9 +124,9 @@ class Fetcher:
             records = records[tier.locate(records) == ABSENT]
         return records
 
-    def _read(self, history: Source, records: np.ndarray, area: Staging) -> Ticket:
+    def _read(self, history: Source, records: np.ndarray, area: Staging, *, guess: bool = False) -> Ticket:
         rows = area.host_rows(len(records), history.form.record_bytes)
-        return self._storage.prefetcher.read(history.store, records, rows)
+        return self._storage.prefetcher.read(history.store, records, rows, guess=guess)
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
