@@ -52,8 +52,8 @@ class Ticket:
         """Block until all records are in `out`; the seconds spent here (a mapped gather included).
 
         Raises the first error of the read, or else (but not of a guess) of an earlier write to this store that failed
-        and was not reported yet. Before it raises, all of it has finished or was given up. Waiting again is cheap, and raises the same. A
-        signal's exception (Ctrl-C) leaves the read under way: wait again.
+        and was not reported yet. Before it raises, all of it has finished or was given up. Waiting again is cheap, and
+        raises the same. A signal's exception (Ctrl-C) leaves the read under way: wait again.
 
         `StalledError`: it did not end in time, and may still write to `out`, which the ring or the thread that is stuck
         holds until it has. See `Prefetcher.interrupted_by` for what can be done then.
