@@ -135,10 +135,11 @@ class SelectiveCache(OffloadCache):
         return changed
 
     def close(self) -> None:
-        if self.look_ahead is not None:
+        here = self.storage.process.is_here  # in a forked child locks may be held by threads that only its parent has
+        if here and self.look_ahead is not None:
             self.look_ahead.end_step()  # of a step that did not end
         super().close()
-        if self.selecting is not None and self.storage.process.is_here:
+        if here and self.selecting is not None:
             self.selecting.reset()
 
     # --- changes and contexts ----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Fetcher:
         area.wait_uploaded()
         rows = area.host_rows(len(records), history.form.record_bytes)
         try:
-            return self._storage.prefetcher.read(history.store, records, rows)
+            return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
         except StalledError:  # it may still write to the area
             raise
         except Exception:

@@ -13,9 +13,11 @@ from harness import Decoded, assert_exact, generate, prompt
 from long_models import long_tiny, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.errors import BudgetError, StoreError
+from hf_offload_cache.errors import BudgetError, StoreError, StoreFullError
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.fetch.prefetcher import Prefetcher
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.testing import FaultyStore
 
 LENGTH, STEPS = 620, 8
 FIELDS: dict[str, Any] = {"reuse_capacity": 0}
@@ -49,8 +51,8 @@ class Failing:
             finally:
                 self.within = before
 
-        def reading(prefetcher: Prefetcher, store: Any, ids: Any, out: torch.Tensor) -> Any:
-            ticket = read(prefetcher, store, ids, out)
+        def reading(prefetcher: Prefetcher, store: Any, ids: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+            ticket = read(prefetcher, store, ids, out, **kwargs)
             if self.within and len(ids) and self.times:
                 self.times -= 1
                 self.failed += 1
@@ -180,3 +182,27 @@ def test_generate_goes_on_after_a_failed_read(monkeypatch: pytest.MonkeyPatch, c
         rest = [step(model, cache, token) for token in expected.tokens[:, LENGTH + 3 : -1].split(1, 1)]
         assert_exact(expected, Decoded(expected.tokens, torch.cat([first.logits, torch.stack(rest)])))
     assert len(checked_gathers) >= 3 * 14
+
+
+def test_a_write_that_failed_is_not_dropped_with_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads ahead comes upon a failed write first: the step says so all the same, with the write's own error."""
+    model = long_tiny("llama")
+    fields = {"reuse_capacity": 0, "engine": "direct", "path": tmp_path, "num_selected": 2048}
+    faulty: list[FaultyStore] = []
+    new_store = Storage._new_store
+
+    def wrapped(storage: Storage, *arguments: Any) -> Any:
+        faulty.append(FaultyStore(new_store(storage, *arguments), "write", 10**6, errno.ENOSPC))
+        return faulty[-1]
+
+    monkeypatch.setattr(Storage, "_new_store", wrapped)
+    with sparse(model, **fields) as cache:
+        step(model, cache, prompt(model, 1, LENGTH))
+        follow(model, cache, tokens(model, 1, 2))
+        cache.storage.prefetcher.flush()
+        for store in faulty:
+            store._failing = range(store.calls + 1, store.calls + 2)
+        with pytest.raises(StoreFullError, match=r"layer 0: .*No space left"):
+            follow(model, cache, tokens(model, 1, 12))
