@@ -255,8 +255,8 @@ class PositionHistory:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. Groups are read back until the tail holds `num_recent` tokens again, or all that
-        remain. Raises `StoreError` with nothing changed."""
+        """As `History.truncate`. Where groups are cut, some are read back until the tail holds `num_recent` tokens
+        again, or all that remain. Raises `StoreError` with nothing changed."""
         group = self.form.group_size
         if length >= self.units * group:
             self.tail.drop_last(self.length - length)

@@ -328,6 +328,26 @@ def test_an_area_that_the_budget_does_not_allow(storage: Storage) -> None:
     assert_holds(source, many, seen.gather(source, many))
 
 
+def test_a_read_that_does_not_begin(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its area is back, whoever asked: a guess, a gather, a look."""
+    source, seen = Source(filled(storage), np.arange(10)[None]), fetcher(storage, 4)
+    choice = Choice(units([2, 3]))
+    with monkeypatch.context() as patch:
+
+        def fails(*arguments: Any) -> Any:
+            raise StoreError(errno.EIO, "no")
+
+        patch.setattr(storage.prefetcher, "read", fails)
+        for ask in (seen.ahead, seen.gather):
+            with pytest.raises(StoreError):
+                ask(source, choice)
+            assert_areas_are_back(seen._areas)
+        with pytest.raises(StoreError):
+            seen.look(source, Extents(units([1])))
+        assert_areas_are_back(seen._areas)
+    assert_holds(source, choice, seen.gather(source, choice))
+
+
 class NeverEnds:
     """A ticket of a device that does not answer."""
 

@@ -75,14 +75,19 @@ def test_budgets_that_cannot_be(budgets: Any) -> None:
         sparse(layer_budgets=budgets)
 
 
-def test_measured_budgets_follow_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer whose keys are made alike attends to all of them: it gets more than the mean, at the same total."""
+def make_one_layer_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's keys are made alike, the others' apart."""
     projection = DiskSwapLayer.update
 
     def flat(self: DiskSwapLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return projection(self, keys * 0.01 if self.layer_idx == 1 else keys * 4, values, *args, **kwargs)
 
     monkeypatch.setattr(DiskSwapLayer, "update", flat)
+
+
+def test_measured_budgets_follow_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose keys are made alike attends to all of them: it gets more than the mean, at the same total."""
+    make_one_layer_dense(monkeypatch)
     with sparse(layer_budgets="measured") as cache:
         with selections(monkeypatch) as seen:
             run(cache, max_new_tokens=3)
@@ -103,6 +108,30 @@ def test_a_padded_row_does_not_count_padding_as_density() -> None:
             model(padded, attention_mask=mask, past_key_values=cache)
             curves.append([layer.density(30, mask.bool() if padding else None) for layer in cache.selective])
     np.testing.assert_allclose(curves[0], curves[1], rtol=2e-3, atol=2e-3)
+
+
+def test_a_cache_measures_without_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows what of it is padding when it measures, before the step's mask is there."""
+    make_one_layer_dense(monkeypatch)
+    seen: list[Any] = []
+    density = DiskSwapLayer.density
+
+    def watched(self: DiskSwapLayer, most: int, visible: torch.Tensor | None = None) -> Any:
+        seen.append(density(self, most, visible))
+        return seen[-1]
+
+    monkeypatch.setattr(DiskSwapLayer, "density", watched)
+    model, curves = long_model(), []
+    ids = prompt(model, 1, LONG)
+    for padding in (0, 260):
+        mask = torch.cat([torch.zeros(1, padding, dtype=torch.long), torch.ones_like(ids)], 1)
+        padded = torch.cat([ids.new_full((1, padding), 3), ids], 1)
+        with sparse(rank=32, summary_dtype="float32", layer_budgets="measured") as cache:
+            generate(model, cache, padded, attention_mask=mask, max_new_tokens=3)
+        curves.append(np.stack(seen))
+        seen.clear()
+    assert curves[0].shape == (3, MOST * 10 + 1)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("target", [0.3, 0.6, 1.0])
