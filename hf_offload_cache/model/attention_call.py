@@ -90,7 +90,7 @@ class AttentionCall:
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run` gives for one query a row over keys and values (B, Hkv, t, D), all of them the query's.
+        """What `run` gives for one query a row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
 
         Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
         then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
@@ -100,7 +100,10 @@ class AttentionCall:
             return self.run(keys, values, mask)
         query = self.query
         grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-        mask = None if mask is None else mask.expand(-1, -1, grouped.shape[2], -1)
+        if mask is not None and mask.shape[1] > 1:  # a row for each query head
+            mask = mask.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        elif mask is not None:
+            mask = mask.expand(-1, -1, grouped.shape[2], -1)
         scaling = self.kwargs.get("scaling")
         output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
         return output.reshape(query.shape[0], 1, *query.shape[1:2], query.shape[3]), None
