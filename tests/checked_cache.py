@@ -32,6 +32,10 @@ def checked(cls: type[Any]) -> type[Any]:
             super().reset()
             self.came = None
 
+        def restore(self, *given: Any) -> None:
+            super().restore(*given)
+            self.came = torch.cat(self.whole(), -1) if self.is_initialized else None
+
         def fetched(self, choice: Any, fetched: Any) -> None:
             super().fetched(choice, fetched)
             history, units = self.history, choice.units

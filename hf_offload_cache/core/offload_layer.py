@@ -239,7 +239,8 @@ class OffloadLayer(LayerOperations):
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
         state = "unknown" if self.shared.config.exact == "bitwise" else self.state
-        return {"state": state, "history": self.history.capture() if self.is_initialized else None}
+        tree = {"state": state, "history": self.history.capture() if self.is_initialized else None}
+        return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
@@ -252,7 +253,14 @@ class OffloadLayer(LayerOperations):
                 f"it has {len(parts)} files of records"
             )
         if tree["history"] is not None:
+            heads = tree["heads"] if self.heads_apart else 1
+            rows = tree["history"]["tail"].shape[0]
+            if type(heads) is not int or heads < 1 or rows % heads:
+                raise ContextError(
+                    f"{self.name} of the context does not hold together: it has {rows} rows, for {heads!r} heads each"
+                )
             self.history = self.restore_history(tree["history"], parts, device)
+            self.rows = Rows(heads)
             self.is_initialized = True
         if self.shared.config.exact != "bitwise":
             self.state = tree["state"]

@@ -95,14 +95,16 @@ class AttentionCall:
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run` gives for one query a row over keys and values (B, Hkv, t, D), all of them the query's.
+        """What `run` gives for one query a row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
 
         Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
         then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
         """
         query, kwargs = self.query, self.kwargs
         batch, heads, num_queries, dim = query.shape
-        special = not _SPECIAL.isdisjoint(kwargs) and any(kwargs.get(name) not in (None, False) for name in _SPECIAL)
+        special = not _SPECIAL.isdisjoint(kwargs) and (
+            kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or self.wants_weights
+        )
         if special or self.args or num_queries != 1 or dim != values.shape[-1]:
             return self.run(keys, values, mask)
         key_heads = keys.shape[1]
@@ -110,7 +112,7 @@ class AttentionCall:
         if mask is not None:
             own = mask.shape[1] == heads and heads != key_heads  # a mask for each query head
             shared = heads // key_heads
-            mask = mask.view(batch, key_heads, shared, -1) if own else mask.expand(-1, -1, shared, -1)
+            mask = mask.reshape(batch, key_heads, shared, -1) if own else mask.expand(-1, -1, shared, -1)
         output = _sdpa(grouped, keys, values, mask, scale=kwargs.get("scaling"))
         return output.reshape(batch, 1, heads, dim), None
 
