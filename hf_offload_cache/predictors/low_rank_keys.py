@@ -17,6 +17,10 @@ _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
 
 
+EXPANDED = 4096
+"""Compact keys that are taken to a wider type at a time, where the product is none of integers."""
+
+
 def default_rank(key_width: int) -> int:
     """The width of a compact key when none is given: a quarter of the joined key width, from 16 to 160."""
     return min(key_width, max(16, min(160, key_width // 4)))
@@ -182,15 +186,16 @@ class LowRankKeys:
             query8 = torch.from_numpy(np.rint(low / unit).astype(np.int8))
             return torch._int_mm(query8, keys.t(), **({} if out is None else {"out": out})), unit
         dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
-        raw = torch.from_numpy(low).to(keys.device, dtype) @ keys.to(dtype).t()
+        raw = expanded_product(torch.from_numpy(low).to(keys.device, dtype), keys, out)
         return raw, np.ones((len(low), 1), dtype=np.float32)
 
     def row_scores(self, low: np.ndarray, row: int, visible: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         """As `scores`, of low-rank queries (h, r) against all keys of one row: (h, tokens), valid until the next call.
         `visible` (·, tokens) puts padding below everything."""
         keys, out = self._keys[row, : self.tokens], None
-        if keys.dtype == torch.int8 and keys.device.type == "cpu":
-            out = self._workspace.take(len(low), self.tokens, dtype=torch.int32, device=keys.device)
+        if keys.dtype == torch.int8:
+            kind = torch.int32 if keys.device.type == "cpu" else torch.bfloat16
+            out = self._workspace.take(len(low), self.tokens, dtype=kind, device=keys.device)
         raw, unit = self.scores(low, keys, out)
         if visible is not None:
             least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
@@ -204,3 +209,17 @@ class LowRankKeys:
     @property
     def device(self) -> torch.device:
         return self._keys.device
+
+
+def expanded_product(queries: torch.Tensor, keys: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """queries (h, r) times keys (n, r), maybe of a narrower type: (h, n) in the queries' type, in `out` if given.
+
+    Keys are taken to the queries' type some at a time: a copy of all would be twice as large, and in no account.
+    """
+    if keys.dtype == queries.dtype:
+        return torch.mm(queries, keys.t())
+    raw = queries.new_empty(len(queries), len(keys)) if out is None else out
+    for start in range(0, len(keys), EXPANDED):
+        part = keys[start : start + EXPANDED]
+        raw[:, start : start + len(part)] = queries @ part.to(queries.dtype).t()
+    return raw

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
@@ -17,7 +18,7 @@ from hf_offload_cache.predictors.directions import (
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.predictors.low_rank_keys import LowRankKeys
+from hf_offload_cache.predictors.low_rank_keys import EXPANDED, LowRankKeys, expanded_product
 from hf_offload_cache.predictors.ranking import rank_among, rank_units
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
@@ -318,3 +319,29 @@ def test_reconstruction_of_orthonormal_directions_is_these() -> None:
     moment = flat.T @ flat
     adapter = principal_directions(moment, 6)
     torch.testing.assert_close(reconstruction(moment, adapter), adapter, rtol=0, atol=1e-3)
+
+
+class _Casts(TorchDispatchMode):
+    """Notes how large what is cast to another type is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.sizes.append(result.numel())
+        return result
+
+
+def test_narrow_keys_are_not_copied_whole_to_be_multiplied() -> None:
+    """As on CUDA, where there is no product of 8-bit keys: a copy in bfloat16 would be twice as large as they are."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-127, 128, (2 * EXPANDED + 7, 5), generator=generator, dtype=torch.int8)
+    queries = torch.randn(3, 5, generator=generator)
+    out = torch.full((3, len(keys)), float("nan"))
+    with _Casts() as casts:
+        assert expanded_product(queries, keys, out) is out
+    assert torch.allclose(out, queries @ keys.float().t(), rtol=1e-5, atol=1e-4)  # the order of five float32 terms
+    assert casts.sizes == [5 * EXPANDED, 5 * EXPANDED, 35]
