@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_field_argument, add_model_arguments, check_writable, positive
+from .arguments import add_cache_argument, add_field_argument, add_model_arguments, check_writable, positive
 
 
 class SampleFileError(OSError):
@@ -22,6 +22,7 @@ def add(verbs: Any) -> None:
         "size and context as JSON, for DiskSwapCache(model, config=FILE)."
     )
     add_model_arguments(parser)
+    add_cache_argument(parser)
     add_field_argument(parser)
     add = parser.add_argument
     add("--memory", metavar="SIZE", required=True,
@@ -40,15 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..tuning.tuner import tune
-    from . import load_model
+    from ..tuning.tuner import tunable, tune
+    from . import load_model, named_cache
 
+    measured = tunable(arguments.cache or named_cache.default_for(None))
     console = Console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     tuned = tune(
-        model, tokenizer, memory=arguments.memory, max_context=arguments.context, max_batch=arguments.batch, texts=text,
-        path=arguments.path, quick=arguments.quick, **dict(arguments.fields),
+        model, tokenizer, cache=measured, memory=arguments.memory, max_context=arguments.context,
+        max_batch=arguments.batch, texts=text, path=arguments.path, quick=arguments.quick, **dict(arguments.fields),
     )  # fmt: skip
     tuned.save(arguments.out)
     console.print(_table(tuned.rows))

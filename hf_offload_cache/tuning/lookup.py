@@ -36,13 +36,20 @@ class Reader:
         group_sizes: those to record selections for.
         capacities: of the reuse buffer, tokens a sequence and layer, ascending from 0.
         settings: what of a configuration decides the selection, and is not tuned.
+        cache_class: whose selections are recorded.
 
     `form` is the format of the layers' records, after the first text; where layers differ, of the largest.
     """
 
     def __init__(
-        self, model: Any, group_sizes: tuple[int, ...], capacities: list[int], settings: DiskSwapConfig
+        self,
+        model: Any,
+        group_sizes: tuple[int, ...],
+        capacities: list[int],
+        settings: DiskSwapConfig,
+        cache_class: type[DiskSwapCache] = DiskSwapCache,
     ) -> None:
+        self._cache_class = cache_class
         self._model = inner_model(model)
         self._group_sizes = group_sizes
         self._capacities = capacities
@@ -76,7 +83,7 @@ class Reader:
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
         fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
         fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summary_dtype}
-        with DiskSwapCache(
+        with self._cache_class(
             self._model, group_size=group_size, reuse_capacity=0, layer_budgets="uniform", look_ahead=False,
             engine="memory", **fields,
         ) as cache:  # fmt: skip

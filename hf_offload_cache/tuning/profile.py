@@ -136,6 +136,7 @@ def measure_model(
     group_size: int,
     seconds: float,
     on_step: OnStep,
+    cache_class: type[DiskSwapCache] = DiskSwapCache,
 ) -> ModelProfile:
     """How long one decoder block takes in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
 
@@ -162,7 +163,7 @@ def measure_model(
             fields: dict[str, Any] = {"reuse_capacity": capacity, "rank": rank, "group_size": group_size}
             fields |= {"engine": "memory", "layer_budgets": "uniform", "look_ahead": True}
             own = dataclasses.replace(settings, **fields)
-            found.append(_block_time(twin, clock, own, form, batch, context, share))
+            found.append(_block_time(twin, clock, cache_class, own, form, batch, context, share))
             done += weight
     finally:
         clock.close()
@@ -209,14 +210,14 @@ class _BlockClock:
 
 
 def _block_time(
-    twin: Any, clock: _BlockClock, settings: DiskSwapConfig, form: RecordFormat, batch: int, context: int,
-    seconds: float,
+    twin: Any, clock: _BlockClock, cache_class: type[DiskSwapCache], settings: DiskSwapConfig, form: RecordFormat,
+    batch: int, context: int, seconds: float,
 ) -> float:  # fmt: skip
     device = next(twin.parameters()).device
     dtype = next(parameter.dtype for parameter in twin.parameters() if parameter.is_floating_point())
     modules = attention_modules(twin)
     start = time.perf_counter()
-    with warnings.catch_warnings(), DiskSwapCache(twin, config=settings) as cache:
+    with warnings.catch_warnings(), cache_class(twin, config=settings) as cache:
         warnings.simplefilter("ignore", UserWarning)
         for layer in cache.offloaded:
             keys, values = random_keys_and_values(form, context, device, layer.layer_idx)

@@ -20,14 +20,12 @@ from ..caches.disk_swap_config import DiskSwapConfig
 from ..config import parse_memory
 from ..core.load_config import FORMAT
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
-from ..history.record_format import RecordFormat
-from ..model.config_values import config_value
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
-from ..predictors.low_rank_keys import default_rank
-from ..stores.base import DEVICE_BLOCK
+from ..registry import cache_class
 from ..stores.engines import choose_engine
+from .grid import coarse, group_sizes, largest_form, ranks_of, rows_for, sample_sizes
 from .lookup import Reader
 from .profile import measure_io, measure_model
 from .progress import Progress
@@ -36,12 +34,6 @@ from .solve import Limits, Solution, solve
 from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
 from .tuned import Tuned
 
-LEAST_CONTEXT = 4096
-"""S_min: tokens of the shortest context that is profiled and solved for."""
-_CONTEXT_STEP = 2048
-_MOST_CONTEXTS = 32
-"""Rows a batch size; the step between contexts grows, in multiples of itself, until there are no more."""
-_MOST_BATCHES = 16
 _SECONDS, _QUICK_SECONDS = 1500.0, 120.0
 _READING, _DISK, _MODEL = 0.5, 0.15, 0.34
 """Shares of the time."""
@@ -53,6 +45,7 @@ def tune(
     model: Any,
     tokenizer: Any = None,
     *,
+    cache: str | type[Any] = "disk-swap",
     memory: int | str,
     max_context: int,
     max_batch: int = 1,
@@ -68,7 +61,7 @@ def tune(
     progress: bool = True,
     **fields: Any,
 ) -> Tuned:
-    """Fields of a `DiskSwapCache` for each batch size and context, chosen for this model, machine and disk.
+    """Fields of a cache for each batch size and context, chosen for this model, machine and disk.
 
     `tune(model, tokenizer, memory="1/13", max_context=32768, max_batch=8).save("config.json")`, and later
     `DiskSwapCache(model, config="config.json")`. Nothing is written but an unnamed scratch file, which is gone on
@@ -77,6 +70,7 @@ def tune(
     Args:
         model: a decoder `PreTrainedModel` whose layers all have full attention.
         tokenizer: the model's; needed unless `texts` are token ids.
+        cache: a registered name, "module:Class", or the class: `DiskSwapCache`, or one that inherits from it.
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
         max_context, max_batch: the largest to tune for, tokens a sequence and sequences.
@@ -98,7 +92,8 @@ def tune(
     Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for
     the largest context and batch.
     """
-    settings = _settings(fields)
+    measured = tunable(cache)
+    settings = _settings(measured, fields)
     inner = inner_model(model)
     _at_least(max_context=max_context, max_batch=max_batch, max_group_size=max_group_size, samples=samples or 1)
     if delta is None:
@@ -114,17 +109,17 @@ def tune(
     budget = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
     directory = Path(tempfile.gettempdir() if path is None else path)
     engine, store = choose_engine(settings.engine, directory)
-    group_sizes = _group_sizes(_largest_form(geometry), max_group_size)
-    limits = Limits(settings.num_selected, settings.num_sinks, group_sizes, sigma_max, alpha, delta)
-    _rest(geometry, budget, max_context, max_batch, limits, fields)  # before minutes of work
+    sizes = group_sizes(largest_form(geometry), max_group_size)
+    limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
+    _rest(measured, geometry, budget, max_context, max_batch, limits, fields)  # before minutes of work
     capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(delta, 1))})
-    context, steps = _sample_sizes(inner, settings, max_context, quick)
+    context, steps = sample_sizes(inner, settings, max_context, quick)
     wanted = samples or (3 if quick else 20)
     stretches = windows(sample_ids(texts, tokenizer), wanted, 2 * settings.num_selected + steps, context + steps)
     started = time.perf_counter()
     with Progress(seconds, progress) as bar:
         bar.begin("sample text: ", _READING)
-        reader = Reader(inner, group_sizes, capacities, settings)
+        reader = Reader(inner, sizes, capacities, settings, measured)
         for index, ids in enumerate(stretches):
             before = bar.seconds_left
             name = f"{index + 1} of {len(stretches)}, "
@@ -132,13 +127,13 @@ def tune(
             if reader.samples >= 2 and bar.seconds_left < before - bar.seconds_left:
                 break
         assert reader.form is not None
-        ranks = _ranks(reader.form, settings, sigma_max)
+        ranks = ranks_of(reader.form, settings, sigma_max)
         compression = reader.compression_table(ranks)
         sigma = 2 * compression.sigma(ranks[0])
         limits = dataclasses.replace(limits, first_capacity=settings.num_selected, first_sigma=sigma)
         adapter = Adapter(reader.moments.projections(ranks[0]), fingerprint(inner))
         bar.begin("disk: ", _DISK)
-        most = {size: max_batch * limits.groups(size) for size in group_sizes}
+        most = {size: max_batch * limits.groups(size) for size in sizes}
         io = measure_io(reader.form, most, engine, directory, 0.5 * _DISK * seconds, bar.done,
                         4 if quick else 8, settings.write_queue)  # fmt: skip
         bar.begin("decoder block: ", _MODEL)
@@ -146,22 +141,23 @@ def tune(
         block = measure_model(
             inner, reader.form, coarse(batches, 2 if quick else 4), coarse(contexts, 2 if quick else 4),
             sorted({ranks[0], ranks[-1]}), sorted({0, settings.num_selected, capacities[-1]}), settings,
-            group_sizes[-1], 0.8 * _MODEL * seconds, bar.done,
+            sizes[-1], 0.8 * _MODEL * seconds, bar.done, measured,
         )  # fmt: skip
         bar.begin("solving ", 1 - _READING - _DISK - _MODEL)
         reuse = reader.reuse_table()
         rows, left_out = _solve_all(
-            geometry, fields, budget, max_batch, batches, contexts, reuse, compression, io, block, limits, bar.done
-        )
+            measured, geometry, fields, budget, max_batch, batches, contexts, reuse, compression, io, block, limits,
+            bar.done,
+        )  # fmt: skip
     return Tuned(
         {
             "format": FORMAT,
-            "cache": "DiskSwapCache",
+            "cache": measured.__name__,
             "model": adapter.made_for,
             "memory": budget,
             "max_context": max_context,
             "max_batch": max_batch,
-            "limits": _limits_dict(limits),
+            "limits": dataclasses.asdict(limits),
             "machine": _machine(inner, store),
             "sample": {"texts": reader.samples, "context": len(stretches[0]) - steps, "steps": steps,
                        "source": "bundled" if texts is None else "given"},
@@ -177,6 +173,7 @@ def tune(
 
 
 def _solve_all(
+    measured: type[DiskSwapCache],
     geometry: Geometry,
     fields: dict[str, Any],
     budget: int,
@@ -194,8 +191,8 @@ def _solve_all(
     rest: dict[int, dict[str, Any]] = {}
 
     def memory(found: dict[str, Any], context: int, batch: int) -> int:
-        config = DiskSwapConfig(**{**rest[found["group_size"]], **found})
-        return DiskSwapCache.plan(geometry, config, context, batch).peak_bytes
+        config = measured.config_class.load(None, {**rest[found["group_size"]], **found})
+        return measured.plan(geometry, config, context, batch).peak_bytes
 
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
@@ -204,7 +201,7 @@ def _solve_all(
         on_step(index / len(pairs), f"{batch} x {context:,} tokens")
         share = budget * batch // max_batch
         try:
-            rest = _rest(geometry, share, context, batch, limits, fields)
+            rest = _rest(measured, geometry, share, context, batch, limits, fields)
             own = dataclasses.replace(limits, group_sizes=tuple(rest))
             solution = solve(batch, context, share, reuse, compression, io, block, memory, own)
         except BudgetError as error:
@@ -217,8 +214,9 @@ def _solve_all(
 
 
 def _rest(
-    geometry: Geometry, share: int, context: int, batch: int, limits: Limits, fields: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
+    measured: type[DiskSwapCache], geometry: Geometry, share: int, context: int, batch: int, limits: Limits,
+    fields: dict[str, Any],
+) -> dict[int, dict[str, Any]]:  # fmt: skip
     """By group size that fits: the fields that the solver does not decide, the user's, and queues and buffers as large
     as the budget allows. Raises `BudgetError` where none fits."""
     found, refusals = {}, []
@@ -226,7 +224,7 @@ def _rest(
     for size in limits.group_sizes:
         given = {"look_ahead": None, **fields, "num_selected": limits.num_selected, "group_size": size}
         try:
-            fitted: DiskSwapConfig = DiskSwapCache.fit(geometry, share, context, batch, given)
+            fitted = measured.fit(geometry, share, context, batch, given)
         except BudgetError as error:
             refusals.append(error)
         else:
@@ -237,15 +235,10 @@ def _rest(
 
 
 def _row(solution: Solution, rest: dict[str, Any]) -> dict[str, Any]:
-    fields = {
-        **rest,
-        "group_size": solution.group_size,
-        "rank": solution.rank,
-        "reuse_capacity": solution.reuse_capacity,
-        "adapter": None,  # its place is known when it is saved
-    }
     found = solution.to_dict()
-    kept = {name: value for name, value in found.items() if name not in ("group_size", "rank", "reuse_capacity")}
+    decided = ("group_size", "rank", "reuse_capacity")
+    fields = {**rest, **{name: found[name] for name in decided}, "adapter": None}  # its place is known when it is saved
+    kept = {name: value for name, value in found.items() if name not in decided}
     return {
         "batch": kept.pop("batch"),
         "context": kept.pop("context"),
@@ -254,26 +247,18 @@ def _row(solution: Solution, rest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
-    """The batch sizes and contexts that are solved for: steps of 1, and of 2K from 4K (appendix A.3), or wider ones
-    where those would be too many; the largest are always among them."""
-    stride = -(-max_batch // _MOST_BATCHES)
-    batches = sorted({1, *range(stride, max_batch + 1, stride), max_batch})
-    if max_context <= LEAST_CONTEXT:
-        return batches, [max_context]
-    span = max_context - LEAST_CONTEXT
-    step = _CONTEXT_STEP * max(1, -(-span // (_CONTEXT_STEP * (_MOST_CONTEXTS - 1))))
-    return batches, sorted({*range(LEAST_CONTEXT, max_context, step), max_context})
+def tunable(cache: str | type[Any]) -> type[DiskSwapCache]:
+    """The class of that name. Raises `ConfigError` where its fields are none that tuning measures."""
+    found = cache_class(cache) if isinstance(cache, str) else cache
+    if not issubclass(found, DiskSwapCache):
+        raise ConfigError(
+            f"cache must be DiskSwapCache or inherit from it, got {found.__name__}: tuning measures what group_size, "
+            f"rank and reuse_capacity cost and save; use {found.__name__}.for_budget, which chooses by memory alone"
+        )
+    return found
 
 
-def coarse(values: list[int], count: int) -> list[int]:
-    """At most `count` of ascending `values`, evenly spread, the first and the last among them."""
-    if len(values) <= count:
-        return values
-    return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
-
-
-def _settings(fields: dict[str, Any]) -> DiskSwapConfig:
+def _settings(measured: type[DiskSwapCache], fields: dict[str, Any]) -> DiskSwapConfig:
     for name in _SOLVED:
         if name in fields:
             raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
@@ -281,7 +266,9 @@ def _settings(fields: dict[str, Any]) -> DiskSwapConfig:
         raise ConfigError('selection="random" has nothing to tune: leave it out')
     if fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    return DiskSwapConfig.load(None, fields)
+    settings = measured.config_class.load(None, fields)
+    assert isinstance(settings, DiskSwapConfig)
+    return settings
 
 
 def _at_least(**numbers: Any) -> None:
@@ -290,41 +277,8 @@ def _at_least(**numbers: Any) -> None:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _largest_form(geometry: Geometry) -> RecordFormat:
-    forms = geometry.forms(1)
-    return max(forms, key=lambda form: form.entry_bytes)
-
-
-def _group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
-    """Powers of two up to `most`, from the largest whose record is one block, or else from 1."""
-    sizes = [1 << power for power in range(most.bit_length())]
-    fits = [size for size in sizes if size * form.entry_bytes <= DEVICE_BLOCK]
-    return tuple(size for size in sizes if size >= max(fits, default=1))
-
-
-def _ranks(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
-    component = getattr(torch, settings.summary_dtype).itemsize
-    most = default_rank(form.key_width)
-    least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
-    least = min(least, most)
-    return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)
-
-
-def _sample_sizes(model: Any, settings: DiskSwapConfig, max_context: int, quick: bool) -> tuple[int, int]:
-    """Tokens of a sample's context, and steps that are decoded behind it."""
-    steps = 16 if quick else 48
-    context = min(4096, max(max_context, 4 * settings.num_selected))
-    positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
-    return (min(context, positions - steps) if isinstance(positions, int) else context), steps
-
-
 def _within(bar: Progress, index: int, count: int, before: str) -> Callable[[float, str], None]:
     return lambda fraction, detail: bar.done((index + fraction) / count, before + detail)
-
-
-def _limits_dict(limits: Limits) -> dict[str, Any]:
-    return {name: getattr(limits, name) for name in limits.__dataclass_fields__}
 
 
 def _machine(model: Any, store: str) -> dict[str, Any]:

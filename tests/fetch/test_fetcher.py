@@ -334,7 +334,7 @@ def test_a_read_that_does_not_begin(storage: Storage, monkeypatch: pytest.Monkey
     choice = Choice(units([2, 3]))
     with monkeypatch.context() as patch:
 
-        def fails(*arguments: Any) -> Any:
+        def fails(*arguments: Any, **fields: Any) -> Any:
             raise StoreError(errno.EIO, "no")
 
         patch.setattr(storage.prefetcher, "read", fails)
@@ -365,9 +365,9 @@ def test_an_area_that_a_stalled_read_may_still_write_to_is_not_used_again(
     seen = fetcher(storage, 0, areas=areas)
     choice, read, into = Choice(units([2])), storage.prefetcher.read, []
 
-    def watched(store: Any, ids: np.ndarray, out: torch.Tensor) -> Any:
+    def watched(store: Any, ids: np.ndarray, out: torch.Tensor, **fields: Any) -> Any:
         into.append(out.data_ptr())
-        return NeverEnds() if len(into) in (1, 3) else read(store, ids, out)
+        return NeverEnds() if len(into) in (1, 3) else read(store, ids, out, **fields)
 
     monkeypatch.setattr(storage.prefetcher, "read", watched)
     seen.ahead(source, choice)

@@ -21,7 +21,7 @@ from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, profile, tuner
+from hf_offload_cache.tuning import Tuned, grid, profile, tuner
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,
@@ -191,17 +191,54 @@ def test_a_model_that_keeps_layers_in_memory() -> None:
         tune(MistralForCausalLM(config), **ASKED)
 
 
+def test_a_class_of_ones_own_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that inherits from `DiskSwapCache` is what is read with, timed, planned and fitted; any other is refused, in
+    the library and on the console, before a model is loaded."""
+    used: list[str] = []
+    settle = OwnCache.prepare
+
+    def watched(self: OwnCache, model: Any) -> None:
+        used.append("prepare")
+        settle(self, model)
+
+    monkeypatch.setattr(OwnCache, "prepare", watched)
+    monkeypatch.setattr(OwnCache, "planned_by_us", used, raising=False)
+    found = tune(tiny_llama(), cache=OwnCache, path=tmp_path, **{**ASKED, "max_context": 4096, "max_batch": 1})
+    assert found.values["cache"] == "OwnCache"
+    assert used.count("prepare") > 2
+    assert "plan" in used
+    with pytest.raises(ConfigError, match=r"got OffloadCache: tuning measures .*OffloadCache\.for_budget"):
+        tune(tiny_llama(), cache=OffloadCache, **ASKED)
+    with pytest.raises(ConfigError, match="one of disk-swap"):
+        tune(tiny_llama(), cache="disk_swap", **ASKED)
+    monkeypatch.setattr(load_model, "load", lambda *args: pytest.fail("it loaded"))
+    monkeypatch.chdir(tmp_path)
+    call = ["tune", "--memory", "1/3", "--context", "4096", "--out", "config.json"]
+    assert cli.main([*call, "--cache", "hf_offload_cache:OffloadCache"]) == 2
+
+
+class OwnCache(DiskSwapCache):
+    """Says when it is planned for."""
+
+    planned_by_us: list[str]
+
+    @classmethod
+    def plan(cls, *arguments: Any) -> Any:
+        cls.planned_by_us.append("plan")
+        return super().plan(*arguments)
+
+
 def test_rows_and_grids() -> None:
-    assert tuner.rows_for(8, 32768) == (list(range(1, 9)), list(range(4096, 32769, 2048)))
-    assert tuner.rows_for(1, 3000) == ([1], [3000])
-    assert tuner.rows_for(3, 10000) == ([1, 2, 3], [4096, 6144, 8192, 10000])
-    batches, contexts = tuner.rows_for(64, 1 << 20)
+    assert grid.rows_for(8, 32768) == (list(range(1, 9)), list(range(4096, 32769, 2048)))
+    assert grid.rows_for(1, 3000) == ([1], [3000])
+    assert grid.rows_for(3, 10000) == ([1, 2, 3], [4096, 6144, 8192, 10000])
+    batches, contexts = grid.rows_for(64, 1 << 20)
     assert (batches[0], batches[-1], contexts[0], contexts[-1]) == (1, 64, 4096, 1 << 20)
     assert len(batches) <= 17
     assert len(contexts) <= 33
-    assert tuner.coarse([1, 2, 3, 4, 5], 3) == [1, 3, 5]
-    assert tuner.coarse([1, 2, 3, 4, 5, 6, 7, 8], 2) == [1, 8]
-    assert tuner.coarse([7], 2) == [7]
+    assert grid.coarse([1, 2, 3, 4, 5], 3) == [1, 3, 5]
+    assert grid.coarse([1, 2, 3, 4, 5, 6, 7, 8], 2) == [1, 8]
+    assert grid.coarse([7], 2) == [7]
 
 
 def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
