@@ -14,9 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 
-from hf_offload_cache.history.position_history import History
+from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
+from hf_offload_cache.history.position_history import PositionHistory
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values (rows, Hk, T, D)."""
 
 
 @dataclass
@@ -24,39 +29,75 @@ class Gathers:
     """What was gathered while the check was on."""
 
     calls: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    """(layer, groups (B, M)) of every gather that was found right."""
+    """(layer, units (rows, M)) of every gather that was found right."""
 
     def __len__(self) -> int:
         return len(self.calls)
 
 
-def read_back(history: History) -> tuple[torch.Tensor, torch.Tensor]:
+def read_back(history: PositionHistory) -> Pair:
     """`history.whole()` in one block: what is stored is compared here, after every gather, not how it is streamed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "_step", max(1, history.num_groups))
+        patch.setattr(history, "_step", max(1, history.units))
         return history.whole()
+
+
+def assert_gathered(history: PositionHistory, choice: Choice, fetched: Fetched, truths: list[Pair]) -> None:
+    """What was fetched is, to the bit, what each of `truths` has at the places of the choice, and the latest entries
+    behind it; `valid` names the entries that are there and are kept, and is missing only where all are."""
+    places = history.positions(choice.units)
+    there = places >= 0
+    if choice.keep is not None:
+        there = there & choice.keep.reshape(there.shape)
+    if fetched.valid is None:
+        assert there.all()
+    else:
+        assert np.array_equal(fetched.valid, there)
+    recent = np.arange(history.units * history.form.group_size, history.length)
+    assert fetched.chosen == places.shape[1]
+    assert fetched.entries.shape[:2] == (history.rows, places.shape[1] + len(recent))
+    places = np.concatenate([places, np.broadcast_to(recent, (len(places), len(recent)))], 1)
+    index = torch.from_numpy(places.clip(min=0))[:, None, :, None]
+    seen = torch.from_numpy(places >= 0)[:, None, :, None]
+    for truth in truths:
+        for part, whole in zip(history.form.split(fetched.entries), truth, strict=True):
+            assert whole.shape[2] == history.length
+            expected = whole.gather(2, index.expand(-1, whole.shape[1], -1, whole.shape[3]))
+            assert part.isfinite().all()
+            assert torch.equal(part.where(seen, 0), expected.where(seen, 0))
+
+
+def assert_units(history: PositionHistory, choice: Choice) -> None:
+    """Distinct, ascending and sealed units in each row, and behind them, in rows that want fewer, -1."""
+    assert choice.units.shape[0] == history.rows
+    assert choice.ragged == bool((choice.units < 0).any())
+    for row in choice.units:
+        named = row[row >= 0]
+        assert (row[: len(named)] == named).all()
+        assert (np.diff(named) > 0).all()
+        assert not len(named) or named.max() < history.units
 
 
 @contextlib.contextmanager
 def checking(strict: bool = True) -> Iterator[Gathers]:
     """Every gather is compared, to the bit, with the history read back whole and with a copy of what came in.
 
-    `strict`: the groups are also distinct, ascending and sealed.
+    `strict`: the units are also distinct, ascending and sealed.
     """
     seen = Gathers()
-    copies: dict[int, tuple[History, torch.Tensor, torch.Tensor]] = {}
+    copies: dict[int, tuple[PositionHistory, torch.Tensor, torch.Tensor]] = {}
     append, select_rows, truncate, gather = (
-        History.append,
-        History.select_rows,
-        History.truncate,
-        SelectionBuffer.gather,
+        PositionHistory.append,
+        PositionHistory.select_rows,
+        PositionHistory.truncate,
+        Fetcher.gather,
     )
 
-    def held(history: History) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def held(history: PositionHistory) -> Pair | None:
         kept = copies.get(id(history))
         return None if kept is None or kept[0] is not history else kept[1:]
 
-    def watched_append(history: History, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    def watched_append(history: PositionHistory, keys: torch.Tensor, values: torch.Tensor) -> Any:
         old = held(history)
         result = append(history, keys, values)
         both = (keys.detach().clone(), values.detach().clone())
@@ -66,60 +107,48 @@ def checking(strict: bool = True) -> Iterator[Gathers]:
             copies[id(history)] = (history, *both)
         return result
 
-    def watched_select(history: History, rows: torch.Tensor) -> Any:
+    def watched_select(history: PositionHistory, rows: torch.Tensor) -> Any:
         result = select_rows(history, rows)
         if (old := held(history)) is not None:
             copies[id(history)] = (history, old[0][rows], old[1][rows])
         return result
 
-    def watched_truncate(history: History, length: int) -> Any:
+    def watched_truncate(history: PositionHistory, length: int) -> Any:
         result = truncate(history, length)
         if (old := held(history)) is not None:
             copies[id(history)] = (history, old[0][:, :, :length], old[1][:, :, :length])
         return result
 
-    def watched_gather(buffer: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        entries = gather(buffer, layer, groups)
-        history = layer.history
-        chosen = np.array(groups)
+    def watched_gather(fetcher: Fetcher, history: Any, choice: Choice) -> Fetched:
+        fetched = gather(fetcher, history, choice)
+        assert fetcher.latest is choice
         if strict:
-            assert chosen.shape[0] == layer.batch
-            assert (np.diff(chosen, axis=1) > 0).all()
-            assert chosen.size == 0 or 0 <= chosen.min() <= chosen.max() < history.num_groups
-        columns = layer._columns(groups)[:, None, :, None]
-        got = history.form.split(entries)
+            assert_units(history, choice)
         own = held(history)
-        for truth in [read_back(history)] + ([] if own is None else [own]):
-            for part, whole in zip(got, truth, strict=True):
-                assert whole.shape[2] == layer.length
-                assert torch.equal(part, whole.gather(2, columns.expand(-1, whole.shape[1], -1, whole.shape[3])))
-        seen.calls.append((layer.layer_idx, chosen))
-        return entries
+        assert_gathered(history, choice, fetched, [read_back(history)] + ([] if own is None else [own]))
+        assert fetcher._layer_idx is not None
+        seen.calls.append((fetcher._layer_idx, np.array(choice.units)))
+        return fetched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(History, "append", watched_append)
-        patch.setattr(History, "select_rows", watched_select)
-        patch.setattr(History, "truncate", watched_truncate)
-        patch.setattr(SelectionBuffer, "gather", watched_gather)
+        patch.setattr(PositionHistory, "append", watched_append)
+        patch.setattr(PositionHistory, "select_rows", watched_select)
+        patch.setattr(PositionHistory, "truncate", watched_truncate)
+        patch.setattr(Fetcher, "gather", watched_gather)
         yield seen
 
 
 @contextlib.contextmanager
 def selections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, np.ndarray]]]:
-    """What is gathered: (layer, groups (B, M)) of every layer and step."""
+    """What is gathered: (layer, units (rows, M)) of every layer and step; each gather is what is stored."""
     seen: list[tuple[Any, np.ndarray]] = []
-    gather = SelectionBuffer.gather
+    told = SelectiveLayer.fetched
 
-    def watched(buffer: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        entries = gather(buffer, layer, groups)
-        seen.append((layer, np.array(groups)))
-        keys, values = read_back(layer.history)
-        columns = layer._columns(groups)[:, None, :, None]
-        got = layer.history.form.split(entries)
-        for part, whole in zip(got, (keys, values), strict=True):
-            assert torch.equal(part, whole.gather(2, columns.expand(-1, whole.shape[1], -1, whole.shape[3])))
-        return entries
+    def watched(layer: Any, choice: Choice, fetched: Fetched) -> None:
+        seen.append((layer, np.array(choice.units)))
+        assert_gathered(layer.history, choice, fetched, [read_back(layer.history)])
+        told(layer, choice, fetched)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SelectionBuffer, "gather", watched)
+        patch.setattr(SelectiveLayer, "fetched", watched)
         yield seen

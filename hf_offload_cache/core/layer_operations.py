@@ -124,6 +124,10 @@ class LayerOperations(CacheLayerMixin):
         if self.shared.config.exact != "bitwise":
             self.state = "unknown"
 
+    def end_step(self) -> None:
+        """Let go of what only the step needed: attention may not have asked for it."""
+        self._sealed = None
+
     def close(self) -> None:
         """Give back the file and the buffers."""
         if self.is_initialized:

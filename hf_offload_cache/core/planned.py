@@ -10,7 +10,8 @@ from typing import Any
 from ..config import OffloadConfig, parse_size
 from ..fetch.staging import Staging
 from ..fetch.write_queue import WriteQueue
-from ..history.position_history import PositionHistory, sealed_groups
+from ..history.packing import sealed_groups
+from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search

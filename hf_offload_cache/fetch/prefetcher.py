@@ -95,17 +95,19 @@ class Prefetcher:
         """
         return self._log.seconds
 
-    def read(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> Ticket:
+    def read(self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False) -> Ticket:
         """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.
 
         A record whose write is still queued is copied from the queue, now. Raises `StoreError` for a failed write of
-        this store (see above), and for records that do not exist where the store can tell at once.
+        this store (see above), and for records that do not exist where the store can tell at once. `guess`: the caller
+        drops what this raises; a failed write is then told to the next who asks.
         """
         check_batch(ids, out, store.record_bytes, aligned=True)
         self._log.process.check("this prefetcher")
         self.poll()
-        missing = self._writes.copy_queued(store, ids, out)
-        ticket = Ticket(self._log, self._writes, store, out, sum(stop - start for start, stop in missing))
+        missing = self._writes.copy_queued(store, ids, out, guess=guess)
+        records = sum(stop - start for start, stop in missing)
+        ticket = Ticket(self._log, self._writes, store, out, records, guess=guess)
         try:
             for start, stop in missing:
                 part, rows = (ids, out) if stop - start == len(ids) else (ids[start:stop], out[start:stop])

@@ -31,7 +31,9 @@ class Ticket:
         started: `time.perf_counter()` when the read was asked for.
     """
 
-    def __init__(self, log: ReadLog, writes: WriteQueue, store: Store, out: torch.Tensor, records: int) -> None:
+    def __init__(
+        self, log: ReadLog, writes: WriteQueue, store: Store, out: torch.Tensor, records: int, *, guess: bool = False
+    ) -> None:
         self.name = store.name
         self.records = records
         self.bytes = records * store.record_bytes
@@ -43,14 +45,15 @@ class Ticket:
         self._traceback: TracebackType | None = None
         self._log = log
         self._writes = writes
+        self._guess = guess
         self._store = weakref.ref(store)
 
     def wait(self) -> float:
         """Block until all records are in `out`; the seconds spent here (a mapped gather included).
 
-        Raises the first error of the read, or else of an earlier write to this store that failed and was not reported
-        yet. Before it raises, all of it has finished or was given up. Waiting again is cheap, and raises the same. A
-        signal's exception (Ctrl-C) leaves the read under way: wait again.
+        Raises the first error of the read, or else (but not of a guess) of an earlier write to this store that failed
+        and was not reported yet. Before it raises, all of it has finished or was given up. Waiting again is cheap, and
+        raises the same. A signal's exception (Ctrl-C) leaves the read under way: wait again.
 
         `StalledError`: it did not end in time, and may still write to `out`, which the ring or the thread that is stuck
         holds until it has. See `Prefetcher.interrupted_by` for what can be done then.
@@ -59,7 +62,7 @@ class Ticket:
         start = time.perf_counter()
         if self.transfers and self.error is None:
             self._finish()
-        if self.error is None and (store := self._store()) is not None:
+        if self.error is None and not self._guess and (store := self._store()) is not None:
             self.fail(self._writes.take_failure(store))
         if self.error is not None:
             raise self.error.with_traceback(self._traceback)

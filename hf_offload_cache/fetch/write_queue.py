@@ -106,17 +106,24 @@ class WriteQueue:
                 "raise the limit with `ulimit -u`",
             ) from error
 
-    def copy_queued(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> list[tuple[int, int]]:
+    def copy_queued(
+        self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False
+    ) -> list[tuple[int, int]]:
         """Fill the rows of `out` whose records wait to be written to `store`; the ranges of rows that remain.
 
-        Raises what a write of this store failed with, when that was not reported yet or hit one of `ids`.
+        Raises what a write of this store failed with, when that was not reported yet or hit one of `ids`. `guess`: who
+        asks drops errors, so that the failure counts as not reported.
         """
         with self._changed:
             self._check_open()
             writes = self._by_store.get(store)
             if writes is None:
                 return [(0, len(ids))] if len(ids) else []
-            self._raise_failure(writes, ids)
+            failure = writes.failure
+            try:
+                self._raise_failure(writes, ids)
+            finally:
+                writes.failure = failure if guess else None
             queued = [(batch, batch.records) for batch in writes.batches]  # one that is done lets go of its records
         return copy_rows(queued, ids, out) if queued else [(0, len(ids))] if len(ids) else []
 

@@ -18,6 +18,9 @@ class Attachable:
     timeline: Timeline = NO_TIMELINE
     """Told by the seams what the model is doing."""
 
+    watches_blocks = True
+    """The verbs of blocks and their attention are wanted in the step under way; else the seams leave them out."""
+
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the whole model's forward, with all its arguments by name.
 
@@ -38,8 +41,12 @@ class Attachable:
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After its attention, with what it adds to the stream (B, q, hidden)."""
 
-    def check_prompt(self, input_ids: torch.Tensor) -> None:
-        """`generate` is about to drop the first of ids (B, P), which the cache should hold."""
+    def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
+        """`generate` is about to drop the first of ids (B, P), which the cache should hold; or of embeddings (B, P,
+        hidden), where the prompt was given as these."""
+
+    def begin_prompt(self) -> None:
+        """`generate` begins with a prompt, or with a piece of one; not called for the steps that follow."""
 
     def close(self) -> None:
         """The cache is not to be used any more."""

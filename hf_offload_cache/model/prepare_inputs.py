@@ -1,4 +1,4 @@
-"""The look at the ids before `generate` drops those that the cache should hold already."""
+"""The look at a prompt before `generate` drops what the cache should hold of it already."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .attachable import cache_among
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NAME = "prepare_inputs_for_generation"
 
@@ -55,8 +57,10 @@ class PrepareInputs:
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         cache = cache_among((), kwargs)
-        if cache is not None and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
-            cache.check_prompt(input_ids)
+        if cache is not None and kwargs.get("is_first_iteration"):
+            if kwargs.get("next_sequence_length") is not None:
+                cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
+            cache.begin_prompt()
         return self._method()(input_ids, **kwargs)
 
     def _method(self) -> Callable[..., Any]:

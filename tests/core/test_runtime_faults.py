@@ -31,10 +31,10 @@ from long_models import sparse
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.shared import Shared
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError, StoreFullError
 from hf_offload_cache.fetch.prefetcher import STALLED_READS, Prefetcher
 from hf_offload_cache.fetch.reader_pool import _SharedRead
+from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.fetch.workers import Jobs, join_all, start_worker
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.machine import SPARE_DESCRIPTORS, check_descriptors, free_descriptors
@@ -560,17 +560,17 @@ def test_a_cache_on_a_device_that_stalls(
     answers again."""
     skip_without(engine, tmp_path)
     gate, slow = Gate(), []
-    new_store = Shared._new_store
+    new_store = Storage._new_store
 
-    def gated(shared: Shared, *arguments: Any) -> Store:
-        store = new_store(shared, *arguments)
+    def gated(storage: Storage, *arguments: Any) -> Store:
+        store = new_store(storage, *arguments)
         if engine == "uring":
             return store
         slow.append(SlowReads(store, gate))
         slow[-1].gate = None
         return slow[-1]
 
-    monkeypatch.setattr(Shared, "_new_store", gated)
+    monkeypatch.setattr(Storage, "_new_store", gated)
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=4)
     cache = sparse(model, engine=engine, path=tmp_path, io_timeout=LONG, **ALL)
@@ -586,7 +586,8 @@ def test_a_cache_on_a_device_that_stalls(
         for store in slow:
             store.gate = gate
         cache.storage.prefetcher._readers.deadline.seconds = SHORT
-    cache.buffer._drop_slots(0)  # so that the step has something to read
+    for layer in cache.selective:
+        layer.drop_fetcher()  # so that the step has something to read
     with pytest.raises(StalledError, match=r"layer \d: reading record.*0\.05 seconds") as caught:
         generate(model, cache, expected.tokens[:, : LENGTH + 2], max_new_tokens=2)
     assert repr(str(tmp_path)) in str(caught.value)
@@ -1173,16 +1174,16 @@ def test_no_space_in_the_middle(
 ) -> None:
     """A clear error; what was there is readable; going on is right, or refused until `reset`."""
     faulty: list[FaultyStore] = []
-    new_store = Shared._new_store
+    new_store = Storage._new_store
 
-    def wrapped(shared: Shared, *arguments: Any) -> Store:
-        store = new_store(shared, *arguments)
+    def wrapped(storage: Storage, *arguments: Any) -> Store:
+        store = new_store(storage, *arguments)
         if not faulty:
             faulty.append(FaultyStore(store, operation, 10**6, errno.ENOSPC))
             return faulty[0]
         return store
 
-    monkeypatch.setattr(Shared, "_new_store", wrapped)
+    monkeypatch.setattr(Storage, "_new_store", wrapped)
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40)
     plain = DynamicCache(config=model.config)

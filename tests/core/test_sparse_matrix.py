@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
 import pytest
 import torch
 import transformers
 from gathers import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from long_models import LENGTH, long_tiny, sparse
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.core.offload_layer import OffloadLayer
-from hf_offload_cache.history.position_history import History
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
+from hf_offload_cache.history.position_history import PositionHistory
 
 MATRIX = ("llama", "qwen3", "gemma3", "mistral", "phi3", "opt", "gpt_neox", "gpt_oss", "deepseek_v2")
 MODELS = (*MATRIX, "phi", "stablelm", "falcon_h1", "qwen3_next")
@@ -98,8 +99,12 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
         assert report.selected_fraction is None
         return
     assert 0 < report.selected_fraction < 0.5
-    assert all(layer.summary is not None for layer in cache.offloaded if isinstance(layer, DiskSwapLayer)
-               and layer.state == "tagged")  # fmt: skip
+    tagged = [layer for layer in cache.selective if layer.state == "tagged"]
+    assert len(tagged) == TAGGED[model_name]
+    for layer in tagged:
+        assert isinstance(layer, DiskSwapLayer)
+        assert layer.predictor is not None
+        assert layer.predictor.ready(layer.history.units)
 
 
 # ---------------------------------------------------------------------------------------------- tests
@@ -229,14 +234,15 @@ def test_the_check_notices(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "stale slots":
         monkeypatch.setattr(DiskSwapLayer, "dropped", lambda layer, records: None)
     elif wrong == "rows":
-        monkeypatch.setattr(History, "select_rows", lambda history, rows: history.tail.select_rows(rows))
+        monkeypatch.setattr(PositionHistory, "select_rows", lambda history, rows: history.tail.select_rows(rows))
     else:
-        gather = SelectionBuffer.gather
+        gather = Fetcher.gather
 
-        def shifted(buffer: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-            return gather(buffer, layer, groups).roll(1, 1)
+        def shifted(fetcher: Fetcher, history: Any, choice: Choice) -> Fetched:
+            fetched = gather(fetcher, history, choice)
+            return dataclasses.replace(fetched, entries=fetched.entries.roll(1, 1))
 
-        monkeypatch.setattr(SelectionBuffer, "gather", shifted)
+        monkeypatch.setattr(Fetcher, "gather", shifted)
     with checking(), sparse(model, num_selected=1024, reuse_capacity=1024) as cache:
         with pytest.raises(AssertionError):
             driver = Driver(model, cache, rows=3, step=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_stream_attention import BFLOAT16, FLOAT32
+from attention_tolerances import BFLOAT16, FLOAT32
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_offload_cache.model.attention_call import AttentionCall

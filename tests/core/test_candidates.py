@@ -1,0 +1,217 @@
+"""Candidates that are verified (assisted decoding, prompt lookup) are selected for; prompts, however short, are not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gathers import Gathers
+from harness import Decoded, assert_exact, compare, generate, prompt
+from long_models import long_tiny, sparse
+from transformers import DynamicCache
+
+from hf_offload_cache.core import selective_layer
+from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.model.attention_call import AttentionCall
+
+LENGTH, NEW = 1500, 24
+FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}
+"""Records without padding; a step of one query attends to 5 units, sinks included, and one of several to 10."""
+BUDGET = 5
+
+
+@dataclass
+class Combined:
+    """What every step that selected attended to."""
+
+    queries: list[int] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def combined() -> Iterator[Combined]:
+    """Every call of attention over a choice is compared with plain softmax over the tokens that it names, each query
+    seeing what is not behind it."""
+    seen = Combined()
+    combine = SelectiveLayer.combine
+
+    def watched(layer: Any, call: AttentionCall, choice: Choice, fetched: Fetched, visible: Any) -> Any:
+        output, following = combine(layer, call, choice, fetched, visible)
+        keys, values = layer.whole()
+        count, tail = call.num_queries, layer.history.recent.shape[1]
+        places = torch.from_numpy(layer.history.positions(choice.units)[0])
+        places = torch.cat([places[places >= 0], torch.arange(layer.length - tail, layer.length)])
+        own = torch.arange(layer.length - count, layer.length)
+        assert torch.isin(own, places).all()
+        query, groups = call.query[0], call.query.shape[1] // keys.shape[1]
+        scores = query @ keys[0, :, places].repeat_interleave(groups, 0).transpose(1, 2) * call.scaling
+        scores = scores.masked_fill(places > own[:, None], float("-inf"))
+        expected = scores.softmax(-1) @ values[0, :, places].repeat_interleave(groups, 0)
+        torch.testing.assert_close(output[0][0], expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
+        seen.queries.append(count)
+        seen.units.append(choice.units.shape[1])
+        return output, following
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelectiveLayer, "combine", watched)
+        yield seen
+
+
+def repetitive(model: Any) -> torch.Tensor:
+    """A prompt in which n-grams come back."""
+    return prompt(model, 1, 11).repeat(1, LENGTH // 11 + 1)[:, :LENGTH]
+
+
+@contextlib.contextmanager
+def forwards_of(model: Any) -> Iterator[list[int]]:
+    """Tokens of each forward."""
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def test_prompt_lookup_reads_a_part_of_the_history(tmp_path: Path) -> None:
+    """Each verification counts as a step of decoding, and a token reads a small part of the full KV."""
+    model = long_tiny("llama")
+    with forwards_of(model) as forwards, sparse(model, engine="mapped", path=tmp_path, **FIELDS) as cache:
+        out = generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+        report = cache.report()
+    steps = len(forwards) - 1
+    assert out.tokens.shape[1] == LENGTH + NEW
+    assert steps < NEW - 1
+    assert report.decode_steps == steps
+    assert 0 < report.selected_fraction < 0.2
+    assert 0 < report.bytes_read < 0.15 * steps * report.full_kv_bytes
+
+
+def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> None:
+    """A verification attends to no more than twice the budget, and each of its queries to itself and what is before."""
+    model = long_tiny("llama")
+    with forwards_of(model) as forwards, combined() as seen, sparse(model, **FIELDS) as cache:
+        generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+    steps = forwards[1:]
+    assert max(steps) == 6
+    assert seen.queries == [count for count in steps for _ in range(3)]
+    assert len(checked_gathers) == 3 * len(steps)
+    assert max(seen.units) <= 2 * BUDGET
+    assert max(units for units, count in zip(seen.units, seen.queries, strict=True) if count > 1) > BUDGET
+
+
+def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:
+    """Queries that want distinct units get the ones that matter most, twice the budget of them."""
+    model = long_tiny("llama")
+    chosen: list[np.ndarray] = []
+    number = iter(range(1000))
+
+    def distinct(layer: Any, query: Any, *, guess: bool = False) -> Choice:
+        units = np.arange(BUDGET)[None] + BUDGET * (next(number) % 8)
+        return Choice(units, importance=np.full(units.shape, float(units[0, 0]), dtype=np.float32))
+
+    choose_for = SelectiveLayer.choose_for
+
+    def watched(layer: Any, call: AttentionCall, visible: Any) -> Choice:
+        choice = choose_for(layer, call, visible)
+        chosen.append(choice.units)
+        return choice
+
+    with sparse(model, look_ahead=False, **FIELDS) as cache:
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(prompt(model, 1, LENGTH), past_key_values=cache)
+            model(prompt(model, 1, 1), past_key_values=cache)
+            monkeypatch.setattr(type(cache.selective[0]), "choose", distinct)
+            monkeypatch.setattr(SelectiveLayer, "choose_for", watched)
+            model(prompt(model, 1, 8), past_key_values=cache)
+    assert len(chosen) == 3
+    for units in chosen:
+        assert units.tolist() == [list(range(6 * BUDGET, 8 * BUDGET))]
+    assert len(checked_gathers) == 6
+
+
+def test_a_verification_without_a_mask_is_causal() -> None:
+    """Where the model makes no mask, a candidate does not see those behind it."""
+    model = long_tiny("llama")
+    mask_of = selective_layer.gathered_mask
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def both(call: AttentionCall, history: Any, choice: Choice, fetched: Fetched) -> torch.Tensor:
+        mask = mask_of(call, history, choice, fetched)
+        pairs.append((mask, mask_of(dataclasses.replace(call, mask=None), history, choice, fetched)))
+        return mask
+
+    with pytest.MonkeyPatch.context() as patch, sparse(model, **FIELDS) as cache, torch.no_grad():
+        patch.setattr(selective_layer, "gathered_mask", both)
+        cache.activate_past_recording()
+        model(prompt(model, 1, LENGTH), past_key_values=cache)
+        model(prompt(model, 1, 6, 3), past_key_values=cache)
+    assert len(pairs) == 3
+    for given, made in pairs:
+        assert given.dtype == made.dtype == torch.bool
+        assert not given.all()
+        assert torch.equal(given, made)
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, checked_gathers: Gathers) -> None:
+    """A prompt of no more tokens than a verification may have attends to everything, and so do its pieces: its first
+    token is what exact mode gives over the same history."""
+    model = long_tiny("llama")
+    options: dict[str, Any] = {"max_new_tokens": 1}
+    if chunk is not None:
+        options["prefill_chunk_size"] = chunk
+    with sparse(model, **FIELDS) as cache:
+        first = generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+        assert cache.recording
+        assert cache.shared.step is None
+        verified = len(checked_gathers)
+        assert verified > 0
+        question = torch.cat([first.tokens[:, : cache.get_seq_length()], prompt(model, 1, 27, 4)], 1)
+        plain = DynamicCache(config=model.config)
+        for layer_idx, layer in enumerate(cache.offloaded):
+            plain.update(*layer.whole(), layer_idx)
+        selected = cache.report().decode_steps
+        answer = generate(model, cache, question, **options)
+        assert len(checked_gathers) == verified
+        assert cache.report().decode_steps == selected
+        assert_exact(generate(model, plain, question, **options), answer)
+        generate(model, cache, torch.cat([answer.tokens, prompt(model, 1, 3, 5)], 1), max_new_tokens=3)
+        assert cache.report().decode_steps == selected + 2
+
+
+def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
+    """Pieces of 24 tokens, of a cache that was told that candidates will come."""
+    model = long_tiny("llama")
+    ids = prompt(model, 1, 620)
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=1, prefill_chunk_size=24)
+    with sparse(model, **FIELDS) as cache:
+        cache.activate_past_recording()
+        assert_exact(expected, generate(model, cache, ids, max_new_tokens=1, prefill_chunk_size=24))
+        assert cache.report().decode_steps == 0
+    assert len(checked_gathers) == 0
+
+
+def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers) -> None:
+    """With room for all units, verification by candidates gives what `DynamicCache` gives, and it does select."""
+    model = long_tiny("llama")
+    ids = repetitive(model)[:, :620]
+    options: dict[str, Any] = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
+    expected = generate(model, DynamicCache(config=model.config), ids, **options)
+    with sparse(model, **{**FIELDS, "num_selected": 2048}) as cache:
+        result: Decoded = generate(model, cache, ids, **options)
+        assert compare(expected, result).exact
+        assert cache.report().selected_fraction == 1
+    assert len(checked_gathers) > 0
