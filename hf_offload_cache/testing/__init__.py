@@ -1,9 +1,12 @@
-"""Tools to test stores with, ours and third parties': a conformance suite and wrappers that misbehave on purpose.
+"""Tools to test stores, histories and predictors with, ours and third parties': conformance suites, and wrappers of
+stores that misbehave on purpose.
 
 Importing this needs no pytest; running `StoreTests` or `FreezableStoreTests` does.
 """
 
 from .freezable_store_tests import FreezableStoreTests
+from .histories import HistoryTests
+from .predictors import PredictorTests
 from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
 from .store_tests import StoreTests
 from .throttled import DeviceClock, ThrottledStore
@@ -14,7 +17,9 @@ __all__ = [
     "DeviceClock",
     "FaultyStore",
     "FreezableStoreTests",
+    "HistoryTests",
     "LatencyStore",
+    "PredictorTests",
     "StoreTests",
     "ThrottledStore",
     "WrapperStore",

@@ -1,0 +1,228 @@
+"""The conformance suite of predictors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Iterator
+from typing import cast
+
+import numpy as np
+import torch
+
+from hf_offload_cache.fetch.choice import Choice, Extents
+from hf_offload_cache.history.base import Sealed
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.plan import LayerPlan
+from hf_offload_cache.predictors.base import Predictor, Query
+
+BUDGET = 9
+"""Units a row that are asked for."""
+
+
+class PredictorTests:
+    """What every predictor of units in the order of the sequence must do, with rows of one sequence each.
+
+    Subclass it as `class TestMyPredictor(PredictorTests)` and implement `make_predictor` and `planned`.
+
+    Attributes:
+        form: 2 key heads of 8 and units of 4 tokens, unless the predictor needs another.
+        num_heads: query heads.
+        num_sinks: first tokens that `make_predictor` gives a predictor as always attended.
+        tokens: sealed tokens that are enough to learn from, whole units.
+        takes_padding: rows may have padding.
+    """
+
+    form = RecordFormat(2, 8, 2, 4, torch.float32, 4)
+    num_heads = 4
+    num_sinks = 6
+    tokens = 600
+    takes_padding = True
+
+    @abstractmethod
+    def make_predictor(self, rows: int, account: MemoryAccount) -> Predictor:
+        """A new one."""
+
+    @abstractmethod
+    def planned(self, context: int, rows: int) -> LayerPlan:
+        """What it will hold at most for `rows` rows of `context` sealed tokens."""
+
+    # --- what the tests drive it with --------------------------------------------------------------------------
+
+    def keys(self, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+        """(rows, Hk, tokens, Dk), of low rank for the most part, as keys are."""
+        generator = torch.Generator().manual_seed(seed)
+        low = torch.randn(rows, self.form.num_key_heads, tokens, 3, generator=generator)
+        basis = torch.randn(3, self.form.key_dim, generator=torch.Generator().manual_seed(99))
+        noise = torch.randn(*low.shape[:3], self.form.key_dim, generator=generator)
+        return (low @ basis + 0.1 * noise).to(self.form.dtype)
+
+    def query(self, rows: int, keys: torch.Tensor, visible: torch.Tensor | None = None, seed: int = 1) -> Query:
+        """A query; `keys` are all that are sealed, the latest ones of which stand for the tail too."""
+        states = torch.randn(rows, self.num_heads, self.form.key_dim, generator=torch.Generator().manual_seed(seed))
+        return Query(states.to(self.form.dtype), self.form.key_dim**-0.5, visible, lambda: keys[:, :, -8:])
+
+    def learn(
+        self, predictor: Predictor, keys: torch.Tensor, start: int = 0, visible: torch.Tensor | None = None
+    ) -> list[int]:
+        """Tell it that all these tokens from `start` on were sealed; an entry each time it reads stored ones."""
+        asked: list[int] = []
+        whole, latest = keys.clone(), keys.clone()
+
+        def stored() -> Iterator[torch.Tensor]:
+            asked.append(keys.shape[2])
+            yield from whole.split(101, 2)
+
+        parts = [part for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2) if part.shape[2]]
+        sealed = Sealed(keys.shape[2] // self.form.group_size, keys.shape[2], parts, stored)
+        shape = (len(keys), self.num_heads, 40, self.form.key_dim)
+        queries = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        predictor.learn(sealed, queries.to(self.form.dtype), visible)
+        whole.fill_(torch.nan)  # neither is the predictor's to keep
+        latest.fill_(torch.nan)
+        return asked
+
+    def chosen(self, predictor: Predictor, query: Query, budget: int = BUDGET, guess: bool = False) -> np.ndarray:
+        """The units chosen, checked: in bounds, ascending, within the budget."""
+        decision = predictor.select(query, budget, guess)
+        if not isinstance(decision, Choice):
+            decision = self._looked(decision)
+        units = decision.units
+        assert units.dtype == np.int64 and len(units) == len(query.states) and units.shape[1] <= budget
+        there = units >= 0
+        assert (there[:, :-1] >= there[:, 1:]).all() and ((np.diff(units) > 0) | ~there[:, 1:]).all()
+        assert decision.ragged or there.all()
+        return units
+
+    def _looked(self, decision: Generator[Extents, torch.Tensor, Choice]) -> Choice:
+        """What it decides once it has seen what it asks for, here zeros."""
+        try:
+            asked = next(decision)
+            while True:
+                shape = (*asked.records.shape, self.form.group_size, self.form.entry_width)
+                asked = decision.send(torch.zeros(shape, dtype=self.form.dtype))
+        except StopIteration as end:
+            return cast(Choice, end.value)
+
+    def learnt(self, rows: int, account: MemoryAccount | None = None) -> tuple[Predictor, torch.Tensor]:
+        predictor, keys = self.make_predictor(rows, account or MemoryAccount()), self.keys(rows, self.tokens)
+        self.learn(predictor, keys)
+        return predictor, keys
+
+    # --- tests -------------------------------------------------------------------------------------------------
+
+    def test_it_is_ready_when_it_has_learned(self) -> None:
+        """Of exactly what was sealed; what comes in one piece at first needs no reading back."""
+        predictor, keys = self.make_predictor(2, MemoryAccount()), self.keys(2, self.tokens + 32)
+        assert not predictor.ready(self.tokens // self.form.group_size)
+        assert self.learn(predictor, keys[:, :, : self.tokens]) == []
+        for tokens in (self.tokens + 4, self.tokens + 32):
+            units = tokens // self.form.group_size
+            assert not predictor.ready(units)
+            self.learn(predictor, keys[:, :, :tokens], start=tokens - (4 if tokens == self.tokens + 4 else 28))
+            assert predictor.ready(units)
+
+    def test_what_was_missed_is_learned_later(self) -> None:
+        """From what is stored: then the choice is as if nothing had been missed."""
+        predictor, keys = self.learnt(2)
+        more = torch.cat([keys, self.keys(2, 40, seed=2)], 2)
+        assert self.learn(predictor, more, start=self.tokens + 20) and predictor.ready(more.shape[2] // 4)
+        fresh = self.make_predictor(2, MemoryAccount())
+        self.learn(fresh, more)
+        query = self.query(2, more)
+        assert np.array_equal(self.chosen(predictor, query), self.chosen(fresh, query))
+
+    def test_choices(self) -> None:
+        """Within bounds and budget, the sinks among them, a guess too; and it decides by the query."""
+        predictor, keys = self.learnt(3)
+        count, sinks = self.tokens // self.form.group_size, -(-self.num_sinks // self.form.group_size)
+        seen = set()
+        for seed in range(4):
+            query = self.query(3, keys, seed=seed)
+            for guess in (False, True):
+                units = self.chosen(predictor, query, guess=guess)
+                assert units.max() < count
+                if not guess:
+                    assert (units[:, :sinks] == np.arange(sinks)).all()
+                    seen.add(units.tobytes())
+        assert len(seen) == 4
+        assert self.chosen(predictor, self.query(3, keys), budget=count).shape == (3, count)
+
+    def test_padding_is_never_chosen(self) -> None:
+        """Units of padding alone are out; the sinks are those where the row begins."""
+        if not self.takes_padding:
+            return
+        keys = self.keys(2, self.tokens)
+        visible = torch.ones(2, self.tokens + 8, dtype=torch.bool)
+        visible[1, : 4 * 50 + 1] = False
+        predictor = self.make_predictor(2, MemoryAccount())
+        self.learn(predictor, keys, visible=visible)
+        units = self.chosen(predictor, self.query(2, keys, visible))
+        sinks = np.unique(np.arange(4 * 50 + 1, 4 * 50 + 1 + self.num_sinks) // self.form.group_size)
+        assert units[1].min() == 50 and set(sinks) <= set(units[1].tolist()) and units[0].min() == 0
+
+    def test_truncate(self) -> None:
+        """As if the later units had never been learned; it learns on from there."""
+        predictor, keys = self.learnt(2)
+        left, units = keys[:, :, : self.tokens - 80], (self.tokens - 80) // self.form.group_size
+        predictor.truncate(units)
+        assert predictor.ready(units) and not predictor.ready(self.tokens // self.form.group_size)
+        assert self.chosen(predictor, self.query(2, left)).max() < units
+        again = torch.cat([left, self.keys(2, 40, seed=6)], 2)
+        assert self.learn(predictor, again, start=left.shape[2]) == []
+        assert predictor.ready(units + 10)
+
+    def test_select_rows(self) -> None:
+        """Row i chooses what row `rows[i]` chose, and learns on by itself."""
+        predictor, keys = self.learnt(3)
+        before = self.chosen(predictor, self.query(3, keys))
+        rows = [2, 0, 0, 1]
+        predictor.select_rows(torch.tensor(rows))
+        query = self.query(3, keys)
+        moved = Query(query.states[rows], query.scaling, None, lambda: keys[rows][:, :, -8:])
+        assert np.array_equal(self.chosen(predictor, moved), before[rows])
+        more = torch.cat([keys[rows], self.keys(4, 16, seed=7)], 2)
+        assert self.learn(predictor, more, start=self.tokens) == [] and predictor.ready(more.shape[2] // 4)
+
+    def test_captured_and_restored(self) -> None:
+        """The twin chooses the same without having learned; neither sees what the other learns later."""
+        predictor, keys = self.learnt(2)
+        tree = predictor.capture()
+        twin = self.make_predictor(2, MemoryAccount())
+        twin.restore({**tree, "units": self.tokens // self.form.group_size})
+        assert twin.ready(self.tokens // self.form.group_size)
+        query = self.query(2, keys)
+        before = self.chosen(predictor, query)
+        assert np.array_equal(self.chosen(twin, query), before)
+        for one, seed in ((predictor, 8), (twin, 9), (predictor, 10)):
+            one.truncate((self.tokens - 40) // self.form.group_size)
+            self.learn(one, torch.cat([keys[:, :, :-40], self.keys(2, 40, seed)], 2), start=self.tokens - 40)
+        found = [self.chosen(one, query) for one in (predictor, twin)]
+        for units, seed in zip(found, (10, 9), strict=True):
+            fresh = self.make_predictor(2, MemoryAccount())
+            fresh.restore({**self.make_and_learn(keys).capture(), "units": self.tokens // self.form.group_size})
+            fresh.truncate((self.tokens - 40) // self.form.group_size)
+            self.learn(fresh, torch.cat([keys[:, :, :-40], self.keys(2, 40, seed)], 2), start=self.tokens - 40)
+            assert np.array_equal(units, self.chosen(fresh, query))
+
+    def make_and_learn(self, keys: torch.Tensor) -> Predictor:
+        predictor = self.make_predictor(len(keys), MemoryAccount())
+        self.learn(predictor, keys)
+        return predictor
+
+    def test_no_more_is_held_than_planned(self) -> None:
+        """At its peak, while it learns, chooses and moves rows; and all of it is given back."""
+        for rows in (1, 3):
+            account = MemoryAccount()
+            predictor, keys = self.learnt(rows, account)
+            self.chosen(predictor, self.query(rows, keys))
+            predictor.select_rows(torch.arange(rows).flip(0))
+            plan = self.planned(self.tokens, rows)
+            most = [sum(own.values()) + sum(shared.values()) for own, shared in (
+                (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode),
+            )]  # fmt: skip
+            assert 0 < account.peak + predictor.tables_nbytes <= max(most)
+            predictor.close()
+            assert all(held == 0 for owner, held in account.by_owner.items() if owner != "scores")
+            self.learn(predictor, self.keys(rows, self.tokens))
+            assert predictor.ready(self.tokens // self.form.group_size)

@@ -1,0 +1,67 @@
+"""Every predictor that there is does what `PredictorTests` asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from examples.own_method import PageConfig, PagePredictor
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.memory.plan import LayerPlan
+from hf_offload_cache.predictors.low_rank import LowRankPredictor, Rules, Shared
+from hf_offload_cache.report.counters import Counters
+from hf_offload_cache.testing import PredictorTests
+
+
+class TestLowRankPredictor(PredictorTests):
+    rules = Rules(8, torch.float32, PredictorTests.num_sinks, reserve=PredictorTests.tokens)
+
+    def make_predictor(self, rows: int, account: MemoryAccount) -> LowRankPredictor:
+        counters = Counters()
+        shared = Shared(account, Workspace(account, "scores"), torch.Generator().manual_seed(0), lambda: counters)
+        return LowRankPredictor(self.form, rows, self.rules, shared, "layer 0")
+
+    def planned(self, context: int, rows: int) -> LayerPlan:
+        return LowRankPredictor.planned(self.form, self.rules, self.rules.rank, self.num_heads, context, rows)
+
+
+class TestLowRankPredictorIn8Bits(TestLowRankPredictor):
+    rules = Rules(6, torch.int8, PredictorTests.num_sinks, reserve=PredictorTests.tokens)
+
+
+class TestPagePredictor(PredictorTests):
+    def make_predictor(self, rows: int, account: MemoryAccount) -> PagePredictor:
+        config = PageConfig(group_size=4, num_sinks=self.num_sinks)
+        return PagePredictor(self.form, rows, config, account, self.tokens // 4)
+
+    def planned(self, context: int, rows: int) -> LayerPlan:
+        return PagePredictor.planned(2 * self.form.key_width * 4, context // 4, rows, self.num_heads)
+
+
+class _KeepsOthers(PagePredictor):
+    def truncate(self, units: int) -> None:
+        """Nothing is forgotten."""
+
+
+class _MixesRows(PagePredictor):
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(torch.zeros_like(rows))
+
+
+class _Unsorted(PagePredictor):
+    def select(self, *given: object) -> object:
+        found = super().select(*given)
+        return type(found)(found.units[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "test"), [(_KeepsOthers, "truncate"), (_MixesRows, "select_rows"), (_Unsorted, "choices")]
+)
+def test_the_suite_notices(kind: type[PagePredictor], test: str) -> None:
+    class Suite(TestPagePredictor):
+        def make_predictor(self, rows: int, account: MemoryAccount) -> PagePredictor:
+            return kind(self.form, rows, PageConfig(group_size=4, num_sinks=self.num_sinks), account)
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), f"test_{test}")()
