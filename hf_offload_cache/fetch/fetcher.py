@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..errors import CacheClosedError
 from ..stores.base import Store
 from .areas import Areas
 from .choice import Choice, Extents
@@ -131,7 +132,7 @@ class Fetcher:
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
         if self._ahead is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CacheClosedError):
                 self._areas.give_back(self._land().area, ahead=True)
 
     def _land(self) -> _Ahead:
@@ -141,7 +142,7 @@ class Fetcher:
         assert ahead is not None
         try:
             self._storage.wait_for(ahead.ticket, self._layer_idx)
-        except OSError:
+        except (OSError, CacheClosedError):  # closing the storage has cancelled what was under way
             self._ahead = None
             self._areas.give_back(ahead.area, ahead=True)
             raise

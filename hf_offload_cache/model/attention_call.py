@@ -85,6 +85,7 @@ class AttentionCall:
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The model's own attention of this query over other keys, values and a mask for these."""
+        keys, values = self._in_type(keys, values)
         return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
 
     def attend(
@@ -99,11 +100,20 @@ class AttentionCall:
         if not plain or self.num_queries != 1 or self.query.shape[-1] != values.shape[-1]:
             return self.run(keys, values, mask)
         query = self.query
+        keys, values = self._in_type(keys, values)
         grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
         mask = None if mask is None else mask.expand(-1, -1, grouped.shape[2], -1)
         scaling = self.kwargs.get("scaling")
         output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
         return output.reshape(query.shape[0], 1, *query.shape[1:2], query.shape[3]), None
+
+    def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`, which casts
+        all of them itself as long as it is on."""
+        dtype = self.query.dtype
+        if keys.dtype == values.dtype == dtype or torch.is_autocast_enabled(self.query.device.type):
+            return keys, values
+        return keys.to(dtype), values.to(dtype)
 
     def stream(
         self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor]
