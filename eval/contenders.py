@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -13,10 +14,10 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
+from hf_offload_cache.registry import CACHES, cache_class, class_named
 
 from .baselines.flexgen import FlexGenCache
-from .baselines.infinigen import InfiniGenCache
-from .baselines.infinigen_grouped import GroupedInfiniGenCache
+from .baselines.infinigen import GroupedInfiniGenCache, InfiniGenCache
 from .baselines.loki import LokiCache
 from .baselines.paged import PagedCache
 from .baselines.shadowkv import ShadowKVCache
@@ -34,7 +35,7 @@ SLOW = (*RELOADS, "DynamicCache")
 """Methods whose step moves the whole history: `DynamicCache` copies it to append a token."""
 
 _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
-    OWN: (DiskSwapCache, "DiskSwapCache", {}),
+    **{cls.__name__: (cls, cls.__name__, {}) for cls in map(cache_class, CACHES)},
     NO_REUSE: (DiskSwapCache, "DiskSwapCache", {"reuse_capacity": 0}),
     SINGLE: (DiskSwapCache, "DiskSwapCache", {"reuse_capacity": 0, "group_size": 1}),
     "InfiniGen": (InfiniGenCache, "InfiniGen", {}),
@@ -43,8 +44,8 @@ _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
     "Loki": (LokiCache, "Loki", {}),
     "ShadowKV": (ShadowKVCache, "ShadowKV", {}),
 }
-"""Name -> cache, whose memory is reckoned how, and what differs. "no reuse" and "single tokens" keep the rank of
-`DiskSwapCache`: they show one part's effect alone."""
+"""Name -> cache, whose memory is reckoned how, and what differs: the registered caches, then variants and twins. "no
+reuse" and "single tokens" keep the rank of `DiskSwapCache`: they show one part's effect alone."""
 
 METHODS = (*_TWINS, FULL, STREAMED, PAGED, *IN_MEMORY)
 
@@ -64,8 +65,8 @@ class Setting:
     profile: str = "own"
     device: str = "cpu"
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of `DiskSwapCache` and its variants, on top of what `memory` gives; `reuse_capacity` and `group_size` also decide
-    what it gives."""
+    """Of registered caches that have them, and of their variants, on top of what `memory` gives; `reuse_capacity` and
+    `group_size` also decide what it gives."""
     room: int = 1024
     """Tokens to come that memory is reckoned for."""
     by_method: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -129,7 +130,9 @@ def make(name: str, setting: Setting, plain: LlamaForCausalLM, attached: LlamaFo
 
 
 def _fields(method: str, differs: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    own = setting.fields if method == "DiskSwapCache" else {k: v for k, v in setting.fields.items() if k == "engine"}
+    cls = class_named(method)
+    known = {"engine"} if cls is None else {one.name for one in dataclasses.fields(cls.config_class)}
+    own = {name: value for name, value in setting.fields.items() if name in known}
     fields: dict[str, Any] = {}
     if setting.memory is not None:
         fields = fields_for(

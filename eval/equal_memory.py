@@ -1,5 +1,5 @@
-"""The same memory for every method: `DiskSwapCache` as its own planner has it; for the baselines, how wide compact keys
-may be when all else that they hold is taken off."""
+"""The same memory for every method: registered caches as they plan it themselves; for the baselines, how wide compact
+keys may be when all else that they hold is taken off."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from hf_offload_cache.caches.disk_swap_config import DiskSwapConfig
-from hf_offload_cache.memory.fit import fit_config
-from hf_offload_cache.memory.plan import plan_memory
 from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.registry import class_named
 from hf_offload_cache.stores.base import DEVICE_BLOCK
 
 from .synthetic import Shape
@@ -82,9 +80,9 @@ def bytes_held(
     element_bytes: int = BITS_8,
 ) -> int:  # fmt: skip
     """Bytes a sequence that `method` holds with `fields`, all layers of `shape`, of a model of `depth` layers."""
-    if method == OWN:
+    if (cls := class_named(method)) is not None:
         deep = depth or shape.layers
-        whole = plan_memory(_geometry(shape, deep), DiskSwapConfig(**fields), tokens, batch).peak_bytes
+        whole = cls.plan(_geometry(shape, deep), cls.config_class(**fields), tokens, batch).peak_bytes
         return whole * shape.layers // deep // batch
     form = layout(method, shape, fields.get("group_size"))
     compact = form.projections * fields["rank"] * (tokens * _GROWTH * element_bytes + 4 * form.width / batch)
@@ -107,12 +105,12 @@ def fields_for(
     """Fields of a cache that keep `method` within `memory` of the full KV, layer by layer.
 
     Compact keys are in 8 bits, whatever the method. A baseline's get what is left; its `reuse` tokens (`NUM_SELECTED`
-    for InfiniGen*+ru, none for the others) are halved while no rank of 8 would fit. `DiskSwapCache` is what
-    `fit_config` makes of the memory, with `NUM_SELECTED` selected, for `room` more tokens. `depth`: layers of the model
-    that `shape` stands for. Raises `ValueError` with the bytes when nothing fits.
+    for InfiniGen*+ru, none for the others) are halved while no rank of 8 would fit. A registered cache is what its
+    `fit` makes of the memory, with `NUM_SELECTED` selected, for `room` more tokens. `depth`: layers of the model that
+    `shape` stands for. Raises `ValueError` with the bytes when nothing fits.
     """
-    if method == OWN:
-        return _own_fields(shape, tokens, batch, memory, depth or shape.layers, reuse, group_size, room)
+    if (cls := class_named(method)) is not None:
+        return _own_fields(cls, shape, tokens, batch, memory, depth or shape.layers, reuse, group_size, room)
     form = layout(method, shape, group_size)
     share = int(memory * tokens * shape.token_bytes / shape.layers)
     if reuse is None:
@@ -145,17 +143,18 @@ def _geometry(shape: Shape, depth: int) -> Geometry:
 
 
 def _own_fields(
-    shape: Shape, tokens: int, batch: int, memory: Fraction, depth: int, reuse: int | None, group_size: int | None,
-    room: int,
+    cls: type[Any], shape: Shape, tokens: int, batch: int, memory: Fraction, depth: int, reuse: int | None,
+    group_size: int | None, room: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """`fit_config` for the model of `depth` layers; its limit is left out, since a replay has a part of the layers."""
+    """What `cls.fit` chooses for the model of `depth` layers; its limit is left out, since a replay has a part of the
+    layers."""
     given = {"num_selected": NUM_SELECTED, "reuse_capacity": reuse, "group_size": group_size}
     given = {name: value for name, value in given.items() if value is not None}
     geometry = _geometry(shape, depth)
     budget = int(memory * geometry.full_kv_bytes(tokens, batch))
-    config = fit_config(geometry, budget, tokens + room, batch, given)
+    config = cls.fit(geometry, budget, tokens + room, batch, given)
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    default = DiskSwapConfig()
+    default = cls.config_class()
     return {
         name: value
         for name, value in fields.items()

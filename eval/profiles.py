@@ -52,13 +52,12 @@ def throttle(cache: OffloadCache, profile: Profile | None) -> None:
     """
     if profile is None:
         return
-    clock, original = profile.clock(), cache.shared.open_store
+    clock, storage, original = profile.clock(), cache.storage, cache.storage.open_store
 
     def open_store(*args: Any, **kwargs: Any) -> Store:
-        shared = cache.shared
         inner = original(*args, **kwargs)
         store = ThrottledStore(inner, clock)
-        shared.stores[shared.stores.index(inner)] = store
+        storage.stores[storage.stores.index(inner)] = store
         return store
 
-    cache.shared.open_store = open_store  # type: ignore[method-assign]
+    storage.open_store = open_store  # type: ignore[method-assign]

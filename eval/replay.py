@@ -2,7 +2,7 @@
 
 A replay has cache layers of a large model's shape (Llama-3.1-8B: 32 query heads, 8 key heads of 128 in 16 bits, 4 KiB a
 token and layer) beside a model that is next to nothing, so that the disk is used as the large model would use it. Data
-go the whole way: `OffloadLayer.update` and `attend`, `SelectionBuffer`, `Prefetcher`, `Store`.
+go the whole way: `OffloadLayer.update` and `attend`, `Fetcher`, `Prefetcher`, `Store`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.pace import Pace
+from hf_offload_cache.core.selective_layer import SelectiveLayer
 
 from .baselines.paged import PagedCache
 from .contenders import IN_MEMORY, RELOADS, Setting, make, models, synchronise
@@ -42,7 +43,7 @@ def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
 
     Yields the "seconds" in the store so far. A cache that selects by look-ahead alone goes on to do so.
     """
-    prefetcher, buffer = cache.storage.prefetcher, getattr(cache, "buffer", None)
+    prefetcher = cache.storage.prefetcher
     original, spent = prefetcher.read, {"seconds": 0.0}
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -54,10 +55,11 @@ def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
 
     patched: list[tuple[Any, str]] = [(prefetcher, "read")]
     prefetcher.read = read  # type: ignore[method-assign]
-    if buffer is not None and getattr(cache.config, "selection", None) == "default":
-        for name in ("prefetch", "prefetch_again"):
-            setattr(buffer, name, lambda *args, **kwargs: None)
-            patched.append((buffer, name))
+    if getattr(cache.config, "selection", "default") == "default":
+        for layer in cache.offloaded:
+            if isinstance(layer, SelectiveLayer):
+                layer.ahead = lambda choice: None  # type: ignore[method-assign]
+                patched.append((layer, "ahead"))
     try:
         yield spent
     finally:
@@ -128,7 +130,7 @@ class Replay:
         try:
             fill(self.cache, self.model, setting.shape, setting.tokens, setting.batch)
             if self.own is not None:
-                self.own.shared.storage.prefetcher.flush()
+                self.own.storage.prefetcher.flush()
         except BaseException:
             self.close()
             raise
@@ -144,7 +146,7 @@ class Replay:
         light = self.name in RELOADS or self.name in IN_MEMORY
         self.steps(2 if light else 3 + (2 * Pace.TRIAL if looks else 0), "on", keep=False)
         if self.own is not None:
-            self.own.shared.reset_counters()
+            self.own.storage.reset_counters()
 
     def steps(self, count: int, overlap: str = "on", keep: bool = True) -> None:
         """Decode `count` steps as one repetition, with `overlap` "on" or "off"."""
@@ -175,11 +177,11 @@ class Replay:
     def _counts(self) -> tuple[float, int, int]:
         if self.own is None:
             return 0.0, 0, 0
-        shared = self.own.shared
+        storage = self.own.storage
         return (
-            shared.counters.stall_seconds,
-            sum(store.bytes_read for store in shared.stores),
-            sum(store.reads for store in shared.stores),
+            storage.counters.stall_seconds,
+            sum(store.bytes_read for store in storage.stores),
+            sum(store.reads for store in storage.stores),
         )
 
     def summary(self) -> dict[str, Any]:

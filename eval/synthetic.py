@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
 from hf_offload_cache.core.offload_layer import OffloadLayer
-from hf_offload_cache.model.tag import TAG
+from hf_offload_cache.model.attention_call import AttentionCall
 
 NOISE = 1.25
 """Root mean square of the part of a key that is its own. It keeps the best groups from lying side by side more than a
@@ -123,7 +123,7 @@ def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch
             if isinstance(layer, OffloadLayer) and layer.state != "full":
                 module = model.model.layers[layer_idx].self_attn
                 query = returned.new_zeros(batch, shape.heads, 1, shape.head_dim)
-                layer.attend(getattr(returned, TAG), _no_attention, module, query, returned, other, None)
+                layer.attend(AttentionCall(_no_attention, module, query, returned, other, None))
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -370,3 +370,12 @@ def broken(model: Any, layer_class: type[DynamicLayer]) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     cache.layers = [layer_class() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def tokenizer(size: int) -> Any:
+    """A tokenizer whose words are w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_offload_cache.memory.account import MemoryAccount
@@ -89,6 +91,21 @@ class CompactKeys:
         """Make row i what row `rows[i]` is now."""
         old, self._keys = self._keys, self._keys.index_select(0, rows.to(self._keys.device))
         self._account.hold("compact keys", self._keys.nbytes - old.nbytes)
+
+    def capture(self) -> dict[str, Any]:
+        """What is held, as a tree for `restore`: no copies, valid until the next change."""
+        names = ("projection", "scale", "num_key_heads")
+        return {"keys": self._keys[:, : self.tokens], **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any], account: MemoryAccount) -> CompactKeys:
+        """A copy of what `tree` was captured of."""
+        keys, projection = tree["keys"], tree["projection"]
+        compact = cls(projection, tree["scale"], keys.dtype, tree["num_key_heads"], len(keys), account)
+        compact.scale = tree["scale"]
+        compact.reserve(keys.shape[1])
+        compact._keys[:], compact.tokens = keys, keys.shape[1]
+        return compact
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,102 +1,180 @@
-"""What the selective baselines share: how compact keys are made of a prompt's keys, and how tokens are chosen."""
+"""What the selective baselines share: compact keys made of a prompt's keys, by which units are ranked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.disk_swap import DiskSwapCache, DiskSwapLayer
+from hf_offload_cache.config import OffloadConfig, SelectiveConfig
+from hf_offload_cache.core.planned import LayerKind
+from hf_offload_cache.core.selective_cache import SelectiveCache
+from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.history.base import Sealed
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.plan import LayerPlan, Planned
+from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.predictors.sinks import largest, with_sinks
 
 from .compact_keys import CompactKeys
 
+LEAST_TOKENS = 512
+"""Sealed tokens that projections are made of."""
 _PIECE = 4096
 """Tokens that are projected at a time: what bounds float32 copies."""
 
+Directions = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Projections (P, W, rank) float32, from second moments (P, W, W) and mean absolute values (P, W) of keys."""
 
-class SelectiveLayer(DiskSwapLayer):
-    """A layer whose compact keys and choice are its own, and whose records, reads and buffers are `DiskSwapCache`'s.
 
-    A method implements `directions`, says whether heads are `joint`, and may override `importance`. `config.rank` is
-    the width of one projection. All rows of a batch must be of one length.
+@dataclass(frozen=True)
+class BaselineConfig(SelectiveConfig):
+    """One token a record and no reuse, unless a method has it otherwise."""
+
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "rank", "summary_dtype")
+
+    group_size: int | None = 1
+    reuse_capacity: int = 0
+    rank: int | None = None
+    """Width of one projection. None: an eighth of the width of what is projected."""
+    summary_dtype: str = "int8"
+    """Type of the compact keys: "int8", "bfloat16" or "float32"."""
+
+
+class ProjectedKeys:
+    """A predictor with compact keys of each head, or of all heads joined, whose projections `directions` makes of the
+    prompt. All rows of a batch must be of one length. See `Predictor`.
+
+    Args:
+        group_size: tokens a unit.
+        heads: Hk, those of a sequence.
+        apart: key heads that each have rows of their own; 1: they lie together.
+        joint: one projection of all key heads joined, instead of one a head.
     """
 
-    joint: ClassVar[bool] = False
-    """One projection of all key heads joined, instead of one a head."""
-    fold = 1
-    """Key heads that each have rows and records of their own."""
+    def __init__(
+        self, directions: Directions, joint: bool, group_size: int, heads: int, apart: int, config: BaselineConfig,
+        account: MemoryAccount,
+    ) -> None:  # fmt: skip
+        self.directions, self.joint = directions, joint
+        self.group_size, self.heads, self.apart, self.config = group_size, heads, apart, config
+        self.account = account
+        self.compact: CompactKeys | None = None
 
-    def directions(self, moment: torch.Tensor, magnitude: torch.Tensor, rank: int) -> torch.Tensor:
-        """Projections (P, W, rank) float32, from second moments (P, W, W) and mean absolute values (P, W) of keys."""
-        raise NotImplementedError
+    def ready(self, units: int) -> bool:
+        return self.compact is not None and self.compact.tokens == units * self.group_size
 
-    def fit(self, keys: Callable[[], Iterator[torch.Tensor]], visible: torch.Tensor | None, tokens: int) -> None:
-        """Make the compact keys from all sealed keys: two passes over `keys`, which are (B, Hk, t, D) parts."""
-        if visible is not None and not bool(visible[:, :tokens].all()):
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`. Raises `ValueError` for rows with padding."""
+        if visible is not None and not bool(visible[:, : sealed.tokens].all()):
             raise ValueError("a baseline takes rows of one length: leave padding out")
-        if self.summary is not None:
-            self.summary.close()
+        known = 0 if self.compact is None else self.compact.tokens
+        if self.compact is not None and known + sealed.fresh == sealed.tokens:
+            self._take(sealed.keys)
+        elif sealed.tokens >= LEAST_TOKENS:
+            keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
+            self._fit(keys, sealed.tokens, len(queries))
+
+    def _fit(self, keys: Callable[[], Iterator[torch.Tensor]], tokens: int, sequences: int) -> None:
+        """Make the compact keys from all sealed keys: two passes."""
+        self.close()
         moment: Any = 0.0
         magnitude: Any = 0.0
-        for flat in self._pieces(keys()):
+        for flat in self._pieces(keys(), sequences):
             moment = moment + torch.einsum("tpw,tpv->pwv", flat, flat)
             magnitude = magnitude + flat.abs().sum(0)
-        rows = self._sequences * tokens
-        width = moment.shape[-1]
-        projection = self.directions(moment, magnitude / rows, min(width, self.settings.rank or width // 8))
+        rows, width = sequences * tokens, moment.shape[-1]
+        projection = self.directions(moment, magnitude / rows, min(width, self.config.rank or width // 8))
         deviation = torch.einsum("pwr,pwv,pvr->pr", projection, moment, projection).div(rows).clamp_min(0).sqrt()
-        dtype = getattr(torch, self.settings.summary_dtype)
-        heads, account = self._key_heads, self.shared.storage.account
-        self.summary: Any = CompactKeys(projection, deviation, dtype, heads, self._sequences, account)
-        self.summary.reserve(tokens)
-        for part in keys():
+        dtype = getattr(torch, self.config.summary_dtype)
+        self.compact = CompactKeys(projection, deviation, dtype, self.heads, sequences, self.account)
+        self.compact.reserve(tokens)
+        self._take(keys())
+
+    def _take(self, keys: Iterable[torch.Tensor]) -> None:
+        assert self.compact is not None
+        for part in keys:
             for start in range(0, part.shape[2], _PIECE):
-                self.summary.append(part[:, :, start : start + _PIECE])
-        self._fitted_at = tokens
+                self.compact.append(part[:, :, start : start + _PIECE])
 
-    @property
-    def _sequences(self) -> int:
-        return self.history.batch // self.fold
-
-    @property
-    def _key_heads(self) -> int:
-        return self.history.form.num_key_heads * self.fold
-
-    def _pieces(self, keys: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _pieces(self, keys: Iterator[torch.Tensor], sequences: int) -> Iterator[torch.Tensor]:
         """Keys as float32 (t, P, W)."""
         for part in keys:
-            for own in part.reshape(self._sequences, -1, *part.shape[2:]):
+            for own in part.reshape(sequences, -1, *part.shape[2:]):
                 for start in range(0, own.shape[1], _PIECE):
                     flat = own[:, start : start + _PIECE].transpose(0, 1).float()
                     yield flat.flatten(1)[:, None] if self.joint else flat
 
-    def importance(self, weights: torch.Tensor) -> torch.Tensor:
-        """How much tokens matter, (rows, T), from attention weights (H, T) of one sequence: here one row, the sum."""
-        return weights.sum(0, keepdim=True)
+    def preview(self) -> None:
+        """Nothing: what decides is in memory."""
 
-    def select(self, query: torch.Tensor, buffer: Any, *args: Any, **kwargs: Any) -> np.ndarray:
-        """The groups (rows, M), ascending, of query (B, H, 1, D): sinks, and those with the most important token."""
-        group, count = self.history.form.group_size, self.history.num_groups
-        sinks = -(-self.settings.num_sinks // group)
-        wanted = -(-self.settings.num_selected // group) + sinks
-        if count <= wanted or self.summary is None:
-            return np.broadcast_to(np.arange(count), (self.history.batch, count))
-        queries = query[:, :, 0].reshape(self._sequences, -1, query.shape[-1])
+    def select(self, query: Query, budget: int, guess: bool) -> Choice:
+        """Sinks, and the units with the most important token by attention weights, summed over the heads of a row."""
+        assert self.compact is not None
+        if query.visible is not None:
+            raise ValueError("a baseline takes rows of one length: leave padding out")
         rows = []
-        for row, own in enumerate(queries):
-            weights = torch.softmax(self.summary.scores(own, row) * self.scaling, -1)
-            rows.append(self.importance(weights).unflatten(1, (count, group)).amax(2))
-        best = torch.cat(rows)
-        best[:, :sinks] = float("inf")
-        return np.sort(best.topk(wanted, 1)[1].cpu().numpy(), 1)
+        for row, states in enumerate(query.states):
+            weights = torch.softmax(self.compact.scores(states, row) * query.scaling, -1)
+            rows.append(weights.unflatten(0, (self.apart, -1)).sum(1).unflatten(1, (-1, self.group_size)).amax(2))
+        importance = with_sinks(torch.cat(rows).cpu().numpy(), self.config.num_sinks, self.group_size)
+        units = np.sort(largest(importance, min(budget, importance.shape[1])), 1)
+        return Choice(units, importance=np.take_along_axis(importance, units, 1))
+
+    def truncate(self, units: int) -> None:
+        if self.compact is not None:
+            self.compact.truncate(units * self.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        if self.compact is not None:
+            self.compact.select_rows(rows[:: self.apart] // self.apart)
+
+    def capture(self) -> dict[str, Any]:
+        return {"compact": None if self.compact is None else self.compact.capture()}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        if tree["compact"] is not None:
+            self.compact = CompactKeys.restore(tree["compact"], self.account)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        if self.compact is not None:
+            self.compact.close()
+            self.compact = None
 
 
-class SelectiveCache(DiskSwapCache):
-    """`DiskSwapCache` with another layer; every layer has the same share, as the papers' methods have it."""
+class BaselineLayer(SelectiveLayer):
+    """A layer with a `ProjectedKeys`. A method gives `directions`, and says how heads go together."""
 
-    def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
-        if config is None:
-            fields.setdefault("layer_budgets", "uniform")
-        super().__init__(model, path, config, **fields)
+    directions: ClassVar[Directions]
+    joint: ClassVar[bool] = False
+
+    def make_predictor(self) -> ProjectedKeys:
+        config, form, apart = self.shared.config, self.history.form, self.rows.heads
+        assert isinstance(config, BaselineConfig)
+        account = self.shared.storage.account
+        directions, heads = type(self).directions, form.num_key_heads * apart
+        return ProjectedKeys(directions, self.joint, form.group_size, heads, apart, config, account)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, BaselineConfig)
+        width = kind.form.key_width if cls.joint else kind.form.key_dim
+        parts = kind.rows * kind.form.key_width // width  # projected keys of a token, all sequences'
+        rank, item = min(width, config.rank or width // 8), getattr(torch, config.summary_dtype).itemsize
+        room = context + max(128, context // 32)
+        held = {"compact keys": parts * room * rank * item, "adapters": parts // kind.batch * width * rank * 4}
+        return LayerPlan(Planned.always(held))
+
+
+class BaselineCache(SelectiveCache):
+    """A cache of such layers; every layer has the same share, as the papers' methods have it."""
+
+    config_class: ClassVar[type[OffloadConfig]] = BaselineConfig

@@ -2,107 +2,115 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.model.attention_call import AttentionFunction
-from hf_offload_cache.model.gradients import no_backward
-from hf_offload_cache.model.tag import TAG
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.history.base import Block, Sealed
+from hf_offload_cache.history.position_history import PositionHistory
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.model.attention_call import AttentionCall
 
 from .loki import leading_directions
-from .selective import SelectiveCache, SelectiveLayer
+from .selective import BaselineCache, BaselineConfig, BaselineLayer, ProjectedKeys
 
 
-class ShadowKVLayer(SelectiveLayer):
+class ValueHistory(PositionHistory):
+    """Records of values alone. Sealed keys are the predictor's; those of the tail are kept beside it."""
+
+    def __init__(self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, *others: Any) -> None:
+        super().__init__(storage, dataclasses.replace(form, key_dim=0), rows, device, *others)
+        self.account = storage.account
+        self.recent_keys = torch.empty(rows, form.num_key_heads, 0, form.key_dim, dtype=form.dtype, device=device)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        sealed = super().append(keys[..., :0], values)
+        keys = torch.cat([self.recent_keys, keys], 2)
+        count = keys.shape[2] - self.recent.shape[1]
+        self.keep(keys[:, :, count:].clone())
+        return dataclasses.replace(sealed, keys=[keys[:, :, :count]] if count else [])
+
+    def keep(self, keys: torch.Tensor) -> None:
+        """Hold `keys` (rows, Hk, t, D), the caller's own, as those of the tail."""
+        self.account.hold("rolling tail", keys.nbytes - self.recent_keys.nbytes)
+        self.recent_keys = keys
+
+    def blocks(self, stop: int | None = None) -> Iterator[Block]:
+        raise PromptError(
+            f"the ShadowKV baseline takes its prompt in one piece, of some hundred tokens, then one token a step: "
+            f"its keys are not stored, and {self.length} tokens are held"
+        )
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        cut = self.recent_keys.shape[2] - (self.length - length)
+        if cut < 0:
+            raise PromptError("the ShadowKV baseline cannot take sealed tokens back: their keys are not stored")
+        freed = super().truncate(length)
+        self.keep(self.recent_keys[:, :, :cut].clone())
+        return freed
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        self.keep(self.recent_keys[rows.to(self.device)])
+
+    def close(self) -> None:
+        super().close()
+        self.keep(self.recent_keys[:, :, :0].clone())
+
+
+class ShadowKVLayer(BaselineLayer):
     """Sun et al. 2024 ("ShadowKV", section 4): a low-rank key cache, chunks of values fetched; KVSwap, sections 3.2
     ("Compared with prior K cache compression scheme") and 4.2.
 
     Two simplifications. Keys are factored after the rotary embedding, since an `update` sees no other, which costs
     fidelity. Chunks are ranked by their best rebuilt score, which saves the memory of ShadowKV's landmarks for more
-    rank. Outlier chunks are not kept. The prompt comes in one piece, then single tokens.
+    rank. Outlier chunks are not kept. The prompt comes in one piece, then single tokens. What is planned counts keys
+    in the records too.
     """
 
     joint = True
+    directions = staticmethod(leading_directions)
+    history: ValueHistory
 
-    def directions(self, moment: torch.Tensor, magnitude: torch.Tensor, rank: int) -> torch.Tensor:
-        return leading_directions(moment, rank)
-
-    def _clear(self) -> None:
-        self._release_recent()
-        super()._clear()
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `OffloadLayer.update`; records hold values alone. Raises `PromptError` for a prompt in several pieces."""
-        if self.length and (self.state != "tagged" or key_states.shape[2] > 1):
-            raise PromptError(
-                f"the ShadowKV baseline takes its prompt in one piece, then one token a step; layer {self.layer_idx} "
-                f"holds {self.length} tokens and was given {key_states.shape[2]}"
-            )
-        before = self.history.num_groups if self.is_initialized else 0
-        _, values = super().update(key_states[..., :0], value_states, *args, **kwargs)
-        pending = key_states.detach()
-        if self._recent is not None:
-            pending = torch.cat([self._recent, pending], 2)
-        sealed = (self.history.num_groups - before) * self.history.form.group_size
-        self._sealed = [pending[:, :, :sealed]] if sealed else []
-        self._release_recent()
-        self._recent = pending[:, :, sealed:].clone()
-        self.shared.storage.account.hold("rolling tail", self._recent.nbytes)
-        keys = key_states.view_as(key_states)
-        setattr(keys, TAG, getattr(values, TAG))
-        return keys, values
-
-    _recent: torch.Tensor | None = None
-    """Keys (B, Hk, t, D) of the tokens that are in no record yet."""
-
-    def _release_recent(self) -> None:
-        if self._recent is not None:
-            self.shared.storage.account.release("rolling tail", self._recent.nbytes)
-            self._recent = None
+    def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> ValueHistory:
+        return ValueHistory(self.shared.storage, form, rows, device, self.shared.config, self.name)
 
     @property
-    def _key_heads(self) -> int:
-        return self.history.form.num_key_heads
+    def full_bytes(self) -> int:
+        """Keys are as wide as values."""
+        return 2 * super().full_bytes
 
-    def decode(
-        self,
-        attention: AttentionFunction,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over the rebuilt keys and the fetched values of the selected chunks, and over the latest tokens."""
-        buffer, group = self.buffer, self.history.form.group_size
-        if buffer is None or self.summary is None or self._recent is None or mask is not None:
+    def combine(
+        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], Choice | None]:
+        """Attention over the rebuilt keys and the fetched values of the chosen chunks, and over the latest tokens."""
+        history, predictor = self.history, self.predictor
+        assert isinstance(predictor, ProjectedKeys)
+        if predictor.compact is None or call.num_queries > 1 or visible is not None:
             raise PromptError("the ShadowKV baseline needs a prompt of some hundred tokens, and no padding")
-        self.scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        buffer.see(None)
-        groups = self.select(query, buffer)
-        values = self.history.form.split(buffer.gather(self, groups))[1]
-        positions = (groups[:, :, None] * group + np.arange(group)).reshape(len(groups), -1)
-        rebuilt = self.summary.rebuild(torch.from_numpy(positions).to(self.history.device))
-        keys = torch.cat([rebuilt.to(self._recent.dtype), self._recent], 2)
-        counters = self.shared.storage.counters
-        counters.tokens_visible += self.batch * self.length
-        counters.tokens_attended += self.batch * keys.shape[2]
-        with torch.no_grad():
-            output, weights = attention(module, query, keys, values, None, *args, **kwargs)
-        return no_backward(output, query), weights
+        values = history.form.split(fetched.entries)[1]
+        rebuilt = predictor.compact.rebuild(torch.from_numpy(history.positions(choice.units)).to(history.device))
+        keys = torch.cat([rebuilt.to(history.form.dtype), history.recent_keys], 2)
+        return call.attend(keys, values, None), None
 
 
-class ShadowKVCache(SelectiveCache):
-    """ShadowKV on disk, without reuse; chunks of 8 tokens, as the paper has them."""
+@dataclass(frozen=True)
+class ShadowKVConfig(BaselineConfig):
+    """Chunks of 8 tokens, as the paper has them."""
 
+    group_size: int | None = 8
+
+
+class ShadowKVCache(BaselineCache):
+    """ShadowKV on disk, without reuse."""
+
+    config_class = ShadowKVConfig
     layer_class = ShadowKVLayer
-
-    def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
-        if config is None:
-            fields = {"group_size": 8, "reuse_capacity": 0, **fields}
-        super().__init__(model, path, config, **fields)

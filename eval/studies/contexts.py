@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
-from hf_offload_cache.model.tag import TAG
+from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 
 LATEST = QUERIES_SEEN
@@ -44,10 +44,10 @@ class _RecordingLayer(OffloadLayer):
 
     seen: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def attend(self, tag: Any, attention: Any, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
-               value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
-        self.seen = key.detach().clone(), value.detach().clone(), query[:, :, -LATEST:].detach().clone()
-        return super().attend(tag, attention, module, query, key, value, *args, **kwargs)
+    def attend(self, call: AttentionCall) -> Any:
+        latest = call.query[:, :, -LATEST:]
+        self.seen = call.key.detach().clone(), call.value.detach().clone(), latest.detach().clone()
+        return super().attend(call)
 
 
 class _RecordingCache(OffloadCache):
@@ -82,8 +82,8 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
             layer = cache.layers[layer_idx]
             if isinstance(layer, OffloadLayer) and layer.state != "full":
                 module = model.model.layers[layer_idx].self_attn
-                query, tag = context.queries[layer_idx], getattr(returned, TAG)
-                layer.attend(tag, _no_attention, module, query, returned, other, None, scaling=module.scaling)
+                asked = context.queries[layer_idx], returned, other
+                layer.attend(AttentionCall(_no_attention, module, *asked, None, kwargs={"scaling": module.scaling}))
         if own:
             cache.end_step(None)
             cache.storage.prefetcher.flush()

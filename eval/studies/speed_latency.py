@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from hf_offload_cache.core.selective_layer import SelectiveLayer
+
 from ..compare import setting_of
 from ..contenders import FULL, METHODS, NO_REUSE, OWN, RELOADS, models
 from ..replay import Replay
@@ -28,7 +30,6 @@ def timed(replay: Replay) -> Iterator[dict[str, float]]:
     copies, waits included) in all layers of a cache of this library."""
     spent = {"predict": 0.0, "gather": 0.0}
     cache = replay.own
-    buffer = getattr(cache, "buffer", None)
     patched: list[tuple[Any, str]] = []
 
     def watch(owner: Any, name: str, part: str) -> None:
@@ -38,9 +39,9 @@ def timed(replay: Replay) -> Iterator[dict[str, float]]:
             patched.append((owner, name))
 
     for layer in cache.offloaded if cache is not None else ():
-        watch(layer, "select", "predict")
-    if buffer is not None:
-        watch(buffer, "gather", "gather")
+        if isinstance(layer, SelectiveLayer) and layer.selecting is not None:
+            watch(layer, "choose", "predict")
+            watch(layer.fetcher, "gather", "gather")
     try:
         yield spent
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import torch
 
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.model.attention_call import AttentionCall
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,16 @@ class Watch:
         self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
         self.told = told
         self.rolling = rolling
-        self._gathered: tuple[np.ndarray, int] | None = None
+        self._chosen: np.ndarray | None = None
         self._wrapped: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Self:
         if self.told is not None:
             for layer in self.cache.offloaded:
                 self._wrap(layer, "attend", self._attend(layer, layer.attend, self.told))
-        buffer = getattr(self.cache, "buffer", None)
-        if buffer is not None:
-            self._wrap(buffer, "gather", self._gather(buffer.gather))
+        for layer in self.cache.offloaded:
+            if isinstance(layer, SelectiveLayer):
+                self._wrap(layer, "combine", self._combine(layer.combine))
         return self
 
     def __exit__(self, *nothing: object) -> None:
@@ -73,39 +78,38 @@ class Watch:
         setattr(owner, name, function)
         self._wrapped.append((owner, name))
 
-    def _gather(self, gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def watched(layer: OffloadLayer, groups: np.ndarray) -> torch.Tensor:
-            counters = self.cache.storage.counters
-            before = counters.units_resident
-            entries = gather(layer, groups)
-            self._gathered = groups[0].copy(), counters.units_resident - before
-            chosen = groups.shape[1] * layer.history.form.group_size
-            return entries if self.rolling else torch.cat([entries[:, :chosen], entries[:, -1:]], 1)
+    def _combine(self, combine: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
+            self._chosen = choice.units[0].copy()
+            if not self.rolling:
+                entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
+                fetched = dataclasses.replace(fetched, entries=entries)
+            return combine(call, choice, fetched, visible)
 
         return watched
 
     def _attend(
         self, layer: OffloadLayer, attend: Callable[..., Any], told: Callable[[Look], object]
     ) -> Callable[..., Any]:
-        def watched(tag: Any, attention: Any, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any,
-                    **kwargs: Any) -> Any:  # fmt: skip
-            self._gathered = None
-            output = attend(tag, attention, module, query, key, *args, **kwargs)
+        def watched(call: AttentionCall) -> Any:
+            self._chosen, counters = None, self.cache.storage.counters
+            before = counters.units_resident
+            output = attend(call)
             kept = self.keys[layer.layer_idx]
-            kept.append(key[:, :, -query.shape[2] :].detach().clone())
-            if query.shape[2] == 1:
-                weights = attention_weights(query, kept, kwargs.get("scaling") or query.shape[-1] ** -0.5)
+            kept.append(call.key[:, :, -call.num_queries :].detach().clone())
+            if call.num_queries == 1:
+                weights = attention_weights(call.query, kept, call.scaling)
                 assert weights.shape[1] == layer.length, "the context's keys are not those of the cache"
-                told(self._look(layer, weights))
+                told(self._look(layer, weights, counters.units_resident - before))
             return output
 
         return watched
 
-    def _look(self, layer: OffloadLayer, weights: torch.Tensor) -> Look:
-        if self._gathered is None:
+    def _look(self, layer: OffloadLayer, weights: torch.Tensor, resident: int) -> Look:
+        groups = self._chosen
+        if groups is None:
             return Look(layer.layer_idx, weights, None, None, 0)
-        groups, resident = self._gathered
-        sealed = layer.history.num_groups * layer.history.form.group_size
+        sealed = layer.history.units * layer.history.form.group_size
         columns = attended_columns(groups, layer.history.form.group_size, sealed, layer.length, self.rolling)
         return Look(layer.layer_idx, weights, columns, groups, resident)
 

@@ -112,11 +112,20 @@ class DiskSwapLayer(SelectiveLayer):
             return decided
         return super().choose(query, guess=guess)
 
-    def density(self, most: int) -> np.ndarray | None:
-        """See `LowRankPredictor.density`; None also where there is nothing to choose from."""
+    def prefetch_again(self) -> None:
+        """Nothing is guessed of a random choice; by the paper's rule the first layer, which nobody looks ahead for,
+        chooses by its own query."""
+        settings = self.shared.config
+        assert isinstance(settings, DiskSwapConfig)
+        if settings.selection == "default":
+            super().prefetch_again()
+
+    def density(self, most: int, visible: torch.Tensor | None = None) -> np.ndarray | None:
+        """See `LowRankPredictor.density`; None also where there is nothing to choose from. `visible` as in `Query`."""
         if self.predictor is None or not self.can_choose():
             return None
-        visible = None
+        if visible is not None:
+            visible = visible.to(self.history.device) if visible.shape == (self.batch, self.length) else None
         return self.predictor.density(most, lambda states: self.query_of(states, visible), self.length)
 
     # The saved format has what the predictor holds beside what the layer holds.
@@ -202,15 +211,9 @@ class DiskSwapCache(SelectiveCache):
         return found
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
-        """As `SelectiveCache.read_ahead`; nothing is guessed of a random choice, and by the paper's rule not again."""
-        assert self.look_ahead is not None and self.shared.step is not None
-        if self.config.selection == "random":
-            return
-        states = self.look_ahead.predict(layer.layer_idx, output)
-        if states is not None:
-            layer.prefetch_for(states[:, :, 0], self.shared.step.seen)
-        elif self.config.selection == "default":
-            layer.prefetch_again()
+        """As `SelectiveCache.read_ahead`; nothing is guessed of a random choice."""
+        if self.config.selection != "random":
+            super().read_ahead(layer, output)
 
     def before_selecting(self) -> None:
         """Before the first step after a prefill: give each layer its share of the groups that are selected."""
@@ -220,7 +223,8 @@ class DiskSwapCache(SelectiveCache):
         assert self.selecting is not None
         group = max((layer.history.form.group_size for layer in layers), default=1)
         mean = -(-self.config.num_selected // group)
-        curves = {layer.layer_idx: layer.density(MOST * mean) for layer in layers}
+        visible = self._tokens.visible if self._tokens.padded else None
+        curves = {layer.layer_idx: layer.density(MOST * mean, visible) for layer in layers}
         known = {layer_idx: curve for layer_idx, curve in curves.items() if curve is not None}
         if known:
             groups = spread(np.stack(list(known.values())), mean)

@@ -14,6 +14,9 @@ from ..predictors.low_rank_keys import default_rank
 from .adapter import adapter_rank
 from .disk_swap_config import DiskSwapConfig
 
+_LAST_TAIL = 8
+"""`num_recent` where not even `SHORT_TAIL` leaves room."""
+
 MAX_COMPRESSION = 32
 """Sigma's limit: bytes of a token's keys over bytes of its compact key (KVSwap, appendix A)."""
 
@@ -29,7 +32,8 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
     2. What is left goes to reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`,
        to a rank of up to half of the key width, and to slots until all is held.
     3. Where that rank does not fit, the highest that does, with slots for what is left; down to where compact keys are
-       a 32nd of the keys' bytes. Below that `num_recent` (16) and `num_selected` (down to 64) give way.
+       a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent` (8)
+       give way.
 
     `group_size` and sinks are never changed.
 
@@ -87,20 +91,21 @@ def _levels(search: Search[DiskSwapConfig], look_ahead: bool) -> Iterator[dict[s
 
 
 def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterator[dict[str, Any]]:
-    """What is tried where that does not fit at any rank: a shorter tail, then fewer groups."""
-    full = {"num_selected": _selected(search), "look_ahead": False}
-    uniform = {**search.least_streams(SHORT_TAIL), **full, "layer_budgets": "uniform"}
-    yield uniform
+    """What is tried where that does not fit at any rank: a shorter tail, fewer groups, then a still shorter tail."""
     group = max((form.group_size for form in forms), default=1)
-    for selected in range(DiskSwapConfig.num_selected - group, LEAST_SELECTED, -group):
-        yield {**uniform, "num_selected": selected}
-    yield {**uniform, "num_selected": LEAST_SELECTED}
+    for recent in (SHORT_TAIL, _LAST_TAIL):
+        full = {"num_selected": _selected(search), "look_ahead": False}
+        uniform = {**search.least_streams(recent), **full, "layer_budgets": "uniform"}
+        yield uniform
+        for selected in range(DiskSwapConfig.num_selected - group, LEAST_SELECTED, -group):
+            yield {**uniform, "num_selected": selected}
+        yield {**uniform, "num_selected": LEAST_SELECTED}
 
 
 def _least(search: Search[DiskSwapConfig]) -> dict[str, Any]:
     """The fields of the least memory."""
     chosen = {"num_selected": LEAST_SELECTED, "layer_budgets": "uniform", "look_ahead": False}
-    return {**search.least_streams(SHORT_TAIL), **chosen}
+    return {**search.least_streams(_LAST_TAIL), **chosen}
 
 
 def _ranks(forms: list[RecordFormat], fields: dict[str, Any]) -> tuple[int, int]:

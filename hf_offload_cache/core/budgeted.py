@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..config import OffloadConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError
@@ -16,6 +14,9 @@ from ..model.geometry import Geometry
 from ..stores.engines import resolve_engine
 from .offload_layer import OffloadLayer
 from .planned import LayerKind, plan_cache, search
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Budgeted:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..config import OffloadConfig
@@ -14,6 +13,9 @@ from .continuation import check_planned
 from .offload_layer import OffloadLayer
 from .shared import Shared
 from .token_log import TokenLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CacheOperations(Cache):
@@ -24,11 +26,13 @@ class CacheOperations(Cache):
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _tokens: TokenLog
+    has_linear_state: bool
+    """Some layer keeps a state whose length cannot be asked for."""
+    _kept: list[Any]
+    """The layers that hold something which is not offloaded."""
 
-    @property
-    def offloaded(self) -> list[OffloadLayer]:
-        """The layers whose history lies in a store."""
-        return [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+    offloaded: list[OffloadLayer]
+    """The layers whose history lies in a store."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
@@ -58,11 +62,6 @@ class CacheOperations(Cache):
         """Tokens a sequence held, whatever the kinds of layers."""
         return max((layer.get_seq_length() for layer in self.with_length()), default=self._tokens.length)
 
-    @property
-    def has_linear_state(self) -> bool:
-        """Some layer keeps a state whose length cannot be asked for."""
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
-
     @classmethod
     def may_crop(cls, model: PreTrainedModel) -> bool:
         """Whether what a cache of this class holds of `model` can be cropped: no window and no state is among it."""
@@ -74,7 +73,7 @@ class CacheOperations(Cache):
     def kept_bytes(self) -> int:
         """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
         total = 0
-        for layer in self.layers:
+        for layer in self._kept:
             kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
             held = [getattr(layer, name, None) for name in kept]
             for name in ("conv_states", "recurrent_states"):
@@ -185,6 +184,17 @@ class CacheOperations(Cache):
                 if getattr(kept, "record_past", False):
                     fresh.activate_past_recording()
                 self.layers[layer_idx] = fresh
+        self.sort_layers()
+
+    def sort_layers(self) -> None:
+        """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
+        self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+        self.has_linear_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+        self._kept = [
+            layer
+            for layer in self.layers
+            if not isinstance(layer, OffloadLayer) or isinstance(layer, LinearAttentionCacheLayerMixin)
+        ]
 
     def live_model(self) -> PreTrainedModel | None:
         """The model that the cache is of; None: it is gone."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..fetch.storage import Storage
 from ..model.own_model import OwnModel
 from ..model.peft_adapters import adapter_fields
 from .cache_operations import CacheOperations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Held(CacheOperations):

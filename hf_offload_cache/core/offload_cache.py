@@ -6,10 +6,9 @@ import time
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..config import OffloadConfig
@@ -21,6 +20,7 @@ from ..model import attach
 from ..model.attachable import Attachable
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
+from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
@@ -33,6 +33,9 @@ from .offload_layer import OffloadLayer
 from .reporting import report_of, sparse_warning
 from .shared import SEAM_LOST, Shared
 from .token_log import TokenLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
@@ -78,6 +81,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         token = -1
         try:
             super().__init__(layers=self._make_layers(inner))
+            self.sort_layers()
             if self.storage.engine != "memory":
                 check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
             self.prepare(inner)
@@ -107,19 +111,22 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                 layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
         return layers
 
-    @torch.compiler.disable
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
-        self.shared.check_open()
         if self.shared.step is None:  # another model has no seams, or none that tell this cache of a step
+            self.shared.check_open()
             check_model(self._model, self._model.stranger())
         layer = self._by_index.get(layer_idx)
-        if layer is not None:
+        if layer is None:
+            self.shared.check_open()
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.config.max_context is not None or self.config.max_batch is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
 
@@ -145,6 +152,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         )
         if step is not None:
             shared.step, self._resumed = step, False
+            self.watches_blocks = self.has_linear_state
             kind = "decode" if step.selects else "prefill"
             self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None
@@ -206,6 +214,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                     layer.close()
                 self._tokens.truncate(0)
                 self.layers = []
+                self.sort_layers()
                 self.account_live()
 
     @property

@@ -85,25 +85,31 @@ class OffloadLayer(LayerOperations):
         `PromptError` and `StoreFullError` before anything is taken in.
         """
         shared = self.shared
-        shared.check_open()
-        shared.check_seam()
+        if shared.step is None or shared.broken:
+            shared.check_open()
+        if shared.unseen is not None:
+            shared.check_seam()
         if not self.is_initialized:
             self.lazy_initialization(key_states.detach(), value_states.detach())
-        if key_states.shape[0] != self.batch:
+        if key_states.shape[0] * self.rows.heads != self.history.rows:
             raise PromptError(
                 f"layer {self.layer_idx} holds {self.batch} sequences and was given {key_states.shape[0]}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
         if self.state == "tagged":
-            shared.check_front(self.layer_idx, self.length)
-        with shared.stepping():
+            shared.check_front(self.layer_idx, self.history.length)
+        try:
             return self._take_in(key_states, value_states)
+        except BaseException as error:
+            shared.step_failed(error)
+            raise
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        history, dtype = self.history, self.history.form.dtype
-        keys, values = (self.rows.fold(tensor.detach().to(dtype)) for tensor in (key_states, value_states))
-        whole = self.length == 0 or self.state != "tagged"
-        if not self.length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
+        history = self.history
+        keys, values = self._kept(key_states), self._kept(value_states)
+        length = history.length
+        whole = length == 0 or self.state != "tagged"
+        if not length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
             key_states, value_states = key_states.contiguous(), value_states.contiguous()
         elif whole:
             old_keys, old_values = self.whole()
@@ -111,18 +117,26 @@ class OffloadLayer(LayerOperations):
             value_states = torch.cat([no_backward(old_values, value_states), value_states], 2)
         if (freed := history.sweep()) is not None:
             self.dropped(freed)
-        with self.shared.storage.timeline.span("append", self.layer_idx):
+        timeline = self.shared.storage.timeline
+        if timeline.on:
+            with timeline.span("append", self.layer_idx):
+                sealed = history.append(keys, values)
+        else:
             sealed = history.append(keys, values)
         if self.state == "full":
             return key_states, value_states
-        self._sealed = sealed if sealed.keys else None
+        self._sealed = sealed if sealed is not None and sealed.keys else None
         tag = Tag(self, whole)
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key_states, TAG, tag)
-        setattr(value_states, TAG, tag)
+        key_states.__dict__[TAG] = value_states.__dict__[TAG] = tag
         if not whole:
             self.shared.unseen = self.layer_idx
         return key_states, value_states
+
+    def _kept(self, states: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the history keeps them."""
+        dtype = self.history.form.dtype
+        return self.rows.fold(states.detach() if states.dtype == dtype else states.detach().to(dtype))
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -133,8 +147,11 @@ class OffloadLayer(LayerOperations):
         and nothing else.
         """
         self.shared.unseen = None
-        with self.shared.stepping(taken=True):
+        try:
             return self._attend(call)
+        except BaseException as error:
+            self.shared.step_failed(error, taken=True)
+            raise
 
     def _attend(self, call: AttentionCall) -> Output:
         tag = call.tag
@@ -224,7 +241,8 @@ class OffloadLayer(LayerOperations):
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
         state = "unknown" if self.shared.config.exact == "bitwise" else self.state
-        return {"state": state, "history": self.history.capture() if self.is_initialized else None}
+        tree = {"state": state, "history": self.history.capture() if self.is_initialized else None}
+        return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
@@ -237,7 +255,14 @@ class OffloadLayer(LayerOperations):
                 f"it has {len(parts)} files of records"
             )
         if tree["history"] is not None:
+            heads = tree["heads"] if self.heads_apart else 1
+            rows = tree["history"]["tail"].shape[0]
+            if type(heads) is not int or heads < 1 or rows % heads:
+                raise ContextError(
+                    f"{self.name} of the context does not hold together: it has {rows} rows, for {heads!r} heads each"
+                )
             self.history = self.restore_history(tree["history"], parts, device)
+            self.rows = Rows(heads)
             self.is_initialized = True
         if self.shared.config.exact != "bitwise":
             self.state = tree["state"]

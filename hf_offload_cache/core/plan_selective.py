@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import SelectiveConfig
 from ..fetch.areas import Areas
 from ..fetch.tier import SlotTier
-from ..history.position_history import sealed_groups
+from ..history.packing import sealed_groups
 from ..memory.plan import LayerPlan, Planned
 from .planned import LayerKind, plan_history
 

@@ -10,7 +10,8 @@ from typing import Any
 from ..config import OffloadConfig, parse_size
 from ..fetch.staging import Staging
 from ..fetch.write_queue import WriteQueue
-from ..history.position_history import PositionHistory, sealed_groups
+from ..history.packing import sealed_groups
+from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
@@ -110,8 +111,7 @@ def search(
     heads_apart: bool,
 ) -> Search:
     """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
-    config_class.load(None, fields)  # wrong fields are told before budgets are
-    settings = OffloadConfig(group_size=fields.get("group_size"))
+    settings = config_class.load(None, fields)  # wrong fields are told before budgets are
     kinds = {LayerKind.of(shape, geometry, settings, 1, heads_apart).form for shape in geometry.layers}
     records = [(form.record_bytes, form.group_size) for form in kinds]
     return Search(config_class, peak_of, records, *limits, dict(fields))

@@ -33,6 +33,9 @@ class Selecting:
     watch: Callable[[int, Choice], None] | None = None
     """Told the layer's index and what its step attends to, after it was gathered."""
 
+    version: int = 0
+    """Changes whenever a budget may have: what was derived from one is good as long as it stays."""
+
     def __post_init__(self) -> None:
         self.areas = Areas(self.storage.account)
         self.workspace = Workspace(self.storage.account, "scores")
@@ -59,8 +62,15 @@ class Selecting:
         those that were `given` apply again.
         """
         self.shares = {layer_idx: count / self.settings.num_selected for layer_idx, count in tokens.items()}
+        self.version += 1
         if given:
             self.given = dict(self.shares)
+
+    def see_padding(self) -> None:
+        """Some row has padding."""
+        if not self.padded:
+            self.padded = True
+            self.version += 1
 
     def rest(self) -> None:
         """A step that selects nothing comes: give back what only selecting needs, but what is kept from before."""
@@ -71,6 +81,7 @@ class Selecting:
         """The cache holds nothing any more."""
         self.padded = False
         self.shares = dict(self.given)
+        self.version += 1
         self.generator.manual_seed(0)
         self.areas.reset()
         self.workspace.release()
@@ -86,5 +97,6 @@ class Selecting:
         if not isinstance(tree["padded"], bool) or not all(type(one) is float and 0 <= one < 2**31 for one in shares):
             raise ContextError(f"budgets of the layers in a context must be numbers from 0, got {shares[:8]!r}")
         self.padded = tree["padded"]
+        self.version += 1
         if measured and not tree["given"]:
             self.shares = dict(tree["share"])

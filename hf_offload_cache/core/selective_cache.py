@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..memory.fit import fit_selective
@@ -19,6 +18,9 @@ from .offload_layer import OffloadLayer
 from .pace import Pace
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SelectiveCache(OffloadCache):
@@ -34,10 +36,12 @@ class SelectiveCache(OffloadCache):
         self.look_ahead: LookAhead | None = None
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage)
         self._pace = Pace(settings.look_ahead)
+        self._selective: dict[int, SelectiveLayer] = {}
         if self.selecting is None:
             return
         if settings.look_ahead is not False:
             self.look_ahead = LookAhead(self.shared.storage.account)
+        self._selective = {layer.layer_idx: layer for layer in self.selective}
         for layer in self.selective:
             layer.selecting = self.selecting
         self.watch_queries()
@@ -73,13 +77,15 @@ class SelectiveCache(OffloadCache):
         if self.selecting is None or step is None:
             return changed
         if not step.selects:
+            self.watches_blocks = self.watches_blocks or self.look_ahead is not None
             self.rest()
             return changed
         self.before_selecting()
-        first = self._by_index.get(0)
-        if self._reads_ahead(step.tokens) and isinstance(first, SelectiveLayer):  # no layer is before it
-            with self.timeline.span("look ahead", 0):
-                first.prefetch_again()
+        if self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+            self.watches_blocks = True
+            if 0 in self._selective:  # no layer is before it
+                with self.timeline.span("look ahead", 0):
+                    self._selective[0].prefetch_again()
         return changed
 
     def before_selecting(self) -> None:
@@ -92,9 +98,6 @@ class SelectiveCache(OffloadCache):
                 layer.drop_ahead()
             self.selecting.rest()
 
-    def _reads_ahead(self, tokens: int) -> bool:
-        return self.look_ahead is not None and tokens == 1 and self._pace.first
-
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         super().enter_block(layer_idx, block, hidden)
         if self.look_ahead is not None:
@@ -106,10 +109,10 @@ class SelectiveCache(OffloadCache):
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it selects, fetches what it will probably want."""
-        step, following = self.shared.step, self._by_index.get(layer_idx + 1)
-        if step is None or not step.selects or not self._reads_ahead(step.tokens):
+        step, following = self.shared.step, self._selective.get(layer_idx + 1)
+        if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if isinstance(following, SelectiveLayer):
+        if self.look_ahead is not None:
             with self.timeline.span("look ahead", layer_idx + 1):
                 self.read_ahead(following, output)
 
@@ -124,11 +127,11 @@ class SelectiveCache(OffloadCache):
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step
+        if self.look_ahead is not None and self.watches_blocks:
+            self.look_ahead.end_step()
         changed = super().end_step(output)
         if step is not None and step.started is not None:
             self._pace.took(time.perf_counter() - step.started)
-        if self.look_ahead is not None:
-            self.look_ahead.end_step()
         return changed
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class SelectiveCache(OffloadCache):
             self.look_ahead.end_step()  # of a step that did not end
         super().close()
         if here and self.selecting is not None:
-            self.selecting.rest()
+            self.selecting.reset()
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

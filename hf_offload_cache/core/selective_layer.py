@@ -21,6 +21,7 @@ from ..model.gradients import no_backward
 from ..predictors.base import Decision, Predictor, Query
 from ..predictors.sinks import sink_units
 from ..stores.freezable import FreezableStore
+from .gathered_mask import gathered_mask
 from .offload_layer import OffloadLayer, Output
 from .plan_selective import plan_selective
 from .planned import LayerKind
@@ -44,6 +45,8 @@ class SelectiveLayer(OffloadLayer):
         self.predictor: Predictor | None = None
         self._fetcher: Fetcher | None = None
         self._capacity = -1
+        self._made_for: tuple[int, int, int] | None = None
+        self._budget = (-1, 0)
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -108,8 +111,11 @@ class SelectiveLayer(OffloadLayer):
     @property
     def budget(self) -> int:
         """Units a row that a query of this layer attends to, sinks included."""
-        assert self.selecting is not None
-        return self.selecting.units(self.layer_idx, self.history.form.group_size)
+        selecting = self.selecting
+        assert selecting is not None
+        if self._budget[0] != selecting.version:
+            self._budget = selecting.version, selecting.units(self.layer_idx, self.history.form.group_size)
+        return self._budget[1]
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
@@ -146,7 +152,7 @@ class SelectiveLayer(OffloadLayer):
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
         """What a step attends to: of several queries (candidates that are verified) the union of their choices, cut to
         twice the budget."""
-        if call.num_queries == 1:
+        if call.query.shape[2] == 1:
             return self.choose(self.query_of(call.query[:, :, 0], visible))
         choices = [self.choose(self.query_of(states, visible)) for states in call.query.unbind(2)]
         return Choice.union(choices, 2 * self.budget)
@@ -164,21 +170,24 @@ class SelectiveLayer(OffloadLayer):
         """Of this layer, with as many slots as its budget and its history give it now. Raises `BudgetError`."""
         selecting, history = self.selecting, self.history
         assert selecting is not None
-        group = history.form.group_size
-        capacity = history.rows * selecting.slots(self.layer_idx, group, history.units)
-        if self._fetcher is None or capacity != self._capacity:
-            self.drop_fetcher()
-            most = selecting.units(None, group)
-            storage = self.shared.storage
-            self._fetcher = Fetcher(storage, selecting.areas, self.make_tiers(capacity), most, self.layer_idx)
-            self._capacity = capacity
+        units, rows = history.units, history.rows
+        made_for = selecting.version, rows, max(units - 1, 0).bit_length()
+        if self._fetcher is None or made_for != self._made_for:
+            group = history.form.group_size
+            capacity = rows * selecting.slots(self.layer_idx, group, units)
+            if self._fetcher is None or capacity != self._capacity:
+                self.drop_fetcher()
+                tiers, areas = self.make_tiers(capacity), selecting.areas
+                self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx)
+            self._fetcher.most_units = selecting.units(None, group)
+            self._capacity, self._made_for = capacity, made_for
         return self._fetcher
 
     def drop_fetcher(self) -> None:
         """Give the slots back; what is read ahead is waited for."""
         if self._fetcher is not None:
             self._fetcher.close()
-            self._fetcher, self._capacity = None, -1
+            self._fetcher, self._capacity, self._made_for = None, -1, None
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
@@ -186,52 +195,44 @@ class SelectiveLayer(OffloadLayer):
         visible = step.visible(call.mask)
         if selecting is None or not self.can_choose():
             return self.exact(call)
-        selecting.padded = selecting.padded or visible is not None
-        storage.release_stream_buffers()
-        with storage.timeline.span("rank", self.layer_idx):
+        if visible is not None:
+            selecting.see_padding()
+        if storage.stream_buffers:
+            storage.release_stream_buffers()
+        if storage.timeline.on:
+            with storage.timeline.span("rank", self.layer_idx):
+                choice = self.choose_for(call, visible)
+            with storage.timeline.span("gather", self.layer_idx):
+                fetched = self.fetcher.gather(self.history, choice)
+        else:
             choice = self.choose_for(call, visible)
-        with storage.timeline.span("gather", self.layer_idx):
             fetched = self.fetcher.gather(self.history, choice)
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        counters = storage.counters
-        counters.tokens_visible += self.batch * self.length * call.num_queries
-        counters.tokens_attended += self.batch * fetched.entries.shape[1] * call.num_queries
-        with torch.no_grad():
+        counters, queries = storage.counters, self.batch * call.query.shape[2]
+        counters.tokens_visible += queries * self.history.length
+        counters.tokens_attended += queries * fetched.entries.shape[1]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                output, following = self.combine(call, choice, fetched, visible)
+            output = no_backward(output[0], call.query), output[1]
+        else:
             output, following = self.combine(call, choice, fetched, visible)
         if following is not None:
             self.ahead(following)
-        return no_backward(output[0], call.query), output[1]
+        return output
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> tuple[Output, Choice | None]:
         """Attention over what was fetched, and what the same layer's next step will want, if that is known now."""
-        keys, values = (self.rows.unfold(part) for part in self.history.form.split(fetched.entries))
-        if call.num_queries == 1 and visible is None and fetched.valid is None:
+        keys, values = self.history.form.split(fetched.entries)
+        if self.rows.heads > 1:
+            keys, values = self.rows.unfold(keys), self.rows.unfold(values)
+        if call.query.shape[2] == 1 and visible is None and fetched.valid is None:
             return call.attend(keys, values, None), None
-        return call.attend(keys, values, self.mask_of(call, choice, fetched)), None
-
-    def mask_of(self, call: AttentionCall, choice: Choice, fetched: Fetched) -> torch.Tensor:
-        """The mask (B, 1 or H, q, N + t) of what was fetched: the model's, column by column."""
-        history = self.history
-        places = history.positions(choice.units)
-        recent = np.arange(self.length - history.recent.shape[1], self.length)
-        there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
-        places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)
-        columns = torch.from_numpy(places).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
-        mask = call.mask
-        if mask is None:
-            mask = torch.ones(1, 1, call.num_queries, self.length, dtype=torch.bool, device=history.device)
-            mask = mask.tril(self.length - call.num_queries)
-        mask = mask.expand(self.batch, columns.shape[1], -1, -1)
-        mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
-        if not there.all():
-            least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-            hidden = ~torch.from_numpy(there).to(history.device).unflatten(0, (self.batch, -1))[:, :, None]
-            mask[..., : there.shape[1]] = mask[..., : there.shape[1]].masked_fill(hidden, least)
-        return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
+        return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched)), None
 
     # --- ahead -------------------------------------------------------------------------------------------------
 

@@ -67,27 +67,20 @@ class Shared:
             self.storage.torn = True
             raise
 
-    @contextlib.contextmanager
-    def stepping(self, *, taken: bool = False) -> Iterator[None]:
-        """One layer's part of a forward. An error in here loses the step and nothing else: what the forward has added
-        is taken back at once, or, where the device does not let that happen now, at the next call. After a signal's
-        exception nobody knows what was half done: the cache is broken. So it is where the layer has `taken` the step's
-        tokens in and the step's beginning was not seen: nobody knows what was held before."""
-        try:
-            yield
-        except Exception as error:
-            if taken and self.step is None:
-                self.storage.torn = True
-                raise
-            try:
-                if (take_back := self.take_back()) is not None:
-                    take_back()
-            except Exception as failed:
-                error.add_note(f"what the step had added is not taken back yet: {failed}")
-            raise
-        except BaseException:
+    def step_failed(self, error: BaseException, *, taken: bool = False) -> None:
+        """`error` is on its way out of a layer's part of a forward: it loses the step and no more. What the forward
+        has added is taken back at once, or, where the device does not let that happen now, at the next call.
+
+        After a signal's exception nobody knows what was half done: the cache is broken. So it is where the layer has
+        `taken` the step's tokens in and the step's beginning was not seen: nobody knows what was held before."""
+        if not isinstance(error, Exception) or (taken and self.step is None):
             self.storage.torn = True
-            raise
+            return
+        try:
+            if (take_back := self.take_back()) is not None:
+                take_back()
+        except Exception as failed:
+            error.add_note(f"what the step had added is not taken back yet: {failed}")
 
     def check_front(self, layer_idx: int, length: int) -> None:
         """Layers of one forward are updated in order and all hold the same before it: else one was interrupted."""

@@ -13,7 +13,8 @@ class Areas:
     """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
 
     Held in the account as "staging" and "selection". An area belongs to who borrowed it until it is given back; it may
-    outlive a step. The view is good until the next `view`.
+    outlive a step. One that a stalled read may still write to is not given back: `reset` takes it, when the read has
+    ended, or what is stuck holds its memory. The view is good until the next `view`.
 
     Args:
         ahead: the most areas that are lent for reads ahead at a time.
@@ -24,6 +25,7 @@ class Areas:
         self._most_ahead = ahead
         self._lent = 0
         self._free: list[Staging] = []
+        self._borrowed: list[Staging] = []
         self._view: torch.Tensor | None = None
 
     @staticmethod
@@ -33,12 +35,16 @@ class Areas:
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
-        for index, area in enumerate(self._free):
-            if area.fits(nbytes, device):
-                return self._free.pop(index)
-        if self._free:  # the old memory goes before the new one comes
-            self._free.pop().release()
-        return Staging(nbytes, device, self._account, "staging")
+        fitting = [area for area in self._free if area.fits(nbytes, device)]
+        if fitting:
+            area = fitting[0]
+            self._free.remove(area)
+        else:
+            if self._free:  # the old memory goes before the new one comes
+                self._free.pop().release()
+            area = Staging(nbytes, device, self._account, "staging")
+        self._borrowed.append(area)
+        return area
 
     def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
         """As `borrow`; None where as many are lent as may be: reading ahead is never needed."""
@@ -51,6 +57,7 @@ class Areas:
     def give_back(self, area: Staging, *, ahead: bool = False) -> None:
         """Nobody reads into `area` any more; copies from it are done or in the stream's order."""
         self._lent -= ahead
+        self._borrowed.remove(area)
         self._free.append(area)
 
     def view(self, rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int) -> torch.Tensor:
@@ -70,8 +77,10 @@ class Areas:
             self._view = None
 
     def reset(self) -> None:
-        """Nobody borrows anything any more: what an interrupted fetcher still had is let go of."""
+        """Nobody borrows anything any more: what an interrupted fetcher still had is let go of too."""
         self._lent = 0
+        self._free += self._borrowed
+        self._borrowed = []
         self.release()
 
     def release(self) -> None:

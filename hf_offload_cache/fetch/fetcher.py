@@ -5,50 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..errors import CacheClosedError
-from ..stores.base import Store
+from ..errors import CacheClosedError, StalledError
 from .areas import Areas
 from .choice import Choice, Extents
+from .fetched import Fetched, Source, valid_entries
+from .placing import Found, distinct, keep, put, take_resident
 from .rows import copy_rows
 from .slot_table import ABSENT
 from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
 from .tier import Tier
-
-
-class Source(Protocol):
-    """What a fetcher needs of a history: where units lie, and how entries lie in a record."""
-
-    store: Store
-    form: Any
-    device: torch.device
-    rows: int
-
-    @property
-    def units(self) -> int: ...
-
-    def extents(self, units: np.ndarray) -> Extents: ...
-
-    @property
-    def recent(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """Entries of a choice, and behind them the latest ones. Valid until the next gather of any fetcher of the cache."""
-
-    entries: torch.Tensor
-    """(rows, N + t, entry width) on the history's device, as the store has them."""
-    chosen: int
-    """N: entries a row that come of the choice; each unit takes as many as a record holds, or its `count`."""
-    valid: np.ndarray | None
-    """(rows, N) bool: entries to attend to; None: all. The others are undefined, and finite where they were stored."""
 
 
 @dataclass
@@ -77,7 +48,7 @@ class Fetcher:
         self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None
     ) -> None:
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
-        self._most_units = most_units
+        self.most_units = most_units
         self._layer_idx = layer_idx
         self._ahead: _Ahead | None = None
         self.latest: Choice | None = None
@@ -85,7 +56,7 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        return history.rows * min(self._most_units, history.units * 9 // 8 + 8)
+        return history.rows * min(self.most_units, history.units * 9 // 8 + 8)
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
@@ -105,16 +76,11 @@ class Fetcher:
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
         if area is None:
             return
-        try:
-            area.wait_uploaded()
-            records = self._absent(history, choice)[:room]
-            if others is not None and len(records) < room:
-                more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
-                records = np.sort(np.concatenate([records, more[: room - len(records)]]))
-            ticket = self._read(history, records, area, guess=True)
-        except BaseException:
-            self._areas.give_back(area, ahead=True)
-            raise
+        records = self._absent(history, choice)[:room]
+        if others is not None and len(records) < room:
+            more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
+            records = np.sort(np.concatenate([records, more[: room - len(records)]]))
+        ticket = self._read(history, records, area, ahead=True)
         self._ahead = _Ahead(choice, records, ticket, area)
 
     def _absent(self, history: Source, choice: Choice) -> np.ndarray:
@@ -125,9 +91,27 @@ class Fetcher:
             records = records[tier.locate(records) == ABSENT]
         return records
 
-    def _read(self, history: Source, records: np.ndarray, area: Staging, *, guess: bool = False) -> Ticket:
+    def _read(self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False) -> Ticket:
+        """Start to read into a borrowed area, which is given back where that raises."""
+        area.wait_uploaded()
         rows = area.host_rows(len(records), history.form.record_bytes)
-        return self._storage.prefetcher.read(history.store, records, rows, guess=guess)
+        try:
+            return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+        except StalledError:  # it may still write to the area
+            raise
+        except Exception:
+            self._areas.give_back(area, ahead=ahead)
+            raise
+
+    def _wait(self, ticket: Ticket, area: Staging, *, ahead: bool = False) -> None:
+        """Wait for a read. Where it failed, its area is given back, unless the device is stalled and may write to it.
+        After a signal's exception it is still under way."""
+        try:
+            self._storage.wait_for(ticket, self._layer_idx)
+        except (OSError, CacheClosedError):
+            if not ticket.stalled:
+                self._areas.give_back(area, ahead=ahead)
+            raise
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
@@ -136,15 +120,13 @@ class Fetcher:
                 self._areas.give_back(self._land().area, ahead=True)
 
     def _land(self) -> _Ahead:
-        """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with, with the
-        area given back."""
+        """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with."""
         ahead = self._ahead
         assert ahead is not None
         try:
-            self._storage.wait_for(ahead.ticket, self._layer_idx)
-        except (OSError, CacheClosedError):  # closing the storage has cancelled what was under way
+            self._wait(ahead.ticket, ahead.area, ahead=True)
+        except (OSError, CacheClosedError):
             self._ahead = None
-            self._areas.give_back(ahead.area, ahead=True)
             raise
         self._ahead = None  # but not after a signal's exception: then it is still under way
         return ahead
@@ -157,73 +139,100 @@ class Fetcher:
         Waits for what was read ahead, reads what is still missing, and keeps what was read. Raises `StoreError`,
         `BudgetError`; nothing has changed then.
         """
-        form, counters = history.form, self._storage.counters
-        extents = history.extents(choice.units)
+        form, extents = history.form, history.extents(choice.units)
         rows, width = extents.records.shape
-        records = extents.records.reshape(-1)
-        recent = history.recent
-        spare = -(-recent.shape[1] // form.group_size)
-        room = (self._room(history) + rows * spare) * form.payload_width
-        view = self._areas.view(rows * (width + spare), form.payload_width, form.dtype, history.device, room)
-        target = np.arange(rows * width) if rows == 1 else (
-            (np.arange(rows)[:, None] * (width + spare) + np.arange(width)).reshape(-1)
-        )  # fmt: skip
+        records, recent = extents.records.reshape(-1), history.recent
+        stride = width - (-recent.shape[1] // form.group_size)  # units a row, those of the latest entries included
+        room = (self._room(history) + rows * (stride - width)) * form.payload_width
+        view = self._areas.view(rows * stride, form.payload_width, form.dtype, history.device, room)
+        target = np.arange(rows * width)
+        if rows > 1:
+            target += np.repeat(np.arange(rows) * (stride - width), width)
 
-        if choice.ragged:
-            view.view(rows, width + spare, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
         found = [(tier, tier.locate(records)) for tier in self.tiers]
         absent = records >= 0
         wanted = int(np.count_nonzero(absent))
+        if wanted < len(records):
+            view.view(rows, stride, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
         for _, lies_in in found:
-            absent &= lies_in == ABSENT
-        places = np.flatnonzero(absent)
-        missing, which = _distinct(records[places])
+            absent &= lies_in < 0
+        places, ready = absent.nonzero()[0], 0
+        if len(places):
+            ready = self._bring(history, found, records, places, view, target)
+        else:
+            self.drop_ahead()
+            take_resident(found, records, view, target)
+            if len(found) > 1:
+                keep(found, records, view, target)
+        counters = self._storage.counters
+        counters.units_selected += wanted
+        counters.units_resident += wanted - len(places)
+        counters.units_ready += wanted - len(places) + ready
+        self.latest = choice
+        entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
+        entries[:, width * form.group_size :] = recent
+        plain = wanted == len(records) and choice.keep is None and extents.count is None and extents.first is None
+        valid = None if plain else valid_entries(choice, extents, form.group_size, wanted)
+        return Fetched(entries, width * form.group_size, valid)
+
+    def _bring(
+        self,
+        history: Source,
+        found: Found,
+        records: np.ndarray,
+        places: np.ndarray,
+        view: torch.Tensor,
+        target: np.ndarray,
+    ) -> int:
+        """Fill the view where some `records`, those at `places`, are in no tier, and let the tiers keep them. Returns
+        how many of the places were filled from a read ahead."""
+        form = history.form
+        missing, which = distinct(records[places])
         ahead, ready = self._ready(missing)
         rest = missing if ready is None else missing[~ready]
         if len(rest):
-            room = self._room(history)
-            area = self._areas.borrow(max(room, len(rest)) * form.record_bytes, history.device)
-            area.wait_uploaded()
-            ticket = self._read(history, rest, area)
-        self._take(found, records, view, target)  # while the read runs
+            try:
+                area, ticket = self._begin(history, rest)
+            except Exception:
+                if ahead is not None:
+                    self._areas.give_back(ahead.area, ahead=True)
+                raise
+        take_resident(found, records, view, target)  # while the read runs
         if ahead is not None and ready is not None:
             payload = form.payload(ahead.area.upload(len(ahead.records), form.record_bytes))
             row = np.where(ready, np.searchsorted(ahead.records, missing), ABSENT)
-            self._put(payload, row if which is None else row[which], view, target[places])
+            put(payload, row if which is None else row[which], view, target[places])
         if ahead is not None:
             self._areas.give_back(ahead.area, ahead=True)
         if len(rest):
-            try:
-                self._storage.wait_for(ticket, self._layer_idx)
-            except OSError:  # it has ended; after a signal's exception it is still under way
-                self._areas.give_back(area)
-                raise
+            self._wait(ticket, area)
             payload = form.payload(area.upload(len(rest), form.record_bytes))
             row = np.arange(len(rest))
             if ready is not None:
                 row = np.full(len(missing), ABSENT)
                 row[~ready] = np.arange(len(rest))
-            self._put(payload, row if which is None else row[which], view, target[places])
+            put(payload, row if which is None else row[which], view, target[places])
             self._areas.give_back(area)
-        self._keep(found, records, view, target)
-        counters.units_selected += wanted
-        counters.units_resident += wanted - len(places)
-        counters.units_ready += wanted - len(places)
-        if ready is not None:
-            counters.units_ready += int(np.count_nonzero(ready if which is None else ready[which]))
-        self.latest = choice
-        entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
-        entries[:, width * form.group_size :] = recent
-        return Fetched(entries, width * form.group_size, self._valid(choice, extents, form.group_size))
+        keep(found, records, view, target)
+        return 0 if ready is None else int(np.count_nonzero(ready if which is None else ready[which]))
+
+    def _begin(self, history: Source, records: np.ndarray) -> tuple[Staging, Ticket]:
+        """Start to read into an area of its own."""
+        room = max(self._room(history), len(records))
+        area = self._areas.borrow(room * history.form.record_bytes, history.device)
+        return area, self._read(history, records, area)
 
     def _ready(self, missing: np.ndarray) -> tuple[_Ahead | None, np.ndarray | None]:
         """What was read ahead, and which of the records `missing` (ascending) are in it. A guess that failed is no
-        guess."""
+        guess. Raises `StalledError`."""
         if self._ahead is None:
             return None, None
+        ticket = self._ahead.ticket
         try:
             ahead = self._land()
         except OSError:
+            if ticket.stalled:
+                raise
             return None, None
         if not len(ahead.records) or not len(missing):
             return ahead, None
@@ -231,81 +240,22 @@ class Fetcher:
         ready = ahead.records[row] == missing
         return ahead, ready if ready.any() else None
 
-    @staticmethod
-    def _take(
-        found: list[tuple[Tier, np.ndarray]], records: np.ndarray, view: torch.Tensor, target: np.ndarray
-    ) -> None:
-        """Copy what is resident, each from the nearest tier that has it."""
-        taken: np.ndarray | None = None
-        for tier, lies_in in found:
-            here = lies_in != ABSENT if taken is None else (lies_in != ABSENT) & ~taken
-            held = np.flatnonzero(here)
-            if len(held):
-                tier.take(lies_in[held], view, target[held])
-            if len(found) > 1:
-                taken = here if taken is None else taken | here
-
-    @staticmethod
-    def _put(payload: torch.Tensor, row: np.ndarray, view: torch.Tensor, target: np.ndarray) -> None:
-        """Copy to `target` what was read: its rows in `payload`, -1 for what is not in there."""
-        here = np.flatnonzero(row != ABSENT)
-        if len(here) == len(row):
-            copy_rows(view, target, payload, row)
-        else:
-            copy_rows(view, target[here], payload, row[here])
-
-    @staticmethod
-    def _keep(
-        found: list[tuple[Tier, np.ndarray]], records: np.ndarray, view: torch.Tensor, target: np.ndarray
-    ) -> None:
-        """Let each tier keep what it did not have. Nothing in here can fail."""
-        for tier, lies_in in found:
-            places = np.flatnonzero((lies_in == ABSENT) & (records >= 0))
-            if not len(places):
-                continue
-            fresh, which = _distinct(records[places])
-            taken, into = tier.keep(fresh, lies_in[lies_in != ABSENT])
-            first = places if which is None else places[np.unique(which, return_index=True)[1]]
-            tier.fill(into, view, target[first[taken]])
-
     def look(self, history: Source, extents: Extents) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
         valid until the next call. -1: zeros. Raises as `gather`."""
         form = history.form
         rows, width = extents.records.shape
         records = extents.records.reshape(-1)
-        places = np.flatnonzero(records >= 0)
-        wanted, which = _distinct(records[places])
+        places = (records >= 0).nonzero()[0]
+        wanted, which = distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if len(wanted):
-            area = self._areas.borrow(max(self._room(history), len(wanted)) * form.record_bytes, history.device)
-            area.wait_uploaded()
-            ticket = self._read(history, wanted, area)
-            try:
-                self._storage.wait_for(ticket, self._layer_idx)
-            except OSError:
-                self._areas.give_back(area)
-                raise
+            area, ticket = self._begin(history, wanted)
+            self._wait(ticket, area)
             payload = form.payload(area.upload(len(wanted), form.record_bytes))
             copy_rows(out, places, payload, np.arange(len(wanted)) if which is None else which)
             self._areas.give_back(area)
         return out.view(rows, width, form.group_size, form.entry_width)
-
-    @staticmethod
-    def _valid(choice: Choice, extents: Extents, group_size: int) -> np.ndarray | None:
-        """Which entries of the units are there, and are to be attended."""
-        rows, width = extents.records.shape
-        valid: np.ndarray | None = None
-        if choice.ragged or extents.count is not None or extents.first is not None:
-            offset = np.arange(group_size)
-            first = np.zeros_like(extents.records) if extents.first is None else extents.first
-            count = np.full_like(extents.records, group_size) if extents.count is None else extents.count
-            valid = (offset >= first[..., None]) & (offset < (first + count)[..., None])
-            valid &= extents.records[..., None] >= 0
-        if choice.keep is not None:
-            keep = choice.keep if extents.unit is None else np.take_along_axis(choice.keep, extents.unit[..., None], 1)
-            valid = keep if valid is None else valid & keep
-        return None if valid is None else valid.reshape(rows, -1)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -330,10 +280,3 @@ class Fetcher:
         for tier in self.tiers:
             tier.close()
         self.tiers = []
-
-
-def _distinct(records: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """The distinct records, ascending, and for each that was given which of them it is; None: these are they."""
-    if len(records) < 2 or (records[1:] > records[:-1]).all():
-        return records, None
-    return np.unique(records, return_inverse=True)

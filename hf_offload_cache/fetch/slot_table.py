@@ -36,13 +36,20 @@ class SlotTable:
 
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot (int32) of each record, `ABSENT` for those that lie in none and for -1."""
-        if not self.capacity or not len(records):
+        if not self.capacity:
             return np.full(len(records), ABSENT, dtype=np.int32)
-        if (last := int(records.max())) >= len(self._slot_of) - 1:  # the last entry stays absent: it is that of -1
+        try:
+            return self._slot_of[records]  # the last entry stays absent: it is that of -1
+        except IndexError:
+            self._grow(records)
+            return self._slot_of[records]
+
+    def _grow(self, records: np.ndarray) -> None:
+        """Make room in the books for these records, and one behind them."""
+        if (last := int(records.max())) >= len(self._slot_of) - 1:
             grown = np.full(max(last + 2, len(self._slot_of) * 5 // 4), ABSENT, dtype=np.int32)
             grown[: len(self._slot_of)] = self._slot_of
             self._slot_of = grown
-        return self._slot_of[records]
 
     def used(self, slots: np.ndarray) -> None:
         """What lies in these slots was wanted again."""
@@ -62,7 +69,7 @@ class SlotTable:
         slots = self._policy.evict(len(taken), in_use)
         evicted = self._record_in[slots]
         self._slot_of[evicted[evicted != ABSENT]] = ABSENT
-        self.locate(records)
+        self._grow(records)
         self._slot_of[records] = slots
         self._record_in[slots] = records
         return taken, slots

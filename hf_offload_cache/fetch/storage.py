@@ -63,7 +63,7 @@ class Storage:
         self.closed = False
         self.torn = False
         self._verify = config.verify
-        self._stream_buffers: list[Staging] = []
+        self.stream_buffers: list[Staging] = []
 
     # --- stores ------------------------------------------------------------------------------------------------
 
@@ -103,6 +103,9 @@ class Storage:
 
     def wait_for(self, ticket: Ticket, layer_idx: int | None = None) -> None:
         """Wait for a read: in the counters as stalled, on the timeline as "wait". Raises as `Ticket.wait`."""
+        if not self.timeline.on:
+            self.counters.stall_seconds += ticket.wait()
+            return
         with self.timeline.span("wait", layer_idx):
             self.counters.stall_seconds += ticket.wait()
 
@@ -137,16 +140,16 @@ class Storage:
                     ticket.wait()
 
     def _buffers(self, nbytes: int, device: torch.device) -> list[Staging]:
-        if not (self._stream_buffers and self._stream_buffers[0].fits(nbytes, device)):
+        if not (self.stream_buffers and self.stream_buffers[0].fits(nbytes, device)):
             self.release_stream_buffers()
-            self._stream_buffers = [Staging(nbytes, device, self.account, "stream buffers") for _ in range(2)]
-        return self._stream_buffers
+            self.stream_buffers = [Staging(nbytes, device, self.account, "stream buffers") for _ in range(2)]
+        return self.stream_buffers
 
     def release_stream_buffers(self) -> None:
         """Give the memory back until the next `stream`."""
-        for buffer in self._stream_buffers:
+        for buffer in self.stream_buffers:
             buffer.release()
-        self._stream_buffers = []
+        self.stream_buffers = []
 
     # --- the books ---------------------------------------------------------------------------------------------
 

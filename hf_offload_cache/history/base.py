@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,6 +110,23 @@ class History(Protocol):
 
     def close(self) -> None:
         """Give back the store and the buffers."""
+
+
+def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Tensor]:
+    """Keys (rows, Hk, ·, Dk) given part by part, as whole units (rows, Hk, n, unit_size, Dk), in order: views, but for
+    units that two parts have in common. What is no whole unit at the end is left out."""
+    rest: torch.Tensor | None = None
+    for part in parts:
+        if rest is not None:
+            missing = unit_size - rest.shape[2]
+            rest, part = torch.cat([rest, part[:, :, :missing]], 2), part[:, :, missing:]
+            if rest.shape[2] < unit_size:
+                continue
+            yield rest.unflatten(2, (-1, unit_size))
+        count = part.shape[2] // unit_size * unit_size
+        if count:
+            yield part[:, :, :count].unflatten(2, (-1, unit_size))
+        rest = part[:, :, count:] if count < part.shape[2] else None
 
 
 def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

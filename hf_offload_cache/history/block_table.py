@@ -82,7 +82,9 @@ class BlockTable:
 
     def records(self, groups: np.ndarray) -> np.ndarray:
         """Record ids (B, n), int64, of groups (B, n)."""
-        return np.take_along_axis(self.ids, groups, 1).astype(np.int64)
+        if len(groups) == 1:
+            return self._ids[0][groups].astype(np.int64)
+        return self._ids[np.arange(len(groups))[:, None], groups].astype(np.int64)
 
     def truncate(self, num_groups: int) -> np.ndarray:
         """Keep the first `num_groups` of every row; returns the records freed by that."""

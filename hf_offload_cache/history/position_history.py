@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig, parse_size
-from ..errors import ContextError
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
@@ -19,53 +18,10 @@ from ..stores.freezable import FreezableStore, require_freezable
 from ..stores.layered import LayeredStore
 from .base import Block, Sealed, joined
 from .block_table import BlockTable
+from .captured import check_captured
+from .packing import packing_bytes, piece_groups, sealed_groups
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
-
-PIECE_BYTES = 1 << 20
-"""Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
-
-
-def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
-    """Groups a row that `append` packs at a time."""
-    return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
-
-
-def packing_bytes(form: RecordFormat, rows: int, num_recent: int, groups: int) -> int:
-    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
-    group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
-    return rows * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
-
-
-def check_captured(
-    form: RecordFormat, ids: Any, tail: Any, length: Any, records: int, name: str, group_size: int | None
-) -> None:
-    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`.
-
-    `group_size`: the configuration's."""
-    sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
-    wrong = None
-    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
-        wrong = f"its entries have the form {form}"
-    elif group_size not in (None, form.group_size):
-        wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
-    elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
-        wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
-    elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
-        wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
-    elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
-        wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
-    elif ids.size and not (ids.min() >= 0 and ids.max() < records):
-        wrong = f"its table names records {ids.min()} to {ids.max()} and there are {records}"
-    elif length != ids.shape[1] * form.group_size + tail.shape[1]:
-        wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
-    if wrong:
-        raise ContextError(f"{name} of the context does not hold together: {wrong}")
-
-
-def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:
-    """Groups a row that are sealed when `context` tokens are held."""
-    return max(0, context - config.num_recent) // form.group_size
 
 
 class PositionHistory:
@@ -95,6 +51,7 @@ class PositionHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+        self._nothing = Sealed(0, 0, [], self._stored_keys)
 
     @staticmethod
     def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
@@ -197,16 +154,19 @@ class PositionHistory:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
-        groups, held = self.units, self.tail.length
+        groups, held = self.table.num_groups, self.tail.length
+        if held + keys.shape[2] < self._num_recent + self.form.group_size:  # nothing leaves the tail
+            self.tail.append(keys, values)
+            self.length += keys.shape[2]
+            if self._nothing.units != groups:
+                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._stored_keys)
+            return self._nothing
         self._moved = False
         count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
         count = min(count, piece_groups(self.form, self.rows, self._storage.write_queue))
-        packing = packing_bytes(self.form, self.rows, self._num_recent, count) if count else 0
+        packing = packing_bytes(self.form, self.rows, self._num_recent, count)
         try:
-            if count:
-                with self._storage.account.holding("packing", packing):
-                    sealed = self._append(keys, values)
-            else:
+            with self._storage.account.holding("packing", packing):
                 sealed = self._append(keys, values)
             self.length += keys.shape[2]
         except BaseException as error:
@@ -295,8 +255,8 @@ class PositionHistory:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. Groups are read back until the tail holds `num_recent` tokens again, or all that
-        remain. Raises `StoreError` with nothing changed."""
+        """As `History.truncate`. Where groups are cut, some are read back until the tail holds `num_recent` tokens
+        again, or all that remain. Raises `StoreError` with nothing changed."""
         group = self.form.group_size
         if length >= self.units * group:
             self.tail.drop_last(self.length - length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -55,25 +56,25 @@ class RecordFormat:
                 group_size *= 2
         return cls(*sizes, dtype, group_size)
 
-    @property
+    @cached_property
     def key_width(self) -> int:
         return self.num_key_heads * self.key_dim
 
-    @property
+    @cached_property
     def entry_width(self) -> int:
         """Elements of one token."""
         return self.key_width + self.num_value_heads * self.value_dim
 
-    @property
+    @cached_property
     def entry_bytes(self) -> int:
         return self.entry_width * self.dtype.itemsize
 
-    @property
+    @cached_property
     def payload_width(self) -> int:
         """Elements of one record, padding left out."""
         return self.group_size * self.entry_width
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of one record on disk: the payload rounded up to the device's block."""
         return -(-self.payload_width * self.dtype.itemsize // DEVICE_BLOCK) * DEVICE_BLOCK
@@ -81,17 +82,16 @@ class RecordFormat:
     def entries(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into `out` (B, T, entry_width); returns `out`."""
         batch, _, tokens, _ = keys.shape
-        head, rest = out.split([self.key_width, self.entry_width - self.key_width], -1)
-        head.view(batch, tokens, self.num_key_heads, self.key_dim).copy_(keys.transpose(1, 2))
-        rest.view(batch, tokens, self.num_value_heads, self.value_dim).copy_(values.transpose(1, 2))
+        width = self.key_width
+        out[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim).copy_(keys.transpose(1, 2))
+        out[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim).copy_(values.transpose(1, 2))
         return out
 
     def split(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
-        batch, tokens, _ = entries.shape
-        head, rest = entries.split([self.key_width, self.entry_width - self.key_width], -1)
-        keys = head.unflatten(-1, (self.num_key_heads, self.key_dim))
-        values = rest.unflatten(-1, (self.num_value_heads, self.value_dim))
+        batch, tokens, width = *entries.shape[:2], self.key_width
+        keys = entries[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim)
+        values = entries[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def payload(self, records: torch.Tensor) -> torch.Tensor:

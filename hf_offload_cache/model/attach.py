@@ -9,17 +9,19 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from . import config_names, prepare_inputs
 from .attachable import Attachable
 from .config_names import Renamed
-from .inner_model import inner_model
+from .inner_model import inner_model, is_model
 from .seam import Seam, put_hooks, strip_hooks
 from .tested_version import warn_if_untested
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -80,7 +82,7 @@ def replaced(model: PreTrainedModel) -> bool:
 
 def intact(model: torch.nn.Module) -> bool:
     """Whether every config that carried our attention when the seams went on still does."""
-    attachment = _ATTACHED.get(model) if isinstance(model, PreTrainedModel) else None
+    attachment = _ATTACHED.get(model) if is_model(model) else None
     return attachment is None or all(config_names.carries_ours(config) for config, _ in attachment.renamed)
 
 

@@ -18,6 +18,9 @@ class Attachable:
     timeline: Timeline = NO_TIMELINE
     """Told by the seams what the model is doing."""
 
+    watches_blocks = True
+    """The verbs of blocks and their attention are wanted in the step under way; else the seams leave them out."""
+
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the whole model's forward, with all its arguments by name.
 

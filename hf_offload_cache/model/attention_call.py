@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .gradients import no_backward
 from .stream_attention import Block, stream_attention
 from .tag import Tag, tag_of
+
+_SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))
+"""Arguments that make attention more than a softmax, where they are not None."""
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(module, query, keys, values, mask, *args, **kwargs) -> output (B, q, H, Dv), and the weights, or None."""
@@ -23,8 +26,10 @@ def own_attention(module: torch.nn.Module, implementation: str) -> AttentionFunc
 
     "eager" is not registered: it is the `eager_attention_forward` beside the module's class (or one of its bases).
     """
-    if implementation in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        return ALL_ATTENTION_FUNCTIONS[implementation]
+    try:
+        return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[implementation]  # a model is there
+    except KeyError:
+        pass
     for base in type(module).__mro__:
         function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if function is not None:
@@ -91,21 +96,28 @@ class AttentionCall:
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run` gives for one query a row over keys and values (B, Hkv, t, D), all of them the query's.
+        """What `run` gives for one query a row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
 
         Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
         then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
         """
-        plain = not self.args and self.softcap is None and self.s_aux is None and not self.wants_weights
-        if not plain or self.num_queries != 1 or self.query.shape[-1] != values.shape[-1]:
+        query, kwargs = self.query, self.kwargs
+        batch, heads, num_queries, dim = query.shape
+        special = not _SPECIAL.isdisjoint(kwargs) and (
+            kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or self.wants_weights
+        )
+        if special or self.args or num_queries != 1 or dim != values.shape[-1]:
             return self.run(keys, values, mask)
-        query = self.query
-        keys, values = self._in_type(keys, values)
-        grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-        mask = None if mask is None else mask.expand(-1, -1, grouped.shape[2], -1)
-        scaling = self.kwargs.get("scaling")
-        output = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
-        return output.reshape(query.shape[0], 1, *query.shape[1:2], query.shape[3]), None
+        if keys.dtype != query.dtype:
+            keys, values = self._in_type(keys, values)
+        key_heads = keys.shape[1]
+        grouped = query.reshape(batch, key_heads, heads // key_heads, dim)
+        if mask is not None:
+            own = mask.shape[1] == heads and heads != key_heads  # a mask for each query head
+            shared = heads // key_heads
+            mask = mask.reshape(batch, key_heads, shared, -1) if own else mask.expand(-1, -1, shared, -1)
+        output = _sdpa(grouped, keys, values, mask, scale=kwargs.get("scaling"))
+        return output.reshape(batch, 1, heads, dim), None
 
     def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in the type of the query where they were kept in another, under `torch.autocast`, which casts

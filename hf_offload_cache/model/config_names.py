@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
+from .inner_model import is_model
 from .registered_attention import PREFIX, register, replaceable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Renamed = list[tuple[Any, str]]
 """Configs that carry our name, with the names that they had."""
@@ -85,4 +87,4 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in model.modules() if is_model(module)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module, torch.nn.Module]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from .inner_model import inner_model
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+
+from .inner_model import is_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class OwnModel:
@@ -15,7 +19,7 @@ class OwnModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._ref = weakref.ref(model)
-        self._parts = weakref.WeakSet(module for module in model.modules() if isinstance(module, PreTrainedModel))
+        self._parts = weakref.WeakSet(module for module in model.modules() if is_model(module))
 
     def __call__(self) -> PreTrainedModel | None:
         """The model, while it lives."""
@@ -36,7 +40,7 @@ class OwnModel:
         frame = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-            if isinstance(caller, PreTrainedModel):
+            if isinstance(caller, torch.nn.Module) and is_model(caller):
                 if caller in self._parts:
                     return None
                 found = caller if found is None else found

@@ -7,12 +7,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .attachable import cache_among
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NAME = "prepare_inputs_for_generation"
 

@@ -6,11 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_call import AttentionCall, own_attention
 from .tag import Tag, tag_of
+from .untraced import untraced
 
 PREFIX = "hf_offload_cache_"
 """Before the name of the implementation that a config had: the name tells what to delegate to. Never holds "flash"."""
@@ -22,16 +21,24 @@ _OWN_KERNELS = ("flash", "flex", "paged")
 
 def replaceable(implementation: str) -> bool:
     """Whether attention by `implementation` can go through ours."""
-    known = implementation in ALWAYS or (
-        implementation in ALL_ATTENTION_FUNCTIONS and implementation in ALL_MASK_ATTENTION_FUNCTIONS
-    )
+    attention, masks = _tables()
+    known = implementation in ALWAYS or (implementation in attention and implementation in masks)
     return known and not any(part in implementation for part in _OWN_KERNELS)
 
 
 def register(implementation: str) -> None:
     """Make our name for `implementation` known to transformers: the attention function and the mask function."""
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + implementation, functools.partial(_attention, implementation))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + implementation, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    attention, masks = _tables()
+    attention.register(PREFIX + implementation, functools.partial(_attention, implementation))
+    masks.register(PREFIX + implementation, masks[implementation])
+
+
+def _tables() -> tuple[Any, Any]:
+    """transformers' attention functions and mask functions; with them comes all that makes models."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def _attention(
@@ -51,6 +58,6 @@ def _attention(
     return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
 
 
-@torch.compiler.disable  # whatever a method does in its layer's `attend`, it is not traced
+@untraced  # whatever a method does in its layer's `attend`, it is not traced
 def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tag.layer.attend(call)

@@ -11,6 +11,7 @@ import torch
 from .attachable import Attachable, cache_among
 from .decoder_blocks import decoder_blocks
 from .registered_attention import ALWAYS, register
+from .untraced import untraced
 
 
 class Seam:
@@ -28,31 +29,40 @@ class Seam:
         for name in ALWAYS:  # a model pickled while attached carries our names into a new process
             register(name)
 
-    @torch.compiler.disable
+    @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> Any:
-        cache = cache_among(args, kwargs)
-        if cache is None:
-            return None
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, Attachable):
+            cache = cache_among(args, kwargs)
+            if cache is None:
+                return None
         if self.verb == "begin_step":
             return self._begin_step(cache, module, args, kwargs)
         if self.verb == "end_step":
             changed = cache.end_step(output)
             cache.timeline.end_step()
             return changed
+        if cache.watches_blocks or cache.timeline.on:
+            self._in_block(cache, module, args, kwargs, output)
+        return None
+
+    def _in_block(
+        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        timeline, layer_idx = cache.timeline, self.layer_idx
         if self.verb == "leave_attention":
-            cache.timeline.leave_attention(self.layer_idx)
-            cache.leave_attention(self.layer_idx, output[0] if isinstance(output, tuple) else output)
-            cache.timeline.enter_rest(self.layer_idx)
-            return None
+            timeline.leave_attention(layer_idx)
+            cache.leave_attention(layer_idx, output[0] if isinstance(output, tuple) else output)
+            timeline.enter_rest(layer_idx)
+            return
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
             if self.verb == "enter_block":
-                cache.timeline.enter_block(self.layer_idx)
-                cache.enter_block(self.layer_idx, module, hidden)
+                timeline.enter_block(layer_idx)
+                cache.enter_block(layer_idx, module, hidden)
             else:
-                cache.timeline.enter_attention(self.layer_idx)
-                cache.enter_attention(self.layer_idx, module, hidden, kwargs.get("position_embeddings"))
-        return None
+                timeline.enter_attention(layer_idx)
+                cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
 
     def _begin_step(
         self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]

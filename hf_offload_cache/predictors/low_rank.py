@@ -21,6 +21,7 @@ from .base import Query
 from .directions import LEAST_QUERIES, Directions, fitting_bytes
 from .layer_budgets import LATEST_QUERIES, SPACING
 from .low_rank_keys import LowRankKeys, default_rank
+from .ranking import rank_among, rank_units
 from .sinks import largest, with_sinks
 
 _REFIT = 8
@@ -132,7 +133,7 @@ class LowRankPredictor:
         assert keys is not None
         count = keys.tokens // group
         if guess and self._candidates is not None and rules.selection == "default":
-            among = keys.rank_among(query.states, query.scaling, group, self._candidates)
+            among = rank_among(keys, query.states, query.scaling, group, self._candidates)
             best = largest(among, min(budget, among.shape[1]))
             return Choice(np.sort(np.take_along_axis(self._candidates, best, 1), 1))
         seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
@@ -140,7 +141,7 @@ class LowRankPredictor:
             importance = torch.rand(self.rows, count, generator=self._shared.generator).numpy()
             return _best(with_sinks(importance, rules.num_sinks, group, seen), budget)
         tail = None if rules.target_mass is None else self._recent_scores(query)
-        ranking = keys.rank(query.states, query.scaling, group, budget, rules.selection, seen, tail)
+        ranking = rank_units(keys, query.states, query.scaling, group, budget, rules.selection, seen, tail)
         self._candidates = ranking.candidates
         if rules.target_mass is None or rules.selection != "default":
             return _best(with_sinks(ranking.importance, rules.num_sinks, group, seen), budget)
@@ -189,7 +190,7 @@ class LowRankPredictor:
             query = query_of(states)
             tail = self._recent_scores(query)
             seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
-            ranking = self.keys.rank(states, query.scaling, group, min(most, count), "default", seen, tail)
+            ranking = rank_units(self.keys, states, query.scaling, group, min(most, count), "default", seen, tail)
             mass = -np.sort(-np.take_along_axis(ranking.importance, ranking.candidates, 1), 1)[:, :most]
             captured = (ranking.rest[:, None] + np.cumsum(mass, 1)).mean(0) / states.shape[1]
             captured = np.concatenate([[ranking.rest.mean() / states.shape[1]], captured])

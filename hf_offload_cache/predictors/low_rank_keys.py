@@ -1,8 +1,7 @@
-"""KVSwap's predictor: keys of all heads joined and projected to a low rank, scored against a low-rank query."""
+"""Compact keys: the keys of all heads joined and projected to a low rank, which a low-rank query is scored against."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,31 +12,14 @@ from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace, lasting_empty
 from ..memory.plan import LayerPlan, Planned
 from .directions import PART, parts
-from .sinks import largest
 
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
 
-_CANDIDATES = 4
-"""Times the groups wanted: of how many the mass is estimated."""
-_BELOW = 1e4
-"""Puts what is no candidate below all candidates."""
+
 def default_rank(key_width: int) -> int:
     """The width of a compact key when none is given: a quarter of the joined key width, from 16 to 160."""
     return min(key_width, max(16, min(160, key_width // 4)))
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """How much each group matters to one query a row. Arrays of the host, the caller's own."""
-
-    importance: np.ndarray
-    """(B, groups) float32, to be compared in a row; right among `candidates`. With the default rule, there, the
-    estimated attention mass summed over heads."""
-    candidates: np.ndarray
-    """(B, n) groups whose mass was estimated, in no order."""
-    rest: np.ndarray
-    """(B,) estimated mass, summed over heads, of what is no group: the tail."""
 
 
 class LowRankKeys:
@@ -203,85 +185,9 @@ class LowRankKeys:
         raw = torch.from_numpy(low).to(keys.device, dtype) @ keys.to(dtype).t()
         return raw, np.ones((len(low), 1), dtype=np.float32)
 
-    def rank(
-        self,
-        query: torch.Tensor,
-        scaling: float,
-        group_size: int,
-        wanted: int,
-        rule: str = "default",
-        visible: torch.Tensor | None = None,
-        tail: np.ndarray | None = None,
-    ) -> Ranking:
-        """How much each group matters to query (B, H, D): the order is right among the `wanted` best.
-
-        "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
-        scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
-        exponentials are taken of these alone.
-        "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
-        the sum is linear, so one vector stands for all heads.
-
-        `visible` (·, tokens) leaves padding out of all of it. `tail` (B, H, t) float32: scaled scores of tokens that
-        are in no group, which share the softmax.
-
-        The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
-        the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
-        """
-        low = self.low_rank_query(query)
-        if rule == "paper":
-            low = low.sum(1, keepdims=True)
-        groups = self.tokens // group_size
-        count = min(_CANDIDATES * wanted, groups)
-        importance = np.empty((len(low), groups), dtype=np.float32)
-        candidates = np.empty((len(low), count), dtype=np.int64)
-        rest = np.zeros(len(low), dtype=np.float32)
-        for row in range(len(low)):
-            grouped, unit = self._grouped(low[row], row, group_size, visible)
-            best = _host(grouped.amax(2))  # (h, groups)
-            if rule == "paper":
-                importance[row] = best[0]
-                candidates[row] = largest(best[:1], count)[0]
-                continue
-            factor = unit * np.float32(scaling)
-            best *= factor
-            top = best.max(-1, keepdims=True)
-            last = None if tail is None else tail[row]
-            if last is not None and last.size:
-                top = np.maximum(top, last.max(-1, keepdims=True))
-            peaks = _exp(best - top)
-            total = peaks.sum(-1, keepdims=True)
-            if last is not None:
-                rest_of_head = _exp(last - top).sum(-1, keepdims=True)
-                total += rest_of_head
-            rough = (1 / total[:, 0]) @ peaks
-            chosen = candidates[row] = largest(rough[None], count)[0]
-            mass = _exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]).sum(-1)
-            total += self._missing_mass(peaks, chosen, mass)
-            importance[row] = rough - _BELOW
-            importance[row, chosen] = (1 / total[:, 0]) @ mass
-            if last is not None:
-                rest[row] = (rest_of_head / total).sum()
-        return Ranking(importance, candidates, rest)
-
-    @staticmethod
-    def _missing_mass(peaks: np.ndarray, chosen: np.ndarray, mass: np.ndarray) -> np.ndarray:
-        """What the sum of `peaks` (h, groups) lacks of the mass of all groups, (h, 1): known where `chosen`; the others
-        are taken to be as much larger than their best token as these."""
-        of_chosen, known = peaks[:, chosen].sum(-1, keepdims=True), mass.sum(-1, keepdims=True)
-        others = peaks.sum(-1, keepdims=True) - of_chosen
-        return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
-
-    def group_importance(
-        self, query: torch.Tensor, scaling: float, group_size: int, rule: str, wanted: int,
-        visible: torch.Tensor | None = None,
-    ) -> np.ndarray:  # fmt: skip
-        """`rank(...).importance`: (B, tokens // group_size)."""
-        return self.rank(query, scaling, group_size, wanted, rule, visible).importance
-
-    def _grouped(
-        self, low: np.ndarray, row: int, group_size: int, visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Raw scores of one row, (h, groups, G), valid until the next call, and their factors (h, 1)."""
+    def row_scores(self, low: np.ndarray, row: int, visible: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        """As `scores`, of low-rank queries (h, r) against all keys of one row: (h, tokens), valid until the next call.
+        `visible` (·, tokens) puts padding below everything."""
         keys, out = self._keys[row, : self.tokens], None
         if keys.dtype == torch.int8 and keys.device.type == "cpu":
             out = self._workspace.take(len(low), self.tokens, dtype=torch.int32, device=keys.device)
@@ -289,33 +195,12 @@ class LowRankKeys:
         if visible is not None:
             least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
             raw.masked_fill_(~visible[min(row, len(visible) - 1), : self.tokens], least)
-        return raw.unflatten(1, (-1, group_size)), unit
+        return raw, unit
 
-    def rank_among(self, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray) -> np.ndarray:
-        """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
-        part of the bytes that `rank` reads, for a query that is a guess."""
-        low = self.low_rank_query(query)
-        importance = np.empty(candidates.shape, dtype=np.float32)
-        for row, chosen in enumerate(torch.from_numpy(candidates).to(self._keys.device)):
-            grouped = self._keys[row, : self.tokens].unflatten(0, (-1, group_size))
-            raw, unit = self.scores(low[row], grouped.index_select(0, chosen).flatten(0, 1))
-            scores = _host(raw.unflatten(1, (-1, group_size))) * (unit * np.float32(scaling))[..., None]
-            mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
-            importance[row] = (1 / mass.sum(-1)) @ mass
-        return importance
+    def of_units(self, row: int, units: torch.Tensor, unit_size: int) -> torch.Tensor:
+        """Compact keys (n * unit_size, r) of one row's `units` (n,), a copy."""
+        return self._keys[row, : self.tokens].unflatten(0, (-1, unit_size)).index_select(0, units).flatten(0, 1)
 
-
-def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
-    """grouped[:, chosen] as float32 on the host."""
-    if grouped.device.type == "cpu" and grouped.dtype == torch.int32:
-        return grouped.numpy()[:, chosen].astype(np.float32)
-    return _host(grouped.index_select(1, torch.from_numpy(chosen).to(grouped.device)))
-
-
-def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.float().cpu().numpy()
-
-
-def _exp(values: np.ndarray) -> np.ndarray:
-    """exp of values at most 0; those too small for a normal number take many times longer and count for nothing."""
-    return np.exp(np.maximum(values, -80.0, dtype=np.float32))
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..console.generation import load
+from ..console.load_model import load
 from .model_walk import as_table, walk_model
 
 

@@ -15,7 +15,6 @@ import torch
 
 from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_config import DiskSwapConfig
-from ..console.generation import prefill
 from ..core.offload_layer import OffloadLayer
 from ..fetch.choice import Choice
 from ..fetch.slot_table import ABSENT, SlotTable
@@ -62,7 +61,8 @@ class Reader:
         ids = ids[None].to(self._model.device)
         on_step(0.0, f"reading {context:,} tokens")
         with ObservedCache(self._model, exact=True, engine="memory") as whole:
-            prefill(self._model, ids[:, :context], whole, chunk=context)
+            with torch.no_grad():
+                self._model(input_ids=ids[:, :context], past_key_values=whole, use_cache=True, logits_to_keep=1)
             forms = [layer.history.form for layer in whole.offloaded]
             self.form = max(forms, key=lambda form: form.entry_bytes)
             for layer in whole.offloaded:
@@ -115,7 +115,10 @@ class Reader:
 @contextlib.contextmanager
 def recorded(cache: DiskSwapCache) -> Iterator[Selections]:
     """What the steps within select, layer by layer, without a change to what they do."""
-    selecting, selections = cache.selecting, {}  # type: tuple[Any, Selections]
+    selecting = cache.selecting
+    selections: Selections = {}
+    if selecting is None:
+        raise ValueError("this cache is exact and selects nothing: give one that is not")
 
     def record(layer_idx: int, choice: Choice) -> None:
         selections.setdefault(layer_idx, []).append(np.array(choice.units))

@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import Adapter, DiskSwapCache, calibrate
 from hf_offload_cache.errors import AdapterError
 from hf_offload_cache.model.fingerprint import fingerprint
+from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.testing import open_descriptors
 
 FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64, "layer_budgets": "uniform"}
@@ -74,10 +75,13 @@ def test_strings_need_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="texts must hold at least one"):
         calibrate(model, [])
 
-    class Encoded:
-        input_ids = prompt(model, 1, 20)
+    def tokenizer(text: str, verbose: bool) -> dict[str, list[int]]:
+        assert (text, verbose) == ("text", False)
+        return {"input_ids": prompt(model, 1, 20)[0].tolist()}
 
-    adapter = calibrate(model, ["text"], tokenizer=lambda text, return_tensors: Encoded, rank=3)
+    adapter = calibrate(model, ["text"], tokenizer=tokenizer, rank=3)
+    same = calibrate(model, [prompt(model, 1, 20)], rank=3)
+    assert torch.equal(adapter.projections[2], same.projections[2])
     assert adapter.projections[2].shape == (32, 3)
 
 
@@ -102,21 +106,21 @@ def test_a_loaded_adapter_selects_well(
     calibrate(model, [prompt(model, 2, 300, seed=1)], rank=rank).save(path)
     seen: list[tuple[int, float, Any]] = []
     layer_class = DiskSwapCache.layer_class
-    select = layer_class.select
+    choose = layer_class.choose
 
-    def watched(self: Any, query: torch.Tensor, buffer: Any) -> Any:
-        groups = select(self, query, buffer)
-        keys = self.history.whole()[0]
-        importance = oracle(query[:, :, 0], keys[:, :, : self.history.num_groups * 4], self.scaling)
+    def watched(self: Any, query: Query, **fields: Any) -> Any:
+        choice = choose(self, query, **fields)
+        groups, keys = choice.units, self.history.whole()[0]
+        importance = oracle(query.states, keys[:, :, : self.history.units * 4], self.scaling)
         importance[:, 0] = float("inf")
         best = set(importance.topk(groups.shape[1], 1).indices[0].tolist())
         seen.append((self.layer_idx, len(best & set(groups[0].tolist())) / len(best), groups))
-        return groups
+        return choice
 
-    monkeypatch.setattr(layer_class, "select", watched)
+    monkeypatch.setattr(layer_class, "choose", watched)
     with DiskSwapCache(model, adapter=str(path), summary_dtype=dtype, **FIELDS) as cache, torch.no_grad():
         model(prompt(model, 1, 350), past_key_values=cache)
-        assert all(layer.summary is not None and layer.summary.tokens == 340 for layer in cache.offloaded)
+        assert all(layer.predictor.keys is not None and layer.predictor.keys.tokens == 340 for layer in cache.offloaded)
         monkeypatch.setattr(cache.look_ahead, "predict", lambda *_: None)
         model(prompt(model, 1, 1, seed=3), past_key_values=cache)
     assert [index for index, *_ in seen] == [0, 1, 2]

@@ -17,6 +17,7 @@ from harness import Decoded, assert_exact, compare, generate, prompt
 from long_models import long_tiny, sparse
 from transformers import DynamicCache
 
+from hf_offload_cache.core import selective_layer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
@@ -144,16 +145,16 @@ def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: G
 def test_a_verification_without_a_mask_is_causal() -> None:
     """Where the model makes no mask, a candidate does not see those behind it."""
     model = long_tiny("llama")
-    mask_of = SelectiveLayer.mask_of
+    mask_of = selective_layer.gathered_mask
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def both(layer: Any, call: AttentionCall, choice: Choice, fetched: Fetched) -> torch.Tensor:
-        mask = mask_of(layer, call, choice, fetched)
-        pairs.append((mask, mask_of(layer, dataclasses.replace(call, mask=None), choice, fetched)))
+    def both(call: AttentionCall, history: Any, choice: Choice, fetched: Fetched) -> torch.Tensor:
+        mask = mask_of(call, history, choice, fetched)
+        pairs.append((mask, mask_of(dataclasses.replace(call, mask=None), history, choice, fetched)))
         return mask
 
     with pytest.MonkeyPatch.context() as patch, sparse(model, **FIELDS) as cache, torch.no_grad():
-        patch.setattr(SelectiveLayer, "mask_of", both)
+        patch.setattr(selective_layer, "gathered_mask", both)
         cache.activate_past_recording()
         model(prompt(model, 1, LENGTH), past_key_values=cache)
         model(prompt(model, 1, 6, 3), past_key_values=cache)

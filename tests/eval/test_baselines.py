@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval import equal_memory, synthetic
+from eval import contenders, equal_memory, synthetic
 from eval.baselines.compact_keys import CompactKeys
 from eval.baselines.flexgen import FlexGenCache
-from eval.baselines.infinigen import InfiniGenCache, kept_dimensions
-from eval.baselines.infinigen_grouped import GroupedInfiniGenCache
+from eval.baselines.infinigen import GroupedInfiniGenCache, InfiniGenCache, kept_dimensions
 from eval.baselines.loki import LokiCache, leading_directions
 from eval.baselines.paged import PagedCache
-from eval.baselines.per_head import fold_heads, unfold_heads
 from eval.baselines.shadowkv import ShadowKVCache
 from hf_offload_cache.errors import BudgetError, PromptError
+from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.model.tag import TAG
+from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.registry import CACHES, cache_class
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
 TOKENS = 600
@@ -70,7 +72,7 @@ def test_a_part_of_it_is_not(model: Any, reference: torch.Tensor, tmp_path: Path
 def test_flexgen_is_the_full_cache_bit_by_bit(model: Any, reference: torch.Tensor, tmp_path: Path) -> None:
     with FlexGenCache(model, path=tmp_path) as cache:
         assert torch.equal(next_logits(model, cache), reference)
-        stored = sum(layer.history.num_groups for layer in cache.offloaded) * cache.storage.stores[0].record_bytes * 2
+        stored = sum(layer.history.units for layer in cache.offloaded) * cache.storage.stores[0].record_bytes * 2
         assert cache.report().bytes_read >= 3 * stored
 
 
@@ -83,21 +85,13 @@ def test_heads_have_records_of_their_own(model: Any, tmp_path: Path) -> None:
         synthetic.fill(cache, model, TINY, TOKENS, 2)
         history = cache.offloaded[0].history
         keys, values = synthetic.context(TINY, TOKENS, 0, 2)
-        assert history.batch == 4 and history.num_groups == TOKENS - 32
+        assert history.rows == 4 and history.units == TOKENS - 32
         assert history.form.record_bytes == 4096 and history.form.entry_bytes == 2 * 2 * 64
         held_keys, held_values = history.whole()
-        assert torch.equal(unfold_heads(held_keys, 2), keys)
-        assert torch.equal(unfold_heads(held_values, 2), values)
+        assert torch.equal(held_keys, keys.reshape(4, 1, TOKENS, 64))  # head h of sequence b is row 2 b + h
+        assert torch.equal(held_values, values.reshape(4, 1, TOKENS, 64))
+        assert torch.equal(cache.offloaded[0].keys, keys)
         assert cache.report().full_kv_bytes == 2 * TOKENS * TINY.token_bytes
-
-
-def test_folding_is_undone() -> None:
-    """Head h of sequence b is row b Hk + h."""
-    tensor = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
-    folded = fold_heads(tensor)
-    assert folded.shape == (6, 1, 4, 5)
-    assert torch.equal(folded[1 * 3 + 2, 0], tensor[1, 2])
-    assert torch.equal(unfold_heads(folded, 3), tensor)
 
 
 def test_shadowkv_stores_values_alone(model: Any, tmp_path: Path) -> None:
@@ -108,26 +102,36 @@ def test_shadowkv_stores_values_alone(model: Any, tmp_path: Path) -> None:
         form = layer.history.form
         keys, values = synthetic.context(TINY, TOKENS, 1, 1)
         assert (form.key_width, form.entry_width, form.group_size) == (0, 128, 8)
-        assert torch.equal(layer.history.whole()[1], values)
-        assert torch.equal(layer._recent, keys[:, :, layer.history.num_groups * 8 :])
-        assert layer.summary.tokens == layer.history.num_groups * 8
+        sealed = layer.history.units * 8
+        assert layer.history.units == (TOKENS - 32) // 8
+        fetched = layer.fetcher.gather(layer.history, Choice.all_of(1, layer.history.units))
+        assert torch.equal(form.split(fetched.entries)[1], values)
+        assert torch.equal(layer.history.recent_keys, keys[:, :, sealed:])
+        assert layer.predictor.compact.tokens == sealed
+        assert cache.report().full_kv_bytes == TOKENS * TINY.token_bytes
         with pytest.raises(PromptError, match="one piece"):
-            cache.update(keys[:, :, :4], values[:, :, :4], 1)
+            layer.whole()
+        returned, other = cache.update(keys[:, :, :4], values[:, :, :4], 1)
+        call = AttentionCall(no_attention, model.model.layers[1].self_attn, query_for(), returned, other, None)
+        with pytest.raises(PromptError, match="one piece"):
+            layer.attend(dataclasses.replace(call, query=call.query[:1].expand(-1, -1, 4, -1)))
 
 
 # --- what is selected -------------------------------------------------------------------------------------------
 
 
+def no_attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return query.transpose(1, 2), None
+
+
 def selected(kind: Any, model: Any, tmp_path: Path, keys: torch.Tensor, query: torch.Tensor, **fields: Any) -> Any:
-    """The groups that the first layer selects for query (B, H, 1, D) among `keys` (B, Hk, T, D)."""
+    """The units that the first layer chooses for query (B, H, 1, D) among `keys` (B, Hk, T, D)."""
     with kind(model, path=tmp_path, num_sinks=1, summary_dtype="float32", **fields) as cache:
         returned, values = cache.update(keys, torch.zeros_like(keys), 0)
         layer: Any = cache.layers[0]
         module = model.model.layers[0].self_attn
-        tag = getattr(returned, TAG)
-        layer.attend(tag, lambda _, q, *a, **k: (q.transpose(1, 2), None), module, query, returned, values, None)
-        layer.scaling = 1.0
-        return layer.select(query, layer.buffer)
+        layer.attend(AttentionCall(no_attention, module, query, returned, values, None, kwargs={"scaling": 1.0}))
+        return layer.choose(layer.query_of(query[:, :, 0], None)).units
 
 
 def planted(places: dict[tuple[int, int], int], dimension: int = 5) -> torch.Tensor:
@@ -179,7 +183,7 @@ def test_a_dimension_that_was_not_kept_is_not_seen(model: Any, tmp_path: Path) -
 def test_kept_dimensions_are_the_largest() -> None:
     """As columns of a projection, in order of position, each head for itself."""
     magnitude = torch.tensor([[0.1, 3.0, 0.2, 2.0], [5.0, 0.0, 6.0, 1.0]])
-    found = kept_dimensions(magnitude, 2)
+    found = kept_dimensions(torch.zeros(2, 4, 4), magnitude, 2)
     assert found.shape == (2, 4, 2)
     assert found.argmax(1).tolist() == [[1, 3], [0, 2]]
     assert torch.equal(found.sum((1, 2)), torch.tensor([2.0, 2.0]))
@@ -189,7 +193,7 @@ def test_leading_directions_hold_the_most_energy() -> None:
     """Of keys in a plane, two directions hold all."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(50, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
-    found = leading_directions((keys.T @ keys)[None], 2)[0]
+    found = leading_directions((keys.T @ keys)[None], torch.zeros(1, 6), 2)[0]
     torch.testing.assert_close(keys @ found @ found.T, keys, rtol=0, atol=1e-4)
     assert (keys @ found)[:, 0].norm() > (keys @ found)[:, 1].norm()
 
@@ -205,7 +209,7 @@ def test_compact_keys_of_full_rank_are_the_keys(joint: bool, dtype: torch.dtype)
     projection = torch.linalg.qr(torch.randn(parts, width, width, generator=generator))[0]
     compact = CompactKeys(projection, torch.ones(parts, width), dtype, 2, 2, account)
     compact.append(keys[:, :, :30])
-    compact.append(fold_heads(keys[:, :, 30:]))
+    compact.append(keys[:, :, 30:].reshape(4, 1, 10, 8))
     assert compact.tokens == 40
     positions = torch.tensor([[3, 39, 3], [0, 1, 31]])
     wanted = torch.stack([keys[row][:, positions[row]] for row in range(2)])
@@ -213,6 +217,9 @@ def test_compact_keys_of_full_rank_are_the_keys(joint: bool, dtype: torch.dtype)
     torch.testing.assert_close(compact.rebuild(positions), wanted, rtol=0, atol=atol)
     exact = torch.einsum("hgd,htd->hgt", query.view(2, 2, 8), keys[1]).flatten(0, 1)
     torch.testing.assert_close(compact.scores(query, 1), exact, rtol=0, atol=0.25)  # products are in bfloat16
+    again = CompactKeys.restore(compact.capture(), account)
+    assert torch.equal(again.scores(query, 1), compact.scores(query, 1)) and again.tokens == 40
+    again.close()
     compact.select_rows(torch.tensor([1, 1]))
     torch.testing.assert_close(compact.scores(query, 0), exact, rtol=0, atol=0.25)
     compact.truncate(10)
@@ -262,6 +269,17 @@ def test_fields_keep_to_the_share(method: str, memory: Fraction) -> None:
     assert (fields.get("reuse_capacity", 400) > 0) == reuses  # ours keeps the rank first
 
 
+def test_a_registered_cache_is_a_contender_and_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the share, and not far below it: by one line in the registry."""
+    assert {cache_class(name).__name__ for name in CACHES} <= set(contenders.METHODS)
+    monkeypatch.setitem(CACHES, "pages", "examples.own_method:PageCache")
+    shape = synthetic.LLAMA_8B
+    fields = equal_memory.fields_for("PageCache", shape, 32768, 1, Fraction(1, 13))
+    share = 32768 * shape.token_bytes // 13
+    assert 0.95 * share < equal_memory.bytes_held("PageCache", shape, 32768 + 1024, 1, fields) <= share
+    assert fields["num_selected"] == 400
+
+
 def test_reuse_gives_way_before_there_are_no_compact_keys() -> None:
     """And what cannot be held at all is refused with its bytes."""
     shape = synthetic.LLAMA_8B
@@ -289,3 +307,24 @@ def test_the_account_agrees_with_what_is_reckoned(kind: Any, method: str, model:
         held = cache.memory_bytes - cache.report().memory_by_owner.get("token ids", 0)
     reckoned = equal_memory.bytes_held(method, shape, 8192, 1, fields)
     assert reckoned / 2 < held <= 1.01 * reckoned
+
+
+# --- written from outside ---------------------------------------------------------------------------------------
+
+
+def test_no_private_name_of_the_library() -> None:
+    """`x._y` only where the baseline itself gives it that name, and nothing inherited with a `_` is overridden."""
+    found = []
+    for path in (Path(synthetic.__file__).parent / "baselines").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [node for node in nodes if isinstance(node, ast.Attribute)]
+        mine = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        mine |= {node.attr for node in names if isinstance(node.ctx, ast.Store)}
+        private = [node.attr for node in names if node.attr[0] == "_" and node.attr[-1] != "_"]
+        found += [f"{path.name}: {name}" for name in private if name not in mine]
+        imported = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        found += [f"{path.name}: {one.name}" for node in imported for one in node.names if one.name[0] == "_"]
+    assert found == []
+    classes = [base for kind in SELECTIVE for one in (kind, kind.layer_class) for base in one.__mro__]
+    own = [base for base in classes if base.__module__.startswith("eval.")]
+    assert {name for base in own for name in vars(base) if name[0] == "_" and name[-1] != "_"} <= {"_abc_impl"}

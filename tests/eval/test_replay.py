@@ -20,6 +20,7 @@ from eval.contenders import FULL, IN_MEMORY, METHODS, NO_REUSE, OWN, PAGED, RELO
 from eval.studies import speed_budget, speed_group, speed_latency, speed_throughput
 from eval.studies.common import Study, main
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.testing import ThrottledStore
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=32, intermediate=64, vocabulary=128)
@@ -34,8 +35,8 @@ def setting_of(path: Path, tokens: int = 1024, **others: Any) -> Setting:
 def gathered(cache: Any, layer_idx: int, groups: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of groups (B, M), by the way of a decoding step, the tail left out."""
     layer = cache.offloaded[layer_idx]
-    entries = cache.buffer.gather(layer, groups)[:, : groups.shape[1] * layer.history.form.group_size]
-    return layer.history.form.split(entries)
+    fetched = layer.fetcher.gather(layer.history, Choice(groups))
+    return layer.history.form.split(fetched.entries[:, : fetched.chosen])
 
 
 def test_what_is_gathered_is_what_was_put_in(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_what_is_gathered_is_what_was_put_in(tmp_path: Path) -> None:
                     for row in range(3):
                         assert torch.equal(own[row], whole[row][:, positions[row]])
             assert not torch.equal(keys[0], keys[1])
-        assert one.own is not None and one.own.shared.storage.stores[0].reads > 0
+        assert one.own is not None and one.own.storage.stores[0].reads > 0
     finally:
         one.close()
 
@@ -87,15 +88,15 @@ def test_overlap_off_reads_only_what_is_missing_and_waits(tmp_path: Path) -> Non
     try:
         assert one.own is not None
         one.steps(3, keep=False)
-        one.own.shared.reset_counters()
+        one.own.storage.reset_counters()
         one.steps(4, "off")
         report, taken = one.own.report(), one.taken["off"]
         assert report.prefetch_hit_rate == report.hit_rate == 0.0
         # 16 groups and the sinks' in each of two layers, each in a record of its own
-        assert taken.bytes_read == [2 * 17 * one.own.shared.storage.stores[0].record_bytes] * 4
+        assert taken.bytes_read == [2 * 17 * one.own.storage.stores[0].record_bytes] * 4
         assert len(taken.store) == 4 and all(seconds > 0 for seconds in taken.store)
-        assert "read" not in vars(one.own.shared.storage.prefetcher) and "prefetch" not in vars(one.own.buffer)
-        one.own.shared.reset_counters()
+        assert "read" not in vars(one.own.storage.prefetcher) and "ahead" not in vars(one.own.offloaded[0])
+        one.own.storage.reset_counters()
         one.steps(4, "on")
         found = one.own.report().prefetch_hit_rate
         assert found is not None and found > 0.2
@@ -109,7 +110,7 @@ def test_reads_are_issued_as_before_after_an_error(tmp_path: Path) -> None:
         with pytest.raises(KeyError), replays.reads_waited_for(cache):
             raise KeyError
         assert "read" not in vars(cache.storage.prefetcher)
-        assert not {"prefetch", "prefetch_again"} & set(vars(cache.buffer))
+        assert all("ahead" not in vars(layer) for layer in cache.offloaded)
 
 
 def test_likeness_makes_hits(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_throttled_caches_read_through_the_device(tmp_path: Path) -> None:
     one = replays.replay(OWN, setting_of(tmp_path, profile="sd"))
     try:
         assert one.own is not None
-        stores: list[Any] = one.own.shared.storage.stores
+        stores: list[Any] = one.own.storage.stores
         assert len(stores) == 2 and all(isinstance(store, ThrottledStore) for store in stores)
         assert stores[0].clock is stores[1].clock
         assert stores[0].clock.bytes_per_second == profiles.SD.bytes_per_second
@@ -152,7 +153,7 @@ def test_throttled_caches_read_through_the_device(tmp_path: Path) -> None:
         assert one.taken["off"].store[0] >= least
     finally:
         one.close()
-    assert one.own.shared.storage.stores == []
+    assert one.own.storage.stores == []
 
 
 def test_models_share_their_weights(tmp_path: Path) -> None:
@@ -274,8 +275,8 @@ def test_parts_of_a_layers_time_add_up(tmp_path: Path) -> None:
         assert set(parts) == set(speed_latency.PARTS)
         assert parts["predict"] > 0 and parts["gather"] > 0 and parts["compute"] > 0
         assert one.own is not None
-        assert all("select" not in vars(layer) for layer in one.own.offloaded)
-        assert "gather" not in vars(one.own.buffer)
+        layers: list[Any] = one.own.offloaded
+        assert all("choose" not in vars(layer) and "gather" not in vars(layer.fetcher) for layer in layers)
     finally:
         one.close()
 

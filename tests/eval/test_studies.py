@@ -71,10 +71,10 @@ def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, 
             else:
                 with torch.no_grad():
                     model(input_ids=start.ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            compact = [layer.summary._keys[:, : layer.summary.tokens].clone() for layer in cache.offloaded]
+            compact = [layer.predictor.keys.capture()["keys"].clone() for layer in cache.offloaded]
             text = contexts.answer(model, Words(), cache, ids, 12) if asked else ""  # type: ignore[arg-type]
             logits = contexts.follow(model, cache, some_ids(4, seed=1))
-            selected = [cache.buffer.groups_selected(layer) for layer in cache.offloaded]
+            selected = [layer.budget for layer in cache.offloaded]
             found.append((selected, compact, text, logits))
             assert cache.report().selected_fraction < 0.5
     (selected, compact, text, logits), own = found
@@ -190,7 +190,7 @@ def test_what_is_seen_is_what_was_attended(rolling: bool, tmp_path: Path) -> Non
             contexts.follow(model, cache, ids[:, 600:])
         for hook in hooks:
             hook.remove()
-        assert "attend" not in vars(cache.offloaded[0]) and "gather" not in vars(cache.buffer)
+        assert not {"attend", "combine"} & set(vars(cache.offloaded[0]))
         held = [layer.values.repeat_interleave(2, 1) for layer in cache.offloaded]
         assert len(looks) == len(given) == 18
         for index, (look, output) in enumerate(zip(looks, given, strict=True)):

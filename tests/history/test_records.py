@@ -82,10 +82,14 @@ def test_default_group_size(heads: int, dim: int, dtype: torch.dtype, group: int
     assert group == 16 or 2 * group * form.entry_bytes > TARGET_RECORD_BYTES
 
 
-def test_mixed_dtypes_are_refused() -> None:
+def test_of_two_types_the_one_that_attention_uses_or_that_holds_both() -> None:
     keys, values = pair(1, 4, 1, 4)
-    with pytest.raises(TypeError, match=r"float32.*bfloat16"):
-        RecordFormat.of(keys, values.bfloat16(), 4)
+    assert RecordFormat.of(keys, values.bfloat16(), 4).dtype == torch.float32
+    assert RecordFormat.of(keys.half(), values.bfloat16(), 4).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert RecordFormat.of(keys, values.bfloat16(), 4).dtype == torch.bfloat16
+        assert RecordFormat.of(keys.half(), values, 4).dtype == torch.bfloat16
+        assert RecordFormat.of(keys, values, 4).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,10 +101,10 @@ def test_what_a_layer_writes(dtype: torch.dtype) -> None:
         layer = OffloadLayer(shared, 0)
         for start, stop in ((0, 13), (13, 14), (14, 22)):
             layer.update(keys[:, :, start:stop], values[:, :, start:stop])
-        assert layer.history.num_groups == 4
+        assert layer.history.units == 4
         out = aligned_empty(8, layer.history.form.record_bytes)
         out.fill_(255)
-        shared.prefetcher.flush()
+        shared.storage.prefetcher.flush()
         layer.history.store.read(layer.history.table.ids.reshape(-1).astype(np.int64), out)
         payload = layer.history.form.payload(out)
         assert not out[:, payload.shape[1] * dtype.itemsize :].any()
@@ -111,4 +115,4 @@ def test_what_a_layer_writes(dtype: torch.dtype) -> None:
         assert torch.equal(layer.history.whole()[0], keys)
         assert torch.equal(layer.history.whole()[1], values)
     finally:
-        shared.close()
+        shared.storage.close()

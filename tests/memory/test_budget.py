@@ -12,12 +12,10 @@ from harness import TINY, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, OffloadConfig
-from hf_offload_cache.config import parse_size
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache
+from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.fit import fit_config, fit_stream, parse_memory
-from hf_offload_cache.memory.plan import plan_memory
 from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
 
 SMOL = Geometry.uniform(30, 9, 3, 64)
@@ -98,14 +96,14 @@ def test_a_plan_by_hand() -> None:
     """SmolLM2's shape, 768 bytes a token: groups of 16 in records of 12 KiB; a context of 1040 seals 63."""
     config = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform",
                             block_tokens=128, write_queue="64KiB")  # fmt: skip
-    plan = plan_memory(SMOL, config, 1040, 1)
+    plan = DiskSwapCache.plan(SMOL, config, 1040, 1)
     unit = 16 * 768
     selected = 4 + 2  # sinks of a padded row may lie in two groups
     assert plan.decode["compact keys"] == 30 * 1040 * 10
-    assert plan.decode["adapters"] == 30 * 192 * 10 * 4
+    assert plan.decode["adapters"] == 30 * 192 * 10 * (2 + 4)  # of keys in bfloat16, of queries in float32
     assert plan.decode["rolling tail"] == 30 * 48 * 768
     assert plan.decode["staging"] == selected * unit
-    assert plan.decode["selection"] == (selected + 3) * unit
+    assert plan.decode["selection"] == (2 * selected + 3) * unit  # what a verification of candidates may want
     assert plan.decode["reuse slots"] == 30 * 3 * unit
     assert plan.decode["write queue"] == 65536
     assert plan.decode["token ids"] == 1040 * 8
@@ -119,7 +117,7 @@ def test_a_plan_by_hand() -> None:
 @pytest.mark.parametrize(
     ("fields", "owner", "factor"),
     [
-        ({"look_ahead": True}, "staging", 3),
+        ({"look_ahead": True}, "staging", 2),
         ({"summary_dtype": "float32"}, "compact keys", 4),
         ({"rank": 20}, "adapters", 2),
         ({"num_recent": 80}, "rolling tail", 2),
@@ -132,34 +130,34 @@ def test_what_a_field_costs(fields: dict[str, Any], owner: str, factor: float) -
     base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform")
     two = Geometry(layers=SMOL.layers[:2], dtype=torch.bfloat16)
     other = DiskSwapConfig.load(base, fields)
-    before, after = (plan_memory(two, config, 1040, 1).decode[owner] for config in (base, other))
+    before, after = (DiskSwapCache.plan(two, config, 1040, 1).decode[owner] for config in (base, other))
     assert after == pytest.approx(before * factor)
 
 
 def test_what_a_change_of_rows_takes() -> None:
     """Beside the new rows of a layer its old ones, the largest of compact keys, tail and ids; one row never changes."""
     config = DiskSwapConfig(num_selected=64, rank=10)
-    assert "moving rows" not in plan_memory(SMOL, config, 1040, 1).decode
-    assert plan_memory(SMOL, config, 1040, 2).decode["moving rows"] == 2 * 48 * 768
-    assert plan_memory(SMOL, config, 10400, 2).prefill["moving rows"] == 2 * 10400 * 10
-    assert plan_memory(SMOL, DiskSwapConfig(exact=True), 10400, 2).decode["moving rows"] == 2 * 10400 * 8
+    assert "moving rows" not in DiskSwapCache.plan(SMOL, config, 1040, 1).decode
+    assert DiskSwapCache.plan(SMOL, config, 1040, 2).decode["moving rows"] == 2 * 48 * 768
+    assert DiskSwapCache.plan(SMOL, config, 10400, 2).prefill["moving rows"] == 2 * 10400 * 10
+    assert DiskSwapCache.plan(SMOL, DiskSwapConfig(exact=True), 10400, 2).decode["moving rows"] == 2 * 10400 * 8
 
 
 def test_what_reads_are_held_in() -> None:
     """On CUDA twice; mapped pages count; records in memory are all, in chunks of 4 MiB; a trace has its room."""
     config = DiskSwapConfig(num_selected=64)
     two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
-    host, cuda = (plan_memory(geometry, config, 1040, 1) for geometry in two)
+    host, cuda = (DiskSwapCache.plan(geometry, config, 1040, 1) for geometry in two)
     for owner in ("stream buffers",):
         assert cuda.prefill[owner] == 2 * host.prefill[owner]
     assert cuda.decode["staging"] == 2 * host.decode["staging"]
-    mapped = plan_memory(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
+    mapped = DiskSwapCache.plan(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
     assert mapped.decode["records in memory"] == mapped.decode["staging"]
-    memory = plan_memory(SMOL, DiskSwapConfig(engine="memory"), 1040, 1)
+    memory = DiskSwapCache.plan(SMOL, DiskSwapConfig(engine="memory"), 1040, 1)
     assert memory.decode["records in memory"] == 30 * (2**22 // 12288) * 12288
     assert memory.disk_bytes == 0
-    assert plan_memory(SMOL, DiskSwapConfig(trace="t"), 1040, 1).decode["timeline"] == 320 * 1024
-    exact = plan_memory(SMOL, DiskSwapConfig(exact=True), 1040, 1)
+    assert DiskSwapCache.plan(SMOL, DiskSwapConfig(trace="t"), 1040, 1).decode["timeline"] == 320 * 1024
+    exact = DiskSwapCache.plan(SMOL, DiskSwapConfig(exact=True), 1040, 1)
     assert exact.decode["stream buffers"] == exact.prefill["stream buffers"] == 2 * 64 * 16 * 768
     assert "compact keys" not in exact.decode
 
@@ -173,8 +171,8 @@ def test_what_reads_are_held_in() -> None:
 def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, batch: int) -> None:
     """Nearly all of the budget is used, and no rank is below the limit of compression."""
     memory = parse_memory(part, geometry.full_kv_bytes(context, batch))
-    config = fit_config(geometry, memory, context, batch, {})
-    plan = plan_memory(geometry, config, context, batch)
+    config = DiskSwapCache.fit(geometry, memory, context, batch, {})
+    plan = DiskSwapCache.plan(geometry, config, context, batch)
     assert 0.93 * memory < plan.peak_bytes <= memory
     assert (config.memory, config.max_context, config.max_batch) == (memory, context, batch)
     width = geometry.forms(None)[0].key_width
@@ -189,7 +187,8 @@ def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, bat
 
 def test_what_more_memory_buys() -> None:
     """Look-ahead, slots up to twice the selection, the rank to half the width, then slots again."""
-    configs = [fit_config(SMOL, SMOL.full_kv_bytes(7168, 1) * n // 100, 7168, 1, {}) for n in (5, 7, 15, 30, 60, 150)]
+    full = SMOL.full_kv_bytes(7168, 1)
+    configs = [DiskSwapCache.fit(SMOL, full * n // 100, 7168, 1, {}) for n in (5, 7, 15, 30, 60, 150)]
     assert [config.rank for config in configs[1:]] == sorted(config.rank or 0 for config in configs[1:])
     assert [config.reuse_capacity for config in configs] == sorted(config.reuse_capacity for config in configs)
     assert [config.look_ahead for config in configs] == [False, False, None, None, None, None]
@@ -200,25 +199,25 @@ def test_what_more_memory_buys() -> None:
 def test_the_users_fields_stay() -> None:
     fields = {"num_selected": 128, "reuse_capacity": 64, "rank": 20, "look_ahead": True, "group_size": 8,
               "num_recent": 48, "layer_budgets": "uniform", "block_tokens": 256, "write_queue": "1MiB"}  # fmt: skip
-    config = fit_config(SMOL, 12 * 2**20, 7168, 1, fields)
+    config = DiskSwapCache.fit(SMOL, 12 * 2**20, 7168, 1, fields)
     assert {name: getattr(config, name) for name in fields} == fields
     words = r"memory is 6,291,456 .*need at least [\d,]+ .*num_selected=128.*leave fields"
     with pytest.raises(BudgetError, match=words):
-        fit_config(SMOL, 6 * 2**20, 7168, 1, fields)
+        DiskSwapCache.fit(SMOL, 6 * 2**20, 7168, 1, fields)
     with pytest.raises(ConfigError, match="did you mean 'rank'"):
-        fit_config(SMOL, 1, 7168, 1, {"rnk": 3})
-    exact = fit_config(SMOL, 12 * 2**20, 7168, 1, {"exact": True})
+        DiskSwapCache.fit(SMOL, 1, 7168, 1, {"rnk": 3})
+    exact = DiskSwapCache.fit(SMOL, 12 * 2**20, 7168, 1, {"exact": True})
     assert exact.exact is True and exact.num_recent == 32
 
 
 def test_the_least_that_would_do_does() -> None:
     with pytest.raises(BudgetError) as caught:
-        fit_config(SMOL, 1000, 7168, 1, {})
+        DiskSwapCache.fit(SMOL, 1000, 7168, 1, {})
     least = int(str(caught.value).partition("at least ")[2].split()[0].replace(",", ""))
-    config = fit_config(SMOL, least, 7168, 1, {})
-    assert (config.num_recent, config.rank, config.reuse_capacity) == (16, 12, 0)
+    config = DiskSwapCache.fit(SMOL, least, 7168, 1, {})
+    assert (config.num_recent, config.rank, config.reuse_capacity) == (8, 12, 0)
     with pytest.raises(BudgetError):
-        fit_config(SMOL, least - 1, 7168, 1, {})
+        DiskSwapCache.fit(SMOL, least - 1, 7168, 1, {})
 
 
 shapes = st.builds(
@@ -260,8 +259,8 @@ def test_a_fit_keeps_to_the_budget_or_says_what_would(
 ) -> None:
     memory = max(1, int(geometry.full_kv_bytes(context, batch) / divisor))
     for fit in (
-        lambda memory: fit_config(geometry, memory, context, batch, fields),
-        lambda memory: fit_stream(OffloadConfig, geometry, memory, context, batch, {}),
+        lambda memory: DiskSwapCache.fit(geometry, memory, context, batch, fields),
+        lambda memory: OffloadCache.fit(geometry, memory, context, batch, {}),
     ):
         try:
             config = fit(memory)
@@ -269,7 +268,8 @@ def test_a_fit_keeps_to_the_budget_or_says_what_would(
             least = int(str(error).partition("at least ")[2].split()[0].replace(",", ""))
             assert least > memory
             config, memory = fit(least), least
-        assert plan_memory(geometry, config, context, batch).peak_bytes <= memory
+        cache_class = DiskSwapCache if isinstance(config, DiskSwapConfig) else OffloadCache
+        assert cache_class.plan(geometry, config, context, batch).peak_bytes <= memory
         assert config.memory == memory
         if isinstance(config, DiskSwapConfig):
             assert {name: getattr(config, name) for name in fields} == fields
@@ -323,7 +323,7 @@ def run(model: Any, cache: Any, tokens: int, chunk: int, steps: int, mask: torch
 def check_kept(cache: Any, geometry: Geometry) -> None:
     """The account is within the plan by owner, and within the budget at its peak."""
     report = cache.report()
-    plan = plan_memory(geometry, cache.config, CONTEXT, BATCH)
+    plan = cache.plan(geometry, cache.config, CONTEXT, BATCH)
     assert report.memory_budget == cache.storage.account.limit
     assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
     most = {owner: max(plan.prefill.get(owner, 0), plan.decode.get(owner, 0)) for owner in report.memory_by_owner}
@@ -355,7 +355,7 @@ def test_what_the_account_holds_is_what_was_planned() -> None:
     with DiskSwapCache.for_budget(model, "2/5", CONTEXT, BATCH, num_selected=64, reuse_capacity=64) as cache:
         run(model, cache, CONTEXT - 1, 256, 1)
         held = cache.report().memory_by_owner
-        plan = plan_memory(geometry, cache.config, CONTEXT, BATCH).decode
+        plan = cache.plan(geometry, cache.config, CONTEXT, BATCH).decode
     for owner in ("compact keys", "adapters", "rolling tail", "token ids"):
         assert held[owner] == plan[owner], owner
     for owner in ("staging", "selection", "reuse slots", "scores", "tables"):

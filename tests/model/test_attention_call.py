@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_stream_attention import BFLOAT16, FLOAT32
+from attention_tolerances import BFLOAT16, FLOAT32
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_offload_cache.model.attention_call import AttentionCall
@@ -74,6 +74,17 @@ def test_what_is_run_is_the_call_on_other_keys() -> None:
     assert (call.num_queries, call.scaling, call.tag) == (3, 16**-0.5, None)
     call.attend(keys, values, mask)  # several queries: the model's own too
     assert given[1] == given[0]
+
+
+@pytest.mark.parametrize("heads", [1, 6])
+def test_one_query_under_a_mask(heads: int) -> None:
+    """Of one row for all heads, or one for each query head: as the model's own attention."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(2, 6, 1, 16, generator=generator), torch.randn(2, 2, 9, 16, generator=generator)
+    values, mask = torch.randn(2, 2, 9, 16, generator=generator), torch.rand(2, heads, 1, 9, generator=generator) > 0.4
+    expected = sdpa_attention_forward(_Module(), query, keys, values, mask)[0]
+    found, _ = AttentionCall(_refuse, _Module(), query, keys, values, None).attend(keys, values, mask)
+    torch.testing.assert_close(found, expected, rtol=10 * FLOAT32, atol=10 * FLOAT32)
 
 
 def test_a_stream_is_the_models_attention_over_blocks() -> None:

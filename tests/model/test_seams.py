@@ -20,7 +20,20 @@ import harness
 import pytest
 import torch
 import transformers
-from harness import CASES, PAD, SMALL, Decoded, assert_exact, fresh, generate, padding, prompt, tiny, unchanged
+from harness import (
+    CASES,
+    PAD,
+    SMALL,
+    Decoded,
+    assert_exact,
+    fresh,
+    generate,
+    padding,
+    prompt,
+    tiny,
+    tokenizer,
+    unchanged,
+)
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -289,15 +302,6 @@ def test_use_cache_false() -> None:
             assert_exact(expected, generate(model, cache, prompt(model), use_cache=False, max_new_tokens=8))
         cache.reset()
         assert_exact(harness.reference("llama", "greedy"), CASES["greedy"](model, cache))
-
-
-def tokenizer(size: int) -> Any:
-    """A tokenizer whose words are w0, w1, ..."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")
 
 
 def test_pipeline_given_a_list() -> None:

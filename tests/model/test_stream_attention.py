@@ -6,19 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.model.block_attention import attend_block, attend_block_reference
 from hf_offload_cache.model.masks import additive_mask, mask_at, visible_columns
 from hf_offload_cache.model.stream_attention import stream_attention, stream_attention_reference
-
-FLOAT32 = 2e-6
-"""Largest difference in units of the largest value: sums of up to 60 products of float32, merged up to 8 times."""
-
-BFLOAT16 = 4 * 2**-8
-"""bf16 keeps 8 bits: weights, a block's output and the result are each rounded, by up to 2**-8 of the largest value
-together with the weights' own sum; four such roundings are allowed for."""
 
 
 def tensors(

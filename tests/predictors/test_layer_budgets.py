@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 import torch
 from gathers import selections
 from harness import generate, prompt
-from hf_offload_cache.fetch.selection_buffer import SelectionBuffer
 from long_llama import LONG, long_model, run, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.caches.disk_swap import DiskSwapLayer
+from hf_offload_cache.core.step import Step
 from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
+from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.predictors.layer_budgets import MOST, spread
 from hf_offload_cache.tuning.calibrate_budgets import calibrate_budgets
 
@@ -61,7 +64,7 @@ def test_given_budgets_are_kept_and_come_back_after_reset(monkeypatch: pytest.Mo
                 run(cache, max_new_tokens=3)
             sizes = {layer.layer_idx: groups.shape[1] for layer, groups in seen}
             assert sizes == {0: 21, 1: 6, 2: 6}
-            slots = {index: slots.table.capacity for index, slots in cache.buffer._slots.items()}
+            slots = {layer.layer_idx: layer.fetcher.tiers[0].capacity for layer in cache.selective}
             assert slots == {0: 31, 1: 9, 2: 9}  # 60 tokens on the mean of 40: 120, 30, 30; and the sinks
             cache.reset()
 
@@ -72,21 +75,26 @@ def test_budgets_that_cannot_be(budgets: Any) -> None:
         sparse(layer_budgets=budgets)
 
 
-def test_measured_budgets_follow_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer whose keys are made alike attends to all of them: it gets more than the mean, at the same total."""
+def make_one_layer_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's keys are made alike, the others' apart."""
     projection = DiskSwapLayer.update
 
     def flat(self: DiskSwapLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return projection(self, keys * 0.01 if self.layer_idx == 1 else keys * 4, values, *args, **kwargs)
 
     monkeypatch.setattr(DiskSwapLayer, "update", flat)
+
+
+def test_measured_budgets_follow_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose keys are made alike attends to all of them: it gets more than the mean, at the same total."""
+    make_one_layer_dense(monkeypatch)
     with sparse(layer_budgets="measured") as cache:
         with selections(monkeypatch) as seen:
             run(cache, max_new_tokens=3)
         sizes = {layer.layer_idx: groups.shape[1] - 1 for layer, groups in seen}
         assert sum(sizes.values()) == 3 * 10
         assert sizes[1] > 10 > min(sizes.values())
-        assert all(layer.latest_queries is None for layer in cache.offloaded)
+        assert all(layer.predictor.latest_queries is None for layer in cache.selective)
 
 
 def test_a_padded_row_does_not_count_padding_as_density() -> None:
@@ -98,9 +106,32 @@ def test_a_padded_row_does_not_count_padding_as_density() -> None:
         padded = torch.cat([ids.new_zeros(1, padding), ids], 1)
         with sparse(rank=32, summary_dtype="float32", layer_budgets="measured") as cache, torch.no_grad():
             model(padded, attention_mask=mask, past_key_values=cache)
-            cache.buffer.see(None if not padding else mask.bool())
-            curves.append([layer.density(30) for layer in cache.offloaded])
+            curves.append([layer.density(30, mask.bool() if padding else None) for layer in cache.selective])
     np.testing.assert_allclose(curves[0], curves[1], rtol=2e-3, atol=2e-3)
+
+
+def test_a_cache_measures_without_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows what of it is padding when it measures, before the step's mask is there."""
+    make_one_layer_dense(monkeypatch)
+    seen: list[Any] = []
+    density = DiskSwapLayer.density
+
+    def watched(self: DiskSwapLayer, most: int, visible: torch.Tensor | None = None) -> Any:
+        seen.append(density(self, most, visible))
+        return seen[-1]
+
+    monkeypatch.setattr(DiskSwapLayer, "density", watched)
+    model, curves = long_model(), []
+    ids = prompt(model, 1, LONG)
+    for padding in (0, 260):
+        mask = torch.cat([torch.zeros(1, padding, dtype=torch.long), torch.ones_like(ids)], 1)
+        padded = torch.cat([ids.new_full((1, padding), 3), ids], 1)
+        with sparse(rank=32, summary_dtype="float32", layer_budgets="measured") as cache:
+            generate(model, cache, padded, attention_mask=mask, max_new_tokens=3)
+        curves.append(np.stack(seen))
+        seen.clear()
+    assert curves[0].shape == (3, MOST * 10 + 1)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("target", [0.3, 0.6, 1.0])
@@ -110,22 +141,23 @@ def test_a_step_stops_at_its_target(monkeypatch: pytest.MonkeyPatch, target: flo
     seen: list[tuple[int, float, float]] = []
     decode = DiskSwapLayer.decode
 
-    def watched(self: Any, attention: Any, module: Any, query: torch.Tensor, mask: Any, *args: Any, **kw: Any) -> Any:
+    def watched(self: Any, call: AttentionCall, step: Step) -> Any:
+        query = call.query
         with selections(monkeypatch) as chosen:
-            out = decode(self, attention, module, query, mask, *args, **kw)
+            out = decode(self, call, step)
         groups = chosen[0][1][0]
         keys = self.history.whole()[0].repeat_interleave(query.shape[1] // self.history.form.num_key_heads, 1)
         share = torch.softmax(query @ keys.transpose(-1, -2) * self.scaling, -1)[0, :, 0].mean(0)
         size = self.history.form.group_size
-        of_groups = share[: self.history.num_groups * size].view(-1, size).sum(1)
-        mass = share[self.history.num_groups * size :].sum() + of_groups[torch.from_numpy(groups.copy())].sum()
+        of_groups = share[: self.history.units * size].view(-1, size).sum(1)
+        mass = share[self.history.units * size :].sum() + of_groups[torch.from_numpy(groups.copy())].sum()
         seen.append((len(groups), float(mass), float(of_groups[torch.from_numpy(groups[1:].copy())].min())))
         return out
 
     scale = DiskSwapLayer.attend
 
-    def sharp(self: Any, tag: Any, attention: Any, module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return scale(self, tag, attention, module, 12 * query, *args, **kwargs)
+    def sharp(self: Any, call: AttentionCall) -> Any:
+        return scale(self, dataclasses.replace(call, query=12 * call.query))
 
     monkeypatch.setattr(DiskSwapLayer, "attend", sharp)
     monkeypatch.setattr(DiskSwapLayer, "decode", watched)
@@ -156,11 +188,11 @@ def test_measuring_again_only_where_the_length_has_doubled() -> None:
     fields: dict[str, Any] = {"group_size": 4, "num_selected": 40, "num_recent": 8, "layer_budgets": "measured"}
     with DiskSwapCache(model, engine="memory", **fields) as cache:
         generate(model, cache, ids[:, :LONG], max_new_tokens=2)
-        before = dict(cache.buffer._share)
+        before = dict(cache.selecting.shares)
         with torch.no_grad():
             model(ids[:, : 20], past_key_values=cache)
-        assert all(layer.latest_queries is None for layer in cache.offloaded)
-        assert cache.buffer._share == before != {}
+        assert all(layer.predictor.latest_queries is None for layer in cache.selective)
+        assert cache.selecting.shares == before != {}
 
 
 def test_budgets_from_sample_text_are_those_of_a_prompt_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +202,7 @@ def test_budgets_from_sample_text_are_those_of_a_prompt_like_it(monkeypatch: pyt
     fields: dict[str, Any] = {"group_size": 4, "num_recent": 8}
     with DiskSwapCache(model, num_selected=40, layer_budgets="measured", engine="memory", **fields) as cache:
         generate(model, cache, ids, max_new_tokens=2)
-        measured = {index: round(share * 40) for index, share in cache.buffer._share.items()}
+        measured = {index: round(share * 40) for index, share in cache.selecting.shares.items()}
     budgets = calibrate_budgets(model, [ids], num_selected=40, **fields)
     assert dict(enumerate(budgets)) == measured
     assert sum(budgets) == 3 * 40
@@ -188,18 +220,18 @@ def test_text_too_short_to_choose_from() -> None:
 def test_the_queries_are_off_the_account_before_selecting_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a tight budget both would not fit."""
     held: list[int] = []
-    gather = SelectionBuffer.gather
+    gather = Fetcher.gather
 
-    def watched(self: SelectionBuffer, layer: Any, groups: np.ndarray) -> torch.Tensor:
-        held.append(self.shared.storage.account.by_owner["tables"])
-        return gather(self, layer, groups)
+    def watched(self: Fetcher, *arguments: Any) -> Fetched:
+        held.append(cache.storage.account.by_owner["tables"])
+        return gather(self, *arguments)
 
-    monkeypatch.setattr(SelectionBuffer, "gather", watched)
+    monkeypatch.setattr(Fetcher, "gather", watched)
     with sparse(layer_budgets="measured") as cache:
         with torch.no_grad():
             long_model()(prompt(long_model(), 1, LONG), past_key_values=cache)
         before = cache.storage.account.by_owner["tables"]
-        queries = sum(layer.latest_queries.nbytes for layer in cache.offloaded)
+        queries = sum(layer.predictor.latest_queries.nbytes for layer in cache.selective)
         run_one = prompt(long_model(), 1, 1, seed=3)
         with torch.no_grad():
             long_model()(run_one, past_key_values=cache)

@@ -18,14 +18,16 @@ from hf_offload_cache.predictors.directions import (
     scaled_directions,
 )
 from hf_offload_cache.predictors.low_rank_keys import LowRankKeys
+from hf_offload_cache.predictors.ranking import rank_among, rank_units
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM
 
 
 def ranking(summary: LowRankKeys, *arguments: Any) -> torch.Tensor:
-    """`group_importance` as a tensor."""
-    return torch.from_numpy(summary.group_importance(*arguments))
+    """The importance of (query, scaling, group size, rule, wanted, visible) as a tensor."""
+    query, scaling, group, rule, wanted, *visible = arguments
+    return torch.from_numpy(rank_units(summary, query, scaling, group, wanted, rule, *visible).importance)
 
 
 def keys_of(batch: int, tokens: int, rank: int = WIDTH, seed: int = 0) -> torch.Tensor:
@@ -181,7 +183,7 @@ def test_the_tail_shares_the_softmax() -> None:
     summary = predictor(keys[:, :, :200], WIDTH)
     summary.append(keys[:, :, :200])
     last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
-    ranking = summary.rank(query, 0.3, GROUP, 50, tail=last.numpy())
+    ranking = rank_units(summary, query, 0.3, GROUP, 50, tail=last.numpy())
     expected = exact_importance(query, keys, 0.3, "default")
     torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
@@ -194,11 +196,11 @@ def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) ->
     summary = predictor(keys, WIDTH, dtype)
     summary.append(keys)
     candidates = np.stack([np.random.default_rng(row).permutation(200)[:60] for row in range(2)])
-    found = summary.rank_among(query, 0.3, GROUP, candidates)
+    found = rank_among(summary, query, 0.3, GROUP, candidates)
     alone = predictor(keys, WIDTH, dtype)
     parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
     alone.append(torch.stack(parts))
-    torch.testing.assert_close(found, alone.rank(query, 0.3, GROUP, 60).importance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, rank_units(alone, query, 0.3, GROUP, 60).importance, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_the_same_size_allocates_nothing() -> None:
@@ -209,10 +211,10 @@ def test_a_step_of_the_same_size_allocates_nothing() -> None:
     summary = predictor(keys, 8, torch.int8, account, workspace)
     summary.append(keys)
     before = account.current
-    summary.rank(query, 1.0, GROUP, 10)
+    rank_units(summary, query, 1.0, GROUP, 10)
     assert account.by_owner["scores"] == account.current - before == HEADS * 800 * 4
     held = workspace._bytes.data_ptr()
-    summary.rank(query, 1.0, GROUP, 10)
+    rank_units(summary, query, 1.0, GROUP, 10)
     assert workspace._bytes.data_ptr() == held
     workspace.release()
     assert account.current == before
@@ -256,7 +258,8 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
         assert held % (len(rows) * 7 * dtype.itemsize) == 0
         room = held // (len(rows) * 7 * dtype.itemsize)
         assert tokens <= room <= 900 + max(256, 900 // 8)
-        assert account.current == held + WIDTH * 7 * (4 if dtype == torch.float32 else 2)
+        kept = 4 if dtype == torch.float32 else 2  # and the projection of queries in float32
+        assert account.current == held + WIDTH * 7 * (kept + 4)
 
     summary.reserve(10)
     check([0, 1], 0)

@@ -21,9 +21,8 @@ from harness import SMALL, fresh, generate, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.core.shared import Shared
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.report.counters import Counters as CacheCounters
 from hf_offload_cache.report.timeline import NO_TIMELINE, Timeline
 from hf_offload_cache.report.trace import Trace
@@ -90,7 +89,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with torch.no_grad():
             for _ in range(NEW):
                 model(input_ids=ids[:, -1:], past_key_values=cache)
-        cache.shared.prefetcher.flush()  # what is written later would be in the trace and not in the report
+        cache.storage.prefetcher.flush()  # what is written later would be in the trace and not in the report
         report = cache.report()
     assert report.selected_fraction is not None, "the steps were not sparse: the test would prove little"
     return json.loads(path.read_text()), report, before.bytes_read
@@ -334,7 +333,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_generation(tmp_path: Path, monke
 
 
 def test_lines_that_overlap_are_beside_each_other(tmp_path: Path) -> None:
-    trace, now = Trace(tmp_path / "trace.json", MemoryAccount()), time.perf_counter()
+    trace, now = Trace(tmp_path / "trace.json"), time.perf_counter()
     for start, stop in ((0, 3), (1, 4), (3, 5), (2, 6), (6, 7)):
         trace.add("reads", f"{start}-{stop}", now + start, now + stop, bytes=1)
     trace.add("writes", "w", now + 1, now + 2)
@@ -347,7 +346,7 @@ def test_lines_that_overlap_are_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_times_and_details(tmp_path: Path) -> None:
-    trace, now = Trace(tmp_path / "trace.json", MemoryAccount()), time.perf_counter()
+    trace, now = Trace(tmp_path / "trace.json"), time.perf_counter()
     trace.add("reads", 'a "name"', now, now + 0.0012345678, bytes=np.int64(7), where=Path("x"), share=np.float32(0.5))
     trace.add("reads", "no number", now + 1, now + 2, share=float("nan"))
     trace.add("reads", "backwards", now + 3, now + 2)
@@ -361,8 +360,8 @@ def test_times_and_details(tmp_path: Path) -> None:
 
 
 def test_many_spans_are_written_and_few_are_held(tmp_path: Path) -> None:
-    path, account = tmp_path / "trace.json", MemoryAccount()
-    trace = Trace(path, account)
+    path = tmp_path / "trace.json"
+    trace = Trace(path)
 
     def tell(count: int) -> None:
         for number in range(count):
@@ -379,24 +378,27 @@ def test_many_spans_are_written_and_few_are_held(tmp_path: Path) -> None:
         most = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert 0 < most <= Trace.HELD_BYTES == account.current
+    assert 0 < most <= Trace.HELD_BYTES
     trace.close()
     told = Counter(span["args"]["layer"] for span in spans(json.loads(path.read_text()), "reads"))
     assert told == Counter(range(Trace.MOST_EVENTS)) + Counter(range(9 * Trace.MOST_EVENTS))
-    assert account.current == 0
 
 
 def test_a_budget_without_room_for_it(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
+    fields: dict[str, Any] = {"trace": str(tmp_path / "trace.json"), "engine": "memory"}
     with pytest.raises(BudgetError, match="timeline"):
-        Trace(tmp_path / "trace.json", MemoryAccount(Trace.HELD_BYTES - 1))
+        Storage(OffloadConfig(memory=Trace.HELD_BYTES - 1, **fields), tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    Trace(tmp_path / "trace.json", MemoryAccount(Trace.HELD_BYTES)).close()
+    storage = Storage(OffloadConfig(memory=Trace.HELD_BYTES, **fields), tmp_path)
+    assert storage.account.by_owner["timeline"] == storage.account.current == Trace.HELD_BYTES
+    storage.close()
+    assert storage.account.current == 0
 
 
 def test_any_thread_may_add(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", MemoryAccount())
+    trace = Trace(tmp_path / "trace.json")
 
     def work(worker: int) -> None:
         for number in range(500):
@@ -417,7 +419,7 @@ def test_any_thread_may_add(tmp_path: Path) -> None:
 
 
 def test_a_block_with_two_attentions_and_a_step_that_is_not_described(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", MemoryAccount())
+    trace = Trace(tmp_path / "trace.json")
     trace.begin_step()
     trace.enter_block(0)
     for layer_idx in (0, 1):
@@ -435,7 +437,7 @@ def test_a_block_with_two_attentions_and_a_step_that_is_not_described(tmp_path: 
 
 
 def test_a_span_of_a_block_that_raised(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", MemoryAccount())
+    trace = Trace(tmp_path / "trace.json")
     with pytest.raises(OSError), trace.span("outer", 3), trace.span("inner"):
         raise OSError
     trace.close()
@@ -446,7 +448,7 @@ def test_a_span_of_a_block_that_raised(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_leaves_the_file_alone(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", MemoryAccount())
+    trace = Trace(tmp_path / "trace.json")
     with trace.span("before"):
         pass
     trace.flush()
@@ -492,40 +494,40 @@ def test_overlap_of_numbers_by_hand() -> None:
 
 
 def test_a_reset_begins_anew(tmp_path: Path) -> None:
-    shared = Shared(OffloadConfig(engine="memory"), tmp_path)
+    storage = Storage(OffloadConfig(engine="memory"), tmp_path)
     try:
-        store = shared.open_store(RECORD, 0)
+        store = storage.open_store(RECORD, "layer 0")
         ids = store.allocate(4)
         store.write(ids, torch.zeros(4, RECORD, dtype=torch.uint8))
-        shared.wait_for(shared.prefetcher.read(store, ids, aligned_empty(4, RECORD)))
-        assert shared.prefetcher.seconds_in_flight > 0
-        shared.reset_counters()
-        shared.counters.end_step(1.0, shared.prefetcher.seconds_in_flight)
-        assert (shared.counters.decode_flight_seconds, shared.counters.overlap) == (0.0, None)
+        storage.wait_for(storage.prefetcher.read(store, ids, aligned_empty(4, RECORD)))
+        assert storage.prefetcher.seconds_in_flight > 0
+        storage.reset_counters()
+        storage.counters.end_step(1.0, storage.prefetcher.seconds_in_flight)
+        assert (storage.counters.decode_flight_seconds, storage.counters.overlap) == (0.0, None)
     finally:
-        shared.close()
+        storage.close()
 
 
 @pytest.mark.parametrize(("hidden", "advises"), [(True, False), (False, False), (False, True)])
 def test_overlap_of_a_read_that_is_hidden_and_of_one_that_is_not(tmp_path: Path, hidden: bool, advises: bool) -> None:
     """A read of 0.4 s that was over when it was asked for, and one that was asked for at once; a quarter is allowed."""
-    shared = Shared(OffloadConfig(engine="memory", trace=str(tmp_path / "trace.json")), tmp_path)
+    storage = Storage(OffloadConfig(engine="memory", trace=str(tmp_path / "trace.json")), tmp_path)
     try:
-        inner = shared.open_store(RECORD, 0)
+        inner = storage.open_store(RECORD, "layer 0")
         ids = inner.allocate(4)
         inner.write(ids, torch.zeros(4, RECORD, dtype=torch.uint8))
         store = LatencyStore(inner, 0.4, advises=advises)
-        ticket = shared.prefetcher.read(store, ids, aligned_empty(4, RECORD))
+        ticket = storage.prefetcher.read(store, ids, aligned_empty(4, RECORD))
         while hidden and not ticket.done():
             time.sleep(0.01)
-        shared.wait_for(ticket, 0)
-        shared.counters.end_step(1.0, shared.prefetcher.seconds_in_flight)
-        assert shared.counters.decode_flight_seconds >= 0.4
-        overlap = shared.counters.overlap
+        storage.wait_for(ticket, 0)
+        storage.counters.end_step(1.0, storage.prefetcher.seconds_in_flight)
+        assert storage.counters.decode_flight_seconds >= 0.4
+        overlap = storage.counters.overlap
         assert overlap is not None
         assert overlap > 0.75 if hidden else overlap < 0.25
     finally:
-        shared.close()
+        storage.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     (wait,) = [span for span in spans(events, "compute") if span["name"] == "wait"]
     assert (wait["dur"] < 0.1e6) if hidden else (wait["dur"] > 0.3e6)

@@ -9,8 +9,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import fresh, tiny, unchanged
-from test_seams import tokenizer
+from harness import fresh, tiny, tokenizer, unchanged
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache

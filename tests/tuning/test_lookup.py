@@ -122,8 +122,14 @@ def test_energy_is_what_the_projection_keeps(reader: Reader) -> None:
 
 def test_recording_changes_nothing_and_ends() -> None:
     with DiskSwapCache(tiny_llama(), engine="memory") as cache:
-        assert cache.buffer is not None
+        assert cache.selecting is not None
         with pytest.raises(KeyError), recorded(cache):
-            assert "gather" in vars(cache.buffer)
+            assert cache.selecting.watch is not None
             raise KeyError
-        assert "gather" not in vars(cache.buffer)
+        assert cache.selecting.watch is None
+
+
+def test_an_exact_cache_has_nothing_to_record() -> None:
+    cache = DiskSwapCache(tiny_llama(), engine="memory", exact=True)
+    with cache, pytest.raises(ValueError, match="selects nothing"), recorded(cache):
+        raise AssertionError("entered")

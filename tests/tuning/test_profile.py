@@ -123,8 +123,8 @@ def test_a_block_is_timed_from_its_entry_to_the_next_one(monkeypatch: pytest.Mon
     attend = profile.DiskSwapCache.layer_class.decode
 
     def slow(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        clock.now += layer.batch + layer.length // 100 * 100 * layer.settings.rank * 1e-5
-        clock.now += layer.settings.reuse_capacity * 1e-3
+        clock.now += layer.batch + layer.length // 100 * 100 * layer.selecting.settings.rank * 1e-5
+        clock.now += layer.selecting.settings.reuse_capacity * 1e-3
         return attend(layer, *args, **kwargs)
 
     monkeypatch.setattr(profile.DiskSwapCache.layer_class, "decode", slow)

@@ -19,7 +19,7 @@ from hf_offload_cache import DiskSwapCache, OffloadCache, tune
 from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
-from hf_offload_cache.memory.fit import Geometry, fit_config
+from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import Tuned, profile, tuner
 
@@ -105,7 +105,7 @@ def test_the_largest_pair_must_fit_and_others_are_left_out_by_name() -> None:
 
     def fits(memory: int, batch: int) -> bool:
         try:
-            return bool(fit_config(geometry, memory, 4096, batch, fields))
+            return bool(DiskSwapCache.fit(geometry, memory, 4096, batch, fields))
         except BudgetError:
             return False
 
@@ -143,11 +143,11 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
     steps: list[Any] = []
     end_step = OffloadCache.end_step
 
-    def interrupted(cache: OffloadCache) -> None:
+    def interrupted(cache: OffloadCache, output: Any = None) -> Any:
         steps.append(cache)
         if len(steps) == 5:
             raise KeyboardInterrupt
-        end_step(cache)
+        return end_step(cache, output)
 
     monkeypatch.setattr(OffloadCache, "end_step", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -13,9 +13,10 @@ import torch
 from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import Adapter, DiskSwapCache, DiskSwapConfig
+from hf_offload_cache.core.load_config import FORMAT, load_config, nearest
 from hf_offload_cache.errors import AdapterError, ConfigError
 from hf_offload_cache.model.fingerprint import fingerprint
-from hf_offload_cache.tuning.tuned import FORMAT, Tuned, nearest
+from hf_offload_cache.tuning.tuned import Tuned
 
 ROWS = [(1, 4096), (1, 8192), (2, 4096), (2, 8192), (8, 4096), (8, 8192)]
 
@@ -48,7 +49,7 @@ def adapter_of(path: Path) -> Path:
 
 
 def taken(path: Path, **fields: Any) -> DiskSwapConfig:
-    config = DiskSwapConfig.load(path, fields)
+    config = load_config(DiskSwapConfig, path, fields)
     assert isinstance(config, DiskSwapConfig)
     return config
 
@@ -115,7 +116,7 @@ def test_a_cache_generates_with_it(path: Path) -> None:
     with DiskSwapCache(model, config=path, max_batch=1, engine="memory") as cache:
         output = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert output.shape == (1, 703)
-        summary = cache.offloaded[0].summary
+        summary = cache.offloaded[0].predictor.keys
         kept = tuned().adapter.projections[0][:, :12].to(summary.adapter.dtype)
         torch.testing.assert_close(summary.adapter.flatten(0, 1), kept)
 

@@ -70,7 +70,8 @@ class UringStore(FileStore):
             batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
-        self._running -= {one for one in list(self._running) if one.finished_at is not None}  # forgotten ones
+        if self._running:  # of reads that were forgotten
+            self._running -= {one for one in list(self._running) if one.finished_at is not None}
         self._running.add(batch)
         return _RingRead(self, self._ring, batch, ids, out, edges, requests)
 

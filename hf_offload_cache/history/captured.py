@@ -1,0 +1,37 @@
+"""Whether what was captured of a history holds together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ContextError
+from .record_format import RecordFormat
+
+
+def check_captured(
+    form: RecordFormat, ids: Any, tail: Any, length: Any, records: int, name: str, group_size: int | None
+) -> None:
+    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`.
+
+    `group_size`: the configuration's."""
+    sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
+    wrong = None
+    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
+        wrong = f"its entries have the form {form}"
+    elif group_size not in (None, form.group_size):
+        wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
+    elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
+        wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
+    elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
+        wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
+    elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
+        wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
+    elif ids.size and not (ids.min() >= 0 and ids.max() < records):
+        wrong = f"its table names records {ids.min()} to {ids.max()} and there are {records}"
+    elif length != ids.shape[1] * form.group_size + tail.shape[1]:
+        wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
+    if wrong:
+        raise ContextError(f"{name} of the context does not hold together: {wrong}")

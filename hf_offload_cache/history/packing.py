@@ -1,0 +1,25 @@
+"""How many groups leave a tail, how they are packed for the writer, and what that takes."""
+
+from __future__ import annotations
+
+from ..config import OffloadConfig
+from .record_format import RecordFormat
+
+PIECE_BYTES = 1 << 20
+"""Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
+
+
+def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
+    """Groups a row that `append` packs at a time."""
+    return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
+
+
+def packing_bytes(form: RecordFormat, rows: int, num_recent: int, groups: int) -> int:
+    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
+    group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
+    return rows * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
+
+
+def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:
+    """Groups a row that are sealed when `context` tokens are held."""
+    return max(0, context - config.num_recent) // form.group_size

@@ -1,0 +1,154 @@
+"""The base of predictors that keep one summary of each unit, and rank units by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import SelectiveConfig
+from ..errors import ContextError
+from ..fetch.choice import Choice
+from ..history.base import Sealed, in_units
+from ..history.record_format import RecordFormat
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from ..memory.plan import LayerPlan, Planned
+from .base import Query
+from .sinks import largest, with_sinks
+
+_GROWTH, _ROOM = 8, 16
+"""Where nothing is reserved, room grows by one part in so many, and by so many units at least."""
+
+
+class SummaryPredictor:
+    """Summaries (rows, units, *shape) in memory, on the device of the keys. See `Predictor` for what is promised.
+
+    A method gives `summarise` and `importance`. What is kept is in the account as "summaries".
+
+    Args:
+        rows: rows of the history.
+        reserve: units a row to make room for at once.
+    """
+
+    def __init__(
+        self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount, reserve: int = 0
+    ) -> None:
+        self.form, self.rows, self.config = form, rows, config
+        self.units = 0
+        self._account, self._reserve = account, reserve
+        self._held: torch.Tensor | None = None
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        """What is kept, (rows, n, *shape), of units whose keys are (rows, Hk, n, G, Dk); of one shape and type."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it keeps of a unit")
+
+    def importance(self, query: Query, summaries: torch.Tensor) -> torch.Tensor:
+        """How much each unit matters to a query, (rows, units), to be compared in a row; `summaries` as they were
+        made, a view."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how units are ranked")
+
+    @staticmethod
+    def planned(summary_bytes: int, units: int, rows: int, heads: int) -> LayerPlan:
+        """What one layer takes whose summaries are of `summary_bytes` each, for `units` units a row and `heads` query
+        heads a sequence."""
+        held = rows * units * summary_bytes
+        moving = {"moving rows": held} if rows > 1 else {}  # old ones stay until the new ones are made
+        scores = {"scores": _score_bytes(rows, heads, units)}
+        return LayerPlan(Planned.always({"summaries": held}), Planned(moving, {**moving, **scores}))
+
+    # --- learning ----------------------------------------------------------------------------------------------
+
+    def ready(self, units: int) -> bool:
+        return self.units == units
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`: what is new is added; what was missed is read back with it."""
+        parts = iter(sealed.keys)
+        if self.units + sealed.fresh // self.form.group_size != sealed.units:
+            parts, self.units = sealed.stored(), 0
+        for keys in in_units(parts, self.form.group_size):
+            made = self.summarise(keys)
+            stop = self.units + made.shape[1]
+            self._room(max(stop, sealed.units), made)
+            assert self._held is not None
+            self._held[:, self.units : stop] = made
+            self.units = stop
+
+    def _room(self, units: int, like: torch.Tensor) -> None:
+        """Make room for `units` units of summaries as in `like`. Raises `BudgetError` with nothing changed."""
+        old = self._held
+        if old is not None and units <= old.shape[1]:
+            return
+        room = max(units if old is None else units + max(_ROOM, units // _GROWTH), self._reserve)
+        nbytes = self.rows * room * like[0, 0].nbytes
+        self._account.hold("summaries", nbytes)
+        self._held = lasting_empty(self.rows, room, *like.shape[2:], dtype=like.dtype, device=like.device)
+        if old is not None:
+            self._held[:, : self.units] = old[:, : self.units]
+            self._account.release("summaries", old.nbytes)
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def preview(self) -> None:
+        """Nothing: what decides is in memory."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Choice:
+        """The `budget` most important units of each row, the sinks' among them."""
+        assert self._held is not None
+        sequences, heads = query.states.shape[:2]
+        with self._account.holding("scores", _score_bytes(self.rows, heads, self.units)):
+            found = self.importance(query, self._held[:, : self.units])
+            importance = found.float().cpu().numpy()
+        importance = with_sinks(importance, self.config.num_sinks, self.form.group_size, query.visible)
+        units = np.sort(largest(importance, min(budget, self.units)), 1)
+        return Choice(units, importance=np.take_along_axis(importance, units, 1))
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> None:
+        self.units = min(self.units, units)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        old, self.rows = self._held, len(rows)
+        if old is not None:
+            self._account.hold("summaries", len(rows) * old[0].nbytes)
+            self._held = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+            torch.index_select(old, 0, rows.to(old.device), out=self._held)
+            self._account.release("summaries", old.nbytes)
+
+    def capture(self) -> dict[str, Any]:
+        """As `Predictor.capture`; valid until the next change."""
+        return {"summaries": None if self._held is None else self._held[:, : self.units]}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """As `Predictor.restore`; `tree` also has "units", how many the history holds. Copies."""
+        held = tree["summaries"]
+        if held is None:
+            return
+        if not isinstance(held, torch.Tensor) or held.ndim < 2 or held.shape[:2] != (self.rows, tree["units"]):
+            found = tuple(held.shape) if isinstance(held, torch.Tensor) else type(held)
+            raise ContextError(
+                f"the context does not hold together: its summaries are {found}, for {self.rows} rows of "
+                f"{tree['units']} units; save it anew"
+            )
+        if held.shape[1]:
+            self._room(held.shape[1], held)
+            assert self._held is not None
+            self._held[:, : held.shape[1]] = held
+        self.units = held.shape[1]
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        if self._held is not None:
+            self._account.release("summaries", self._held.nbytes)
+        self._held, self.units = None, 0
+
+
+def _score_bytes(rows: int, heads: int, units: int) -> int:
+    """Scores of every query head and what is made of them, in 32 bits."""
+    return 2 * rows * heads * units * 4

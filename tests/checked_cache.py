@@ -1,0 +1,58 @@
+"""Any cache class with its gathers held against what came in: made by subclassing, so that nothing is patched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def checked(cls: type[Any]) -> type[Any]:
+    """A subclass of the cache class `cls`, of its name, whose layers keep a copy of what comes in and compare each
+    gather with it, to the bit. Every gather that was found right is in the class's `gathers`: (layer, units)."""
+    gathers: list[tuple[int, np.ndarray]] = []
+
+    class Layer(cls.layer_class):
+        came: torch.Tensor | None = None
+
+        def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            returned = super().update(keys, values, *args, **kwargs)
+            both = torch.cat([keys, values], -1).detach().clone()
+            if self.came is not None:
+                both = torch.cat([self.came[:, :, : self.length - both.shape[2]], both], 2)
+            self.came = both
+            return returned
+
+        def select_rows(self, rows: torch.Tensor) -> None:
+            super().select_rows(rows)
+            self.came = None if self.came is None else self.came[rows]
+
+        def reset(self) -> None:
+            super().reset()
+            self.came = None
+
+        def restore(self, *given: Any) -> None:
+            super().restore(*given)
+            self.came = torch.cat(self.whole(), -1) if self.is_initialized else None
+
+        def fetched(self, choice: Any, fetched: Any) -> None:
+            super().fetched(choice, fetched)
+            history, units = self.history, choice.units
+            inside = units >= 0
+            assert units.shape[0] == history.rows and units.max(initial=-1) < history.units
+            assert (inside[:, :-1] >= inside[:, 1:]).all() and ((np.diff(units) > 0) | ~inside[:, 1:]).all()
+            places = history.positions(units)
+            valid = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+            keys, values = history.form.split(fetched.entries)
+            assert self.came is not None and self.came.shape[2] == self.length
+            came = self.rows.fold(self.came)
+            recent = np.arange(self.length - history.recent.shape[1], self.length)
+            for row in range(history.rows):
+                there = np.concatenate([valid[row], np.ones(len(recent), dtype=bool)])
+                where = torch.from_numpy(np.concatenate([places[row], recent])[there])
+                both = torch.cat([keys[row], values[row]], -1)[:, torch.from_numpy(there)]
+                assert torch.equal(both, came[row][:, where])
+            gathers.append((self.layer_idx, units))
+
+    return type(cls.__name__, (cls,), {"layer_class": Layer, "gathers": gathers})

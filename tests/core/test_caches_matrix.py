@@ -1,0 +1,150 @@
+"""What every cache passes: those of the registry, and the example's. A new method is in here by its registry line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from checked_cache import checked
+from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
+from long_llama import long_model
+
+from hf_offload_cache.fetch.fetcher import Fetcher
+from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.registry import CACHES, cache_class
+
+METHODS = (*CACHES, "examples.own_method:PageCache")
+
+EVERYTHING: dict[str, Any] = {**SMALL, "num_selected": 512, "reuse_capacity": 64, "look_ahead": True}
+SOME: dict[str, Any] = {
+    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
+    "engine": "memory",
+}  # fmt: skip
+"""A sixteenth of a prompt of `LENGTH` tokens, which is enough for any method to learn from."""
+LENGTH = 640
+
+pytestmark = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact_in_every_way_of_decoding(method: str, case: str) -> None:
+    """Streamed in blocks: `DynamicCache`'s tokens and logits."""
+    with harness.unchanged(tiny("llama")), cache_class(method)(tiny("llama"), exact=True, **SMALL) as cache:
+        assert_exact(reference("llama", case), CASES[case](tiny("llama"), cache))
+        assert cache.report().layers["tagged"] == 3
+
+
+@pytest.mark.parametrize("case", ["greedy", "padded_beams"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_bitwise(method: str, name: str, case: str) -> None:
+    with cache_class(method)(tiny(name), exact="bitwise", **SMALL) as cache:
+        assert_exact(reference(name, case), CASES[case](tiny(name), cache), bitwise=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_of_it_selected_is_exact(method: str, case: str) -> None:
+    """The path of a step that selects, with nothing left out: all gathers are right, and so are tokens and logits."""
+    cls = checked(cache_class(method))
+    with harness.unchanged(tiny("llama")), cls(tiny("llama"), **EVERYTHING) as cache:
+        assert_exact(reference("llama", case), CASES[case](tiny("llama"), cache))
+        assert cache.report().selected_fraction == 1
+        assert len(cls.gathers) >= 3 * 5
+
+
+def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mask = harness.padding(rows, LENGTH, 53)
+    return prompt(long_model(), rows, LENGTH).masked_fill(mask == 0, PAD), {"attention_mask": mask}
+
+
+def test_every_sparse_gather_is_right(method: str) -> None:
+    """Padded beams, a second turn, candidates that are verified, and a crop into what was sealed; sinks always in."""
+    cls, model = checked(cache_class(method)), long_model()
+    with harness.unchanged(model), cls(model, **SOME) as cache:
+        ids, mask = padded(2)
+        generate(model, cache, ids, num_beams=3, max_new_tokens=6, **mask)
+        assert 0 < cache.report().selected_fraction < 0.3
+        cache.reset()
+        out = generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=4)
+        ids = torch.cat([out.tokens, prompt(model, 2, 9, seed=8)], 1)
+        out = generate(model, cache, ids, max_new_tokens=4)
+        cache.crop(-45)
+        ids = torch.cat([out.tokens[:, : cache.tokens], prompt(model, 2, 3, seed=9)], 1)
+        generate(model, cache, ids, max_new_tokens=4)
+        cache.reset()
+        repeated = harness.repetitive_prompt(model, LENGTH)
+        generate(model, cache, repeated, prompt_lookup_num_tokens=4, max_new_tokens=16)
+        assert 0 < cache.report().selected_fraction < 0.3
+    widths = {units.shape for _, units in cls.gathers}
+    assert len(cls.gathers) >= 3 * (5 + 9) and all(width <= 2 * (10 + 2) for _, width in widths)
+    assert all((units[:, 0] <= 53 // 4 + 1).all() for _, units in cls.gathers)  # the sinks' unit, of padded rows too
+
+
+def test_a_budget_is_kept(method: str) -> None:
+    """`for_budget` finds fields whose plan fits; what is held never exceeds what was planned."""
+    cls, model = cache_class(method), long_model()
+    with cls.for_budget(model, memory="1/3", max_context=2 * LENGTH, max_batch=2) as cache:
+        plan = cls.plan(Geometry.of(model), cache.config, 2 * LENGTH, 2)
+        generate(model, cache, prompt(model, 2, 2 * LENGTH - 8), max_new_tokens=8)
+        report = cache.report()
+        cache.reorder_cache(torch.tensor([1, 1]))
+        assert report.decode_steps == 7 and report.selected_fraction < 1
+        assert cache.report().peak_memory_bytes <= plan.peak_bytes <= int(cache.config.memory)
+        assert plan.peak_bytes <= Geometry.of(model).full_kv_bytes(2 * LENGTH, 2) // 3
+        assert report.disk_bytes <= plan.disk_bytes * 9 // 8 + 2**26
+
+
+def answer(cache: Any, steps: int = 4) -> str:
+    """A digest of the logits of `steps` greedy steps after a question of nine tokens, given one row."""
+    model = long_model()
+    ids = torch.cat([cache.input_ids, prompt(model, len(cache.input_ids), 9, seed=8)], 1)
+    out = generate(model, cache, ids, max_new_tokens=steps)
+    return hashlib.sha256(out.logits.numpy().tobytes() + out.tokens.numpy().tobytes()).hexdigest()
+
+
+_OPEN = """
+import sys
+from hf_offload_cache.registry import cache_class
+from test_caches_matrix import answer, long_model
+with cache_class(sys.argv[1]).open(sys.argv[2], long_model()) as cache:
+    print(answer(cache))
+"""
+
+
+def test_saved_opened_and_forked(method: str, tmp_path: Path) -> None:
+    """A fork, the context opened here, and opened in a new process answer to the bit as the cache itself."""
+    cls, model = cache_class(method), long_model()
+    with cls(model, path=tmp_path, **{**SOME, "engine": "auto"}) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        cache.save(tmp_path / "context")
+        with cache.fork() as twin:
+            forked = answer(twin)
+        with cls.open(tmp_path / "context", model, path=tmp_path) as opened:
+            assert type(opened) is cls and opened.tokens == LENGTH + 3
+            assert answer(opened) == forked
+            assert opened.report().selected_fraction < 1
+        assert answer(cache) == forked
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    command = f"import sys\nsys.path[:0] = {paths}\n{_OPEN}"
+    arguments = [sys.executable, "-c", command, method, str(tmp_path / "context")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == forked, done.stderr
+
+
+def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are one place off do not get through."""
+    gather = Fetcher.gather
+
+    def shifted(fetcher: Fetcher, history: Any, choice: Any) -> Any:
+        found = gather(fetcher, history, choice)
+        return dataclasses.replace(found, entries=found.entries.roll(1, 1))
+
+    monkeypatch.setattr(Fetcher, "gather", shifted)
+    with checked(cache_class(method))(long_model(), **SOME) as cache, pytest.raises(AssertionError):
+        generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=2)

@@ -1,0 +1,474 @@
+"""A choice in, entries out: every mix of tiers, reads ahead and the store, held against what the records hold."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.errors import BudgetError, CacheClosedError, StalledError, StoreError
+from hf_offload_cache.fetch.areas import Areas
+from hf_offload_cache.fetch.choice import Choice, Extents
+from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
+from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, Policy
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.fetch.tier import SlotTier
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.testing import FaultyStore, LatencyStore
+from hf_offload_cache.testing.wrappers import WrapperStore
+
+FORM = RecordFormat(1, 2, 1, 2, torch.float32, 4)
+RECORDS, GROUP, WIDTH = 40, FORM.group_size, FORM.entry_width
+CPU = torch.device("cpu")
+
+
+def content(record: int) -> torch.Tensor:
+    """The entries (G, width) of a record: no two elements of all records are the same."""
+    return record * 100.0 + torch.arange(GROUP * WIDTH, dtype=torch.float32).view(GROUP, WIDTH)
+
+
+class ReadsSeen(WrapperStore):
+    """Keeps the ids of every read."""
+
+    advises = False
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.calls: list[list[int]] = []
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        self.calls.append(ids.tolist())
+        self.inner.read(ids, out)
+
+    def taken(self) -> list[int]:
+        """The ids read since the last call, in order."""
+        ids = [record for read in self.calls for record in read]
+        self.calls = []
+        return ids
+
+
+class Source:
+    """Units of a history without one: unit u of row b lies in record `table[b, u]`, or in `spread`'s extents of it."""
+
+    form, device = FORM, CPU
+
+    def __init__(self, store: Any, table: np.ndarray, tail: int = 3) -> None:
+        self.store, self.table = store, table
+        self.rows, self.units = table.shape
+        self.tail = -1.0 - torch.arange(self.rows * tail * WIDTH).float().view(self.rows, tail, WIDTH)
+        self.spread: Callable[[np.ndarray], Extents] | None = None
+
+    @property
+    def recent(self) -> torch.Tensor:
+        return self.tail
+
+    def extents(self, units: np.ndarray) -> Extents:
+        if self.spread is not None:
+            return self.spread(units)
+        return Extents(np.where(units < 0, -1, np.take_along_axis(self.table, units.clip(min=0), 1)))
+
+
+@pytest.fixture
+def storage() -> Iterator[Storage]:
+    storage = Storage(OffloadConfig(engine="memory"), None)
+    yield storage
+    storage.close()
+
+
+def filled(storage: Storage, name: str = "layer 0") -> Any:
+    """A store whose record r holds `content(r)`."""
+    store = storage.open_store(FORM.record_bytes, name)
+    ids = store.allocate(RECORDS)
+    records = aligned_empty(RECORDS, FORM.record_bytes).fill_(0)
+    payload = FORM.payload(records)
+    for record in ids.tolist():
+        payload[record] = content(record).reshape(-1)
+    store.write(ids, records)
+    return store
+
+
+def tier(storage: Storage, capacity: int, policy: Callable[[int], Policy] = FirstIn, owner: str = "slots") -> SlotTier:
+    return SlotTier(capacity, FORM.payload_width, FORM.dtype, CPU, storage.account, owner, policy)
+
+
+def fetcher(storage: Storage, *capacities: int, areas: Areas | None = None, most: int = 8) -> Fetcher:
+    tiers = [tier(storage, capacity, owner=f"slots {index}") for index, capacity in enumerate(capacities)]
+    return Fetcher(storage, Areas(storage.account) if areas is None else areas, tiers, most)
+
+
+def assert_holds(source: Source, choice: Choice, fetched: Fetched) -> None:
+    """Row by row and unit by unit the entries of the records, and behind them the latest; zeros where none is."""
+    extents = source.extents(choice.units)
+    rows, count = extents.records.shape
+    assert fetched.chosen == count * GROUP
+    assert fetched.entries.shape == (rows, count * GROUP + source.recent.shape[1], WIDTH)
+    for row in range(rows):
+        for place, record in enumerate(extents.records[row].tolist()):
+            got = fetched.entries[row, place * GROUP : (place + 1) * GROUP]
+            assert torch.equal(got, torch.zeros(GROUP, WIDTH) if record < 0 else content(record)), (row, place)
+    assert torch.equal(fetched.entries[:, fetched.chosen :], source.recent)
+
+
+def assert_areas_are_back(areas: Areas) -> None:
+    assert (areas._borrowed, areas._lent) == ([], 0)
+
+
+def units(*rows: list[int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64)
+
+
+# ---------------------------------------------------------------------------------------------- what is gathered
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("capacities", [(), (0,), (3,), (64,), (2, 9), (0, 5), (5, 0)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_mix_of_tiers_guesses_and_reads(
+    storage: Storage, rows: int, capacities: tuple[int, ...], guesses: bool
+) -> None:
+    """Rows share some of their records; some rows are ragged. What is resident or read ahead is not read again, and
+    nothing is read twice at a time."""
+    generator = np.random.default_rng(rows + len(capacities))
+    store = ReadsSeen(filled(storage))
+    table = np.stack([generator.permutation(RECORDS)[:20] for _ in range(rows)])
+    table[:, :6] = table[0, :6]
+    source, seen = Source(store, table), fetcher(storage, *capacities)
+    counters = storage.counters
+    for step in range(25):
+        count = int(generator.integers(0, 8))
+        wanted = np.sort(np.stack([generator.permutation(20)[:count] for _ in range(rows)]), 1)
+        ragged = step % 3 == 0 and count > 1
+        if ragged:
+            wanted[-1, -1] = -1
+        choice = Choice(wanted, ragged=ragged)
+        ahead: set[int] = set()
+        if guesses and step % 4:
+            guess = np.sort(np.stack([generator.permutation(20)[: count + 1] for _ in range(rows)]), 1)
+            seen.ahead(source, Choice(guess), seen.latest)
+            assert seen.guess is not None and seen.guess.units is guess
+            assert seen._ahead is not None
+            seen._ahead.ticket.wait()
+            read = store.taken()
+            assert len(set(read)) == len(read)
+            ahead = set(read)
+            assert all((part.locate(np.array(read, dtype=np.int64)) == -1).all() for part in seen.tiers)
+        asked = source.extents(wanted).records.reshape(-1)
+        asked = asked[asked >= 0]
+        resident = {r for part in seen.tiers for r in range(RECORDS) if part.locate(np.array([r]))[0] >= 0}
+        before = (counters.units_selected, counters.units_resident, counters.units_ready)
+        fetched = seen.gather(source, choice)
+        assert_holds(source, choice, fetched)
+        read = store.taken()
+        assert sorted(read) == sorted(set(asked.tolist()) - resident - ahead)
+        assert (fetched.valid is None) == (not ragged)
+        if ragged:
+            assert fetched.valid is not None
+            assert fetched.valid.reshape(rows, count, GROUP).all(-1).tolist() == (wanted >= 0).tolist()
+        after = (counters.units_selected, counters.units_resident, counters.units_ready)
+        held = sum(record in resident for record in asked.tolist())
+        ready = sum(record in resident | ahead for record in asked.tolist())
+        assert tuple(b - a for a, b in zip(before, after, strict=True)) == (len(asked), held, ready)
+        assert seen.latest is choice
+        assert_areas_are_back(seen._areas)
+    seen.close()
+    seen._areas.reset()
+    assert storage.account.current == 0
+
+
+def test_keep_says_which_entries_are_attended(storage: Storage) -> None:
+    source, seen = Source(filled(storage), np.arange(20).reshape(2, 10)), fetcher(storage, 4)
+    keep = np.zeros((2, 2, GROUP), dtype=bool)
+    keep[0, 0, [0, 3]] = keep[1, 1, 2] = True
+    choice = Choice(units([1, 4], [0, 7]), keep=keep)
+    fetched = seen.gather(source, choice)
+    assert_holds(source, choice, fetched)
+    assert fetched.valid is not None
+    assert np.array_equal(fetched.valid, keep.reshape(2, -1))
+
+
+def test_extents_of_parts_of_records(storage: Storage) -> None:
+    """A unit in two runs, two runs of one record in a row, a unit that ends in the middle of a record, and none."""
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(4)[None]), fetcher(storage, 0)
+    records = units([7, 9, 7, 3, -1])
+    first, count = units([2, 0, 0, 1, 0]), units([2, 3, 2, 1, 4])
+    source.spread = lambda asked: Extents(records, first, count, unit=units([0, 0, 1, 2, 3]))
+    choice = Choice(units([0, 1, 2, 3]))
+    fetched = seen.gather(source, choice)
+    assert sorted(store.taken()) == [3, 7, 9]  # each once
+    assert_holds(source, choice, fetched)
+    assert fetched.valid is not None
+    expected = [[False, False, True, True], [True, True, True, False], [True, True, False, False],
+                [False, True, False, False], [False] * 4]  # fmt: skip
+    assert fetched.valid.reshape(5, GROUP).tolist() == expected
+
+
+def test_rows_with_fewer_runs_have_zeros_that_are_not_valid(storage: Storage) -> None:
+    """No row lacks a unit, but one has fewer extents: what lay in the view before is not attended to, nor NaN."""
+    source, seen = Source(filled(storage), np.arange(8).reshape(2, 4), tail=0), fetcher(storage, 0)
+    seen.gather(source, Choice(units([0, 1], [2, 3]))).entries.fill_(torch.nan)
+    source.spread = lambda asked: Extents(units([1, 2], [5, -1]))
+    choice = Choice(units([0], [1]))
+    fetched = seen.gather(source, choice)
+    assert_holds(source, choice, fetched)
+    assert fetched.valid is not None
+    assert fetched.valid.reshape(2, 2, GROUP).all(-1).tolist() == [[True, True], [True, False]]
+
+
+def test_what_the_near_tier_evicts_comes_from_the_far_one(storage: Storage) -> None:
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 2, 8)
+    near, far = seen.tiers
+    for unit in range(6):
+        choice = Choice(units([unit]))
+        assert_holds(source, choice, seen.gather(source, choice))
+    assert store.taken() == list(range(6))
+    assert [record for record in range(10) if near.locate(np.array([record]))[0] >= 0] == [4, 5]
+    choice = Choice(units([0, 1, 5]))
+    assert_holds(source, choice, seen.gather(source, choice))
+    assert store.taken() == []
+    assert (near.locate(np.array([0, 1])) >= 0).any()  # and it is near again
+    assert (far.locate(np.arange(6)) >= 0).all()
+    seen.forget(np.array([0]))
+    assert near.locate(np.array([0]))[0] == far.locate(np.array([0]))[0] == -1
+    assert_holds(source, choice, seen.gather(source, choice))
+    assert store.taken() == [0]
+
+
+def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
+    """For those who decide by it: whole records, zeros for none; tiers and a read ahead stay as they are."""
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8)
+    guess = Choice(units([8], [9]))
+    seen.ahead(source, guess)
+    got = seen.look(source, Extents(units([5, -1, 6], [6, 5, 5])))
+    assert got.shape == (2, 3, GROUP, WIDTH)
+    assert torch.equal(got[0], torch.stack([content(5), torch.zeros(GROUP, WIDTH), content(6)]))
+    assert torch.equal(got[1], torch.stack([content(6), content(5), content(5)]))
+    assert seen.guess is guess
+    assert (seen.tiers[0].locate(np.array([5, 6])) == -1).all()
+    assert_holds(source, guess, seen.gather(source, guess))
+    assert sorted(store.taken()) == [5, 6, 8, 19]
+    assert torch.equal(seen.look(source, Extents(units([-1], [-1]))), torch.zeros(2, 1, GROUP, WIDTH))
+    assert_areas_are_back(seen._areas)
+
+
+def test_others_fill_what_room_a_guess_leaves(storage: Storage) -> None:
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(30)[None]), fetcher(storage, 0, most=3)
+    seen.ahead(source, Choice(units([4])), Choice(units([1, 4, 6, 9])))
+    assert seen._ahead is not None
+    seen._ahead.ticket.wait()
+    assert store.taken() == [1, 4, 6]  # three at most, each once
+    choice = Choice(units([4, 6, 9]))
+    assert_holds(source, choice, seen.gather(source, choice))
+    assert store.taken() == [9]
+
+
+# ---------------------------------------------------------------------------------------------- what fails
+
+
+def test_a_guess_that_failed_is_dropped(storage: Storage) -> None:
+    store = FaultyStore(filled(storage), "read", 1)
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
+    choice = Choice(units([2, 3]))
+    seen.ahead(source, choice)
+    assert_holds(source, choice, seen.gather(source, choice))
+    assert store.calls == 2
+    assert_areas_are_back(seen._areas)
+    seen.ahead(source, Choice(units([4])))
+    assert_areas_are_back(seen._areas) if seen._ahead is None else seen.drop_ahead()
+    assert_areas_are_back(seen._areas)
+
+
+def test_a_gather_that_fails_changes_nothing(storage: Storage) -> None:
+    """Neither the tiers nor what was gathered last; what was read ahead is spent, and its area is back."""
+    store = FaultyStore(filled(storage), "read", 3)
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
+    first, second = Choice(units([0, 1])), Choice(units([1, 2, 3]))
+    seen.gather(source, first)
+    seen.ahead(source, Choice(units([2])))
+    with pytest.raises(StoreError):
+        seen.gather(source, second)
+    assert seen.latest is first
+    assert (seen.tiers[0].locate(np.arange(10)) >= 0).tolist() == [True, True] + 8 * [False]
+    assert_areas_are_back(seen._areas)
+    assert_holds(source, second, seen.gather(source, second))
+    with pytest.raises(StoreError):
+        seen.look(Source(FaultyStore(store, "read", 1), source.table), Extents(units([4])))
+    assert_areas_are_back(seen._areas)
+
+
+def test_an_area_that_the_budget_does_not_allow(storage: Storage) -> None:
+    """Told with everything as it was: the read ahead has its area given back, and the next gather goes on."""
+    source, seen = Source(filled(storage), np.arange(30)[None]), fetcher(storage, 0, most=2)
+    seen.gather(source, Choice(units([7])))
+    seen.ahead(source, Choice(units([1])))
+    storage.account.limit = storage.account.current
+    many = Choice(np.arange(20)[None])
+    with pytest.raises(BudgetError):
+        seen.gather(source, many)
+    storage.account.limit = None
+    small = Choice(units([1, 2]))
+    assert_holds(source, small, seen.gather(source, small))
+    assert_areas_are_back(seen._areas)
+    storage.account.limit = storage.account.current + 20 * FORM.payload_width * 4  # room for a view, not for an area
+    seen.ahead(source, Choice(units([1])))
+    with pytest.raises(BudgetError, match="staging"):
+        seen.gather(source, many)
+    assert_areas_are_back(seen._areas)
+    storage.account.limit = None
+    assert_holds(source, many, seen.gather(source, many))
+
+
+def test_a_read_that_does_not_begin(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its area is back, whoever asked: a guess, a gather, a look."""
+    source, seen = Source(filled(storage), np.arange(10)[None]), fetcher(storage, 4)
+    choice = Choice(units([2, 3]))
+    with monkeypatch.context() as patch:
+
+        def fails(*arguments: Any) -> Any:
+            raise StoreError(errno.EIO, "no")
+
+        patch.setattr(storage.prefetcher, "read", fails)
+        for ask in (seen.ahead, seen.gather):
+            with pytest.raises(StoreError):
+                ask(source, choice)
+            assert_areas_are_back(seen._areas)
+        with pytest.raises(StoreError):
+            seen.look(source, Extents(units([1])))
+        assert_areas_are_back(seen._areas)
+    assert_holds(source, choice, seen.gather(source, choice))
+
+
+class NeverEnds:
+    """A ticket of a device that does not answer."""
+
+    stalled = True
+
+    def wait(self) -> float:
+        raise StalledError(errno.ETIMEDOUT, "it did not answer")
+
+
+def test_an_area_that_a_stalled_read_may_still_write_to_is_not_used_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the read that would mend the guess, nor for any other, until the cache is reset."""
+    source, areas = Source(filled(storage), np.arange(10)[None]), Areas(storage.account)
+    seen = fetcher(storage, 0, areas=areas)
+    choice, read, into = Choice(units([2])), storage.prefetcher.read, []
+
+    def watched(store: Any, ids: np.ndarray, out: torch.Tensor) -> Any:
+        into.append(out.data_ptr())
+        return NeverEnds() if len(into) in (1, 3) else read(store, ids, out)
+
+    monkeypatch.setattr(storage.prefetcher, "read", watched)
+    seen.ahead(source, choice)
+    with pytest.raises(StalledError):
+        seen.gather(source, choice)
+    assert_holds(source, choice, seen.gather(source, choice))
+    with pytest.raises(StalledError):
+        seen.gather(source, choice)
+    assert_holds(source, choice, seen.gather(source, choice))
+    assert len(into) == 4 and into[0] not in into[1:] and into[2] != into[3]
+    assert len(areas._borrowed) == 2
+    areas.reset()
+    assert_areas_are_back(areas)
+    assert storage.account.by_owner["staging"] == 0
+
+
+def test_a_read_that_was_cancelled_with_its_store_is_dropped(storage: Storage) -> None:
+    going = threading.Event()
+    store = LatencyStore(filled(storage), 0, sleep=lambda seconds: going.wait(10))
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 0)
+    seen.ahead(source, Choice(units([2])))
+    threading.Timer(0.05, going.set).start()
+    storage.prefetcher.cancel(store)
+    assert seen._ahead is not None
+    with pytest.raises(CacheClosedError):
+        seen._ahead.ticket.wait()
+    seen.close()
+    assert_areas_are_back(seen._areas)
+
+
+# ---------------------------------------------------------------------------------------------- areas
+
+
+def test_an_area_in_flight_is_used_by_nobody_else(storage: Storage) -> None:
+    """While a read ahead of one layer is under way others gather, by other memory; what it brings is right."""
+    going = threading.Event()
+    inner, areas = filled(storage), Areas(storage.account)
+    slow = Source(LatencyStore(inner, 0, sleep=lambda seconds: going.wait(10)), np.arange(10)[None])
+    quick = Source(inner, np.arange(10, 20)[None])
+    one, other = fetcher(storage, 0, areas=areas), fetcher(storage, 0, areas=areas)
+    choice = Choice(units([3, 4]))
+    one.ahead(slow, choice)
+    assert one._ahead is not None
+    in_flight = one._ahead.area
+    for _ in range(3):
+        assert_holds(quick, choice, other.gather(quick, choice))
+        assert in_flight in areas._borrowed and in_flight not in areas._free
+    other.ahead(quick, choice)
+    assert other.guess is None  # none is free: reading ahead is never needed
+    going.set()
+    assert_holds(slow, choice, one.gather(slow, choice))
+    other.ahead(quick, choice)
+    assert other.guess is choice
+    other.close()
+    assert_areas_are_back(areas)
+
+
+def test_areas_are_lent_once_and_given_back(storage: Storage) -> None:
+    areas, account = Areas(storage.account, ahead=2), storage.account
+    one, two = areas.borrow(8192, CPU), areas.borrow_ahead(8192, CPU)
+    assert two is not None and one is not two
+    assert account.by_owner["staging"] == 2 * 8192
+    three = areas.borrow_ahead(4096, CPU)
+    assert three is not None and areas.borrow_ahead(1, CPU) is None
+    areas.give_back(two, ahead=True)
+    assert areas.borrow(4096, CPU) is two
+    areas.give_back(one)
+    larger = areas.borrow(16384, CPU)  # the one that is too small goes before
+    assert account.by_owner["staging"] == 8192 + 4096 + 16384
+    with pytest.raises(ValueError, match="not in list"):
+        areas.give_back(one)
+    areas.give_back(larger)
+    areas.release()
+    assert account.by_owner["staging"] == 8192 + 4096
+    areas.reset()
+    assert account.by_owner["staging"] == 0
+    assert areas.borrow_ahead(4096, CPU) is not None
+
+
+def test_the_view_grows_in_steps(storage: Storage) -> None:
+    areas, account = Areas(storage.account), storage.account
+    first = areas.view(2, 3, torch.float32, CPU, room=100)
+    assert first.shape == (2, 3) and account.by_owner["selection"] == 400
+    assert areas.view(10, 10, torch.float32, CPU, room=1).data_ptr() == first.data_ptr()
+    assert areas.view(10, 11, torch.float32, CPU, room=1).shape == (10, 11)
+    assert account.by_owner["selection"] == 440
+    assert areas.view(10, 11, torch.bfloat16, CPU, room=1).dtype == torch.bfloat16
+    assert account.by_owner["selection"] == 220
+    areas.release()
+    assert account.by_owner["selection"] == 0
+
+
+def test_a_tier_replaces_as_its_policy_says(storage: Storage) -> None:
+    """Two are wanted again and again: least recently used keeps them, first in, first out does not."""
+    for policy, kept in ((LeastRecent, True), (FirstIn, False)):
+        store = ReadsSeen(filled(storage))
+        source = Source(store, np.arange(30)[None])
+        seen = Fetcher(storage, Areas(storage.account), [tier(storage, 4, policy)], 4)
+        seen.gather(source, Choice(units([0, 1])))
+        for unit in range(2, 12):
+            seen.gather(source, Choice(units([unit])))
+            seen.gather(source, Choice(units([0, 1])))
+        assert (store.taken().count(0) == 1) == kept
+        seen.close()

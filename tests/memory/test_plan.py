@@ -1,0 +1,60 @@
+"""Sums of what owners plan: phases apart, owners apart, what layers have of their own and what they share."""
+
+from __future__ import annotations
+
+from hf_offload_cache.memory.plan import LayerPlan, MemoryPlan, Planned
+
+
+def plain(planned: Planned) -> tuple[dict[str, int], dict[str, int]]:
+    """Without the owners of nothing."""
+    prefill, decode = ({k: v for k, v in part.items() if v} for part in (planned.prefill, planned.decode))
+    return prefill, decode
+
+
+ONE = Planned({"tail": 10, "packing": 4}, {"tail": 10})
+OTHER = Planned({"tail": 1}, {"tail": 12, "staging": 7})
+
+
+def test_both_are_held() -> None:
+    assert plain(ONE + OTHER) == ({"tail": 11, "packing": 4}, {"tail": 22, "staging": 7})
+    assert plain(Planned() + ONE) == plain(ONE)
+    assert plain(Planned.always({"ids": 3})) == ({"ids": 3}, {"ids": 3})
+
+
+def test_one_at_a_time_is_the_larger_of_each_owner() -> None:
+    assert plain(ONE | OTHER) == ({"tail": 10, "packing": 4}, {"tail": 12, "staging": 7})
+
+
+def test_so_many_times() -> None:
+    assert plain(ONE * 3) == ({"tail": 30, "packing": 12}, {"tail": 30})
+    assert plain(ONE * 0) == ({}, {})
+
+
+def test_layers_add_up_and_what_they_share_does_not() -> None:
+    first = LayerPlan(Planned.always({"tail": 10}), Planned({"stream": 8}, {"staging": 5}), 100)
+    second = LayerPlan(Planned.always({"tail": 1}), Planned({"stream": 20}, {"staging": 2, "scores": 9}), 7)
+    planned, store_bytes = LayerPlan.of_layers([(first, 3), (second, 2)], Planned({"moving rows": 6, "stream": 1}))
+    assert plain(planned) == (
+        {"tail": 32, "stream": 20, "moving rows": 6},
+        {"tail": 32, "staging": 5, "scores": 9},
+    )
+    assert store_bytes == 314
+    both = first + second
+    assert plain(both.own) == ({"tail": 11}, {"tail": 11})
+    assert plain(both.shared) == ({"stream": 28}, {"staging": 7, "scores": 9})
+    assert both.store_bytes == 107
+
+
+def test_no_layer_takes_nothing() -> None:
+    planned, store_bytes = LayerPlan.of_layers([], Planned())
+    assert (plain(planned), store_bytes) == (({}, {}), 0)
+
+
+def test_the_worst_moment_of_a_plan() -> None:
+    plan = MemoryPlan.of(Planned({"a": 5, "b": 0}, {"a": 3, "c": 4}), disk_bytes=9, full_kv_bytes=50, weight_bytes=70)
+    assert (plan.prefill, plan.decode) == ({"a": 5}, {"a": 3, "c": 4})
+    assert (plan.prefill_bytes, plan.decode_bytes, plan.peak_bytes) == (5, 7, 7)
+    assert plan.to_dict() == {
+        "prefill": {"a": 5}, "decode": {"a": 3, "c": 4}, "disk_bytes": 9, "full_kv_bytes": 50, "weight_bytes": 70,
+        "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7,
+    }  # fmt: skip
