@@ -203,10 +203,12 @@ class OffloadLayer(LayerOperations):
                 for old, new in zip(held, (call.key, call.value), strict=True)
             )
             return call.run(keys, values, call.mask)
-        if call.query.dtype != dtype:
+        asked = call.query.dtype
+        if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         own = call.key.to(dtype), call.value.to(dtype)
-        return call.stream(self._blocks(self.length - call.num_queries), own)
+        output, weights = call.stream(self._blocks(self.length - call.num_queries), own)
+        return output.to(asked), weights
 
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) of what is held before token `stop`, and positions, (B, Hkv, t) or (B, t)."""

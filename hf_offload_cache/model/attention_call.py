@@ -90,6 +90,7 @@ class AttentionCall:
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The model's own attention of this query over other keys, values and a mask for these."""
+        keys, values = self._in_type(keys, values)
         return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
 
     def attend(
@@ -107,6 +108,8 @@ class AttentionCall:
         )
         if special or self.args or num_queries != 1 or dim != values.shape[-1]:
             return self.run(keys, values, mask)
+        if keys.dtype != query.dtype:
+            keys, values = self._in_type(keys, values)
         key_heads = keys.shape[1]
         grouped = query.reshape(batch, key_heads, heads // key_heads, dim)
         if mask is not None:
@@ -115,6 +118,14 @@ class AttentionCall:
             mask = mask.reshape(batch, key_heads, shared, -1) if own else mask.expand(-1, -1, shared, -1)
         output = _sdpa(grouped, keys, values, mask, scale=kwargs.get("scaling"))
         return output.reshape(batch, 1, heads, dim), None
+
+    def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`, which casts
+        all of them itself as long as it is on."""
+        dtype = self.query.dtype
+        if keys.dtype == values.dtype == dtype or torch.is_autocast_enabled(self.query.device.type):
+            return keys, values
+        return keys.to(dtype), values.to(dtype)
 
     def stream(
         self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor]
