@@ -75,3 +75,14 @@ def write_json(path: Path, values: Any, option: str = "--json") -> None:
         path.write_text(json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise OutputFileError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def read_text(path: Path, option: str, error_class: type[OSError]) -> str:
+    """The UTF-8 text of the file that `option` names. Raises `error_class`."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise error_class(f"{option} {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start:,} is 0x{error.object[error.start]:02x}"
+        raise error_class(f"{option} {str(path)!r} is not UTF-8 text: {where}") from error

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import OutputFileError
+from .arguments import OutputFileError, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +56,8 @@ def saved_ids(arguments: argparse.Namespace) -> torch.Tensor:
 
 
 def read_document(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise PromptFileError(f"--prompt-file {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromptFileError(
-            f"--prompt-file {str(path)!r} is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}"
-        ) from error
+    """The text of a prompt file. Raises `PromptFileError`."""
+    text = read_text(path, "--prompt-file", PromptFileError)
     if not text.strip():
         raise PromptFileError(f"--prompt-file {str(path)!r} has no text ({len(text):,} characters)")
     return text

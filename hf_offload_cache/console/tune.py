@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_cache_argument, add_field_argument, add_model_arguments, check_writable, positive
+from .arguments import add_cache_argument, add_field_argument, add_model_arguments, check_writable, positive, read_text
 
 
 class SampleFileError(OSError):
@@ -36,7 +36,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    text = None if arguments.text is None else _read(arguments.text)
+    text = None if arguments.text is None else read_text(arguments.text, "--text", SampleFileError)
     check_writable(arguments.out, "--out")
 
     from rich.console import Console
@@ -80,15 +80,3 @@ def _table(rows: list[dict[str, Any]]) -> Any:
                 f"{row['planned_bytes'] / 2**20:.1f}",
             )  # fmt: skip
     return table
-
-
-def _read(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise SampleFileError(f"--text {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SampleFileError(
-            f"--text {str(path)!r} is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}"
-        ) from error
-    return text

@@ -21,8 +21,6 @@ class Choice:
     """(rows, M, entries a unit) bool: which entries of the units are attended; None: all."""
     importance: np.ndarray | None = None
     """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all alike."""
-    ragged: bool = False
-    """Some row has a -1."""
 
     @classmethod
     def all_of(cls, rows: int, count: int) -> Choice:
@@ -53,7 +51,7 @@ class Choice:
         union = np.full((rows, width), -1, dtype=np.int64)
         for row, named in enumerate(picked):
             union[row, : len(named)] = named
-        return cls(union, ragged=any(len(named) < width for named in picked))
+        return cls(union)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from hf_offload_cache.fetch.choice import Choice
 def of(*rows: list[int], importance: list[list[float]] | None = None) -> Choice:
     units = np.array(rows, dtype=np.int64)
     weights = None if importance is None else np.array(importance, dtype=np.float32)
-    return Choice(units, importance=weights, ragged=bool((units < 0).any()))
+    return Choice(units, importance=weights)
 
 
 def test_all_of_names_every_unit_of_every_row() -> None:
     choice = Choice.all_of(3, 2)
     assert choice.units.tolist() == [[0, 1]] * 3
-    assert (choice.keep, choice.importance, choice.ragged) == (None, None, False)
+    assert (choice.keep, choice.importance) == (None, None)
     assert Choice.all_of(2, 0).units.shape == (2, 0)
 
 
@@ -30,8 +30,8 @@ def test_one_choice_is_its_own_union() -> None:
 def test_what_any_names_ascending_and_once() -> None:
     union = Choice.union([of([1, 4], [0, 2]), of([0, 4], [0, 2]), of([4, 7], [0, 3])], 10)
     assert union.units.tolist() == [[0, 1, 4, 7], [0, 2, 3, -1]]
-    assert union.ragged
-    assert not Choice.union([of([1, 2]), of([2, 3])], 3).ragged
+    assert (union.units < 0).any()
+    assert (Choice.union([of([1, 2]), of([2, 3])], 3).units >= 0).all()
 
 
 def test_cut_to_what_most_name_then_to_what_matters_most() -> None:
@@ -60,7 +60,7 @@ def test_choices_of_units_that_are_missing() -> None:
     assert union.units[0].tolist() == [2, -1]
     assert union.units[1, 0] == 3 or union.units[1].tolist() == [4, 5]
     assert 4 in union.units[1]
-    assert union.ragged
+    assert (union.units < 0).any()
 
 
 @settings(max_examples=80, deadline=None)
@@ -82,4 +82,4 @@ def test_a_union_is_within_what_was_named_and_its_limit(
         left = np.setdiff1d(np.flatnonzero(votes), got)
         assert not len(left) or votes[left].max() <= votes[got].min()
         widths.append(len(got))
-    assert union.ragged == (min(widths) < max(widths))
+    assert (union.units < 0).any() == (min(widths) < max(widths))

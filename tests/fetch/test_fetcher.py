@@ -147,7 +147,7 @@ def test_every_mix_of_tiers_guesses_and_reads(
         ragged = step % 3 == 0 and count > 1
         if ragged:
             wanted[-1, -1] = -1
-        choice = Choice(wanted, ragged=ragged)
+        choice = Choice(wanted)
         ahead: set[int] = set()
         if guesses and step % 4:
             guess = np.sort(np.stack([generator.permutation(20)[: count + 1] for _ in range(rows)]), 1)
