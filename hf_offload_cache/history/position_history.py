@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ from .captured import check_captured
 from .packing import packing_bytes, piece_groups, sealed_groups
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
+
+
+def _weak_call(method: Callable[[], Iterator[torch.Tensor]]) -> Callable[[], Iterator[torch.Tensor]]:
+    """Calls a method of an object that it does not keep: one that the object itself holds makes no cycle."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> Iterator[torch.Tensor]:
+        found = held()
+        assert found is not None, "the history is gone"
+        return found()
+
+    return call
 
 
 class PositionHistory:
@@ -51,7 +64,8 @@ class PositionHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
-        self._nothing = Sealed(0, 0, [], self._stored_keys)
+        self._weak_keys = _weak_call(self._stored_keys)
+        self._nothing = Sealed(0, 0, [], self._weak_keys)
 
     @staticmethod
     def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
@@ -159,7 +173,7 @@ class PositionHistory:
             self.tail.append(keys, values)
             self.length += keys.shape[2]
             if self._nothing.units != groups:
-                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._stored_keys)
+                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_keys)
             return self._nothing
         self._moved = False
         count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
