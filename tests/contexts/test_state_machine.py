@@ -81,7 +81,7 @@ class Held:
 
 def compact_keys(cache: DiskSwapCache) -> list[torch.Tensor]:
     """Copies of what each layer selects by. Taken without `capture`, after which the keys are kept from changes."""
-    summaries = [layer.summary for layer in cache.layers if layer.summary is not None]
+    summaries = [layer.predictor.keys for layer in cache.layers if layer.predictor and layer.predictor.keys]
     return [summary._keys[:, : summary.tokens].clone() for summary in summaries]
 
 
@@ -270,8 +270,9 @@ class Caches(RuleBasedStateMachine):
         self.feed(cache, held, ids)  # of what the first step after a prefill decides, forks have to know
         cache.save(self.folder / "passing", overwrite=True)
         with cache.fork() as twin, DiskSwapCache.open(self.folder / "passing", model(), engine=engine) as third:
-            if cache.buffer is not None:
-                assert cache.buffer.capture() == twin.buffer.capture() == third.buffer.capture(), "other budgets"
+            if cache.selecting is not None:
+                held_by = [one.selecting.capture() for one in (cache, twin, third)]
+                assert held_by[0] == held_by[1] == held_by[2], "other budgets"
             expected = [self.feed(one, Held(), ids) for one in (twin, third)]
         self.frozen(cache)
         shutil.rmtree(self.folder / "passing")
@@ -367,7 +368,7 @@ class Sparse(Caches):
         layer = cache.layers[0]
         before = cache.storage.counters.units_selected
         self.feed(cache, held, torch.full((held.rows, 1), 23))
-        if layer.history.num_groups > 60 and layer.summary is not None:
+        if layer.history.units > 60 and layer.predictor is not None and layer.predictor.keys is not None:
             selected = (cache.storage.counters.units_selected - before) / held.rows / len(cache.layers)
             assert 0 < selected <= 24, "all is read"
 
@@ -397,7 +398,7 @@ def run_sparse(examples: int) -> None:
             watcher.add(cache, held)
             watcher.feed(cache, held, random_ids(1, 1, LONG))
             shutil.rmtree(watcher.folder)
-            assert cache.layers[0].summary is not None
+            assert cache.layers[0].predictor.keys is not None
             cache.fork().close()
         before = [compact_keys(cache) for cache, _ in Machine.first.values()]
         run(Machine, examples)

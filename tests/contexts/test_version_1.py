@@ -78,7 +78,7 @@ def test_it_goes_on(context: Path, fields: dict[str, Any]) -> None:
     """As a cache does that was filled here; up to rounding, since keys and values were computed elsewhere."""
     with DiskSwapCache.open(context, model(), engine="mapped", **fields) as cache:
         assert torch.equal(cache.input_ids, ids()) and cache.tokens == 560
-        assert cache.offloaded[0].summary is not None and cache.report().bytes_read == 0
+        assert cache.offloaded[0].predictor.keys is not None and cache.report().bytes_read == 0
         with torch.no_grad(), DiskSwapCache(model(), engine="mapped", **FIELDS) as fresh:
             model()(ids()[:, :-1], past_key_values=fresh)
             model()(ids()[:, -1:], past_key_values=fresh)

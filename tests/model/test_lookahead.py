@@ -143,7 +143,7 @@ def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> N
         for sight in cache.look_ahead.sights.values():
             if sight.residual is not None:
                 sizes.append(sight.residual.untyped_storage().nbytes())
-        booked.append(cache.shared.account.by_owner["look-ahead"])
+        booked.append(cache.storage.account.by_owner["look-ahead"])
         leave(cache, layer_idx, output)
 
     monkeypatch.setattr(DiskSwapCache, "leave_attention", watched)
@@ -157,7 +157,7 @@ def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> N
         for sight in cache.look_ahead.sights.values():
             assert (sight.residual, sight.rotary) == (None, None)
         assert cache.look_ahead._normed is None
-        assert cache.shared.account.by_owner["look-ahead"] == 0
+        assert cache.storage.account.by_owner["look-ahead"] == 0
 
 
 def test_what_is_planned_is_what_is_held() -> None:
