@@ -594,15 +594,15 @@ def test_what_could_not_be_written_is_never_saved(tmp_path: Path) -> None:
     """However often it is tried; nor forked. After `reset` the cache is as new."""
     model = tiny("llama")
     with OffloadCache(model, **SMALL) as cache, torch.no_grad():
-        make, full = cache.shared.open_store, [1]
+        make, full = cache.storage.open_store, ["layer 1"]
 
-        def open_store(record_bytes: int, layer_idx: int) -> Store:
-            store = make(record_bytes, layer_idx)
-            if layer_idx in full:
+        def open_store(record_bytes: int, name: str) -> Store:
+            store = make(record_bytes, name)
+            if name in full:
                 cache.storage.stores[-1] = store = FaultyStore(store, "write", 1, errno.ENOSPC)
             return store
 
-        cache.shared.open_store = open_store
+        cache.storage.open_store = open_store
         model(ids_of(model), past_key_values=cache)
         for _ in range(2):
             for use in (cache.fork, lambda: cache.save(tmp_path / "context")):
@@ -645,7 +645,7 @@ def test_a_budget_leaves_what_fits_as_it_was(tmp_path: Path) -> None:
         stored = cache.offloaded[0].predictor.keys.adapter.shape[-1]
     with DiskSwapCache.open(tmp_path / "context", model, memory="100MiB", max_context=700) as cache:
         assert (cache.config.num_sinks, cache.config.num_selected, cache.config.rank) == (8, 48, None)
-    least = "1/2"
+    least = "6/11"
     with DiskSwapCache.open(tmp_path / "context", model, memory=least, max_context=700, engine="direct") as cache:
         assert cache.config.num_sinks == 8 and cache.config.rank in (None, stored)
         generate(model, cache, ids_of(model), max_new_tokens=40)
@@ -678,7 +678,7 @@ def test_a_sync_that_fails_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatc
     model = tiny("llama")
     with _prefilled(model, cls=OffloadCache) as cache:
         expected = generate(model, DynamicCache(config=model.config), ids_of(model))
-        if not cache.shared.store_description.endswith("O_DIRECT"):
+        if not cache.storage.description.endswith("O_DIRECT"):
             pytest.skip("writes go through the page cache here, and are doubtful after that")
         with monkeypatch.context() as patch:
 

@@ -14,9 +14,9 @@ from harness import fresh, generate, prompt
 from transformers import DynamicCache
 
 from hf_offload_cache import OffloadCache
-from hf_offload_cache.core.shared import Shared
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
+from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.stores.base import Store, aligned_empty, runs
 from hf_offload_cache.stores.checks import check_batch, check_range
@@ -117,7 +117,7 @@ def test_freezing_it_is_refused_with_what_is_missing() -> None:
 def test_a_cache_generates_over_it_and_says_why_it_cannot_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Shared, "_new_store", lambda shared, record_bytes, name: DictStore(record_bytes, name))
+    monkeypatch.setattr(Storage, "_new_store", lambda storage, record_bytes, name: DictStore(record_bytes, name))
     model = fresh("llama")
     ids = prompt(model, 1, 200)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=6)
