@@ -159,7 +159,7 @@ class OffloadLayer(LayerOperations):
         replaceable = getattr(call.value, TAG, None) is tag and not call.args and self._replaceable(call)
         self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, None
-        step = self.shared.step or Step.alone(self.batch, self.length - call.num_queries, call.num_queries)
+        step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
@@ -191,13 +191,17 @@ class OffloadLayer(LayerOperations):
         return self.exact(call)
 
     def exact(self, call: AttentionCall) -> Output:
-        """Attention over everything held: handed whole to the model's own where it fits a block, else streamed."""
-        dtype = self.history.form.dtype
+        """Attention over everything held: handed whole to the model's own where it fits a block, else streamed.
+
+        The step's own keys need not be as many as its queries: a layer that shares another's may ask for its last token
+        alone.
+        """
+        dtype, before = self.history.form.dtype, self.length - call.key.shape[2]
         if self.length <= self.shared.config.block_tokens:
             if call.num_queries == 1:
                 keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
                 return call.run(keys, values, call.mask)
-            held = self.whole(self.length - call.num_queries)
+            held = self.whole(before)
             keys, values = (
                 torch.cat([no_backward(old, call.query), new], 2)
                 for old, new in zip(held, (call.key, call.value), strict=True)
@@ -207,7 +211,7 @@ class OffloadLayer(LayerOperations):
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         own = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(self.length - call.num_queries), own)
+        output, weights = call.stream(self._blocks(before), own)
         return output.to(asked), weights
 
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:

@@ -53,9 +53,9 @@ class Watch:
                 self.predicted[layer_idx] = query
             return query
 
-        def watched_attend(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            self.true[layer.layer_idx] = args[3].detach().clone()
-            return attend(layer, *args, **kwargs)
+        def watched_attend(layer: Any, call: Any) -> Any:
+            self.true[layer.layer_idx] = call.query.detach().clone()
+            return attend(layer, call)
 
         monkeypatch.setattr(LookAhead, "predict", watched_predict)
         monkeypatch.setattr(DiskSwapCache.layer_class, "attend", watched_attend)
