@@ -19,6 +19,7 @@ from .config_names import Renamed
 from .inner_model import inner_model, is_model
 from .seam import Seam, put_hooks, strip_hooks
 from .tested_version import warn_if_untested
+from .untraced import ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +49,7 @@ def _lock() -> threading.RLock:
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
     """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
     warn_if_untested()
+    ready()
     with _lock():
         token = id(cache)
         attachment = _ATTACHED.get(model)

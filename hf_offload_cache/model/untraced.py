@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: nothing else changes it
+
 
 def untraced(function: Function) -> Function:
-    """`function`, which a graph that is being traced breaks at and calls as it stands.
+    """`function`, which a graph that is being traced breaks at and calls as it stands, once `ready` was called.
 
-    `torch.compiler.disable` does the same, and costs ten calls at each of its own even where nothing is compiled; it
-    also brings the compiler in when a module is imported.
+    `torch.compiler.disable` alone costs ten calls at each of its own even where nothing is compiled, and brings the
+    compiler in when a module is imported.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _outside(function, *args, **kwargs)
+            return own.outside(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return cast(Function, call)
+    own: Any = call
+    own.outside = function
+    _UNTRACED.append(own)
+    return own
 
 
-def _outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return torch.compiler.disable(function)(*args, **kwargs)
+def ready() -> None:
+    """A model may be compiled from now on. Idempotent; any thread."""
+    for call in _UNTRACED:
+        if call.outside is call.__wrapped__:
+            call.outside = torch.compiler.disable(call.__wrapped__)

@@ -727,14 +727,17 @@ def test_any_sequence_is_like_a_dict(engine: str, steps: list[tuple[str, int]]) 
 
 
 def test_staging_on_the_cpu_is_one_buffer(account: MemoryAccount) -> None:
-    staging = Staging(5, RECORD_BYTES, torch.device("cpu"), account, "staging")
-    assert staging.device is staging.host
-    assert staging.host.shape == (5, RECORD_BYTES) and staging.host.data_ptr() % 4096 == 0
+    """Looked at as rows of any size: what is read into `host_rows` is what `upload` gives."""
+    staging = Staging(5 * RECORD_BYTES, torch.device("cpu"), account, "staging")
+    rows = staging.host_rows(5, RECORD_BYTES)
+    assert rows.shape == (5, RECORD_BYTES) and rows.data_ptr() % 4096 == 0
     assert account.by_owner["staging"] == 5 * RECORD_BYTES
-    staging.host.copy_(pattern(5))
-    staging.upload(1, 4)
+    rows.copy_(pattern(5))
+    uploaded = staging.upload(4, RECORD_BYTES)
     staging.wait_uploaded()
-    assert torch.equal(staging.device, pattern(5))
+    assert uploaded.data_ptr() == rows.data_ptr() and torch.equal(uploaded, pattern(5)[:4])
+    assert torch.equal(staging.host_rows(10, RECORD_BYTES // 2).view(5, RECORD_BYTES), pattern(5))
+    assert staging.fits(5 * RECORD_BYTES, torch.device("cpu")) and not staging.fits(1, torch.device("meta"))
     for _ in range(2):
         staging.release()
         assert (account.current, account.peak) == (0, 5 * RECORD_BYTES)
@@ -743,15 +746,14 @@ def test_staging_on_the_cpu_is_one_buffer(account: MemoryAccount) -> None:
 @pytest.mark.gpu
 def test_staging_on_a_gpu(account: MemoryAccount) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    staging = Staging(64, RECORD_BYTES, device, account, "staging")
-    assert staging.host.is_pinned() and staging.host.data_ptr() % 4096 == 0
+    staging = Staging(64 * RECORD_BYTES, device, account, "staging")
+    rows = staging.host_rows(64, RECORD_BYTES)
+    assert rows.is_pinned() and rows.data_ptr() % 4096 == 0
     assert account.current == 2 * 64 * RECORD_BYTES
     for seed in range(20):
         staging.wait_uploaded()
-        staging.host.copy_(pattern(64, seed=seed))
-        staging.upload(0, 32)
-        staging.upload(32, 64)
-        total = staging.device.long().sum()  # on the current stream, with no wait of its own
+        rows.copy_(pattern(64, seed=seed))
+        total = staging.upload(64, RECORD_BYTES).long().sum()  # on the current stream, with no wait of its own
         assert total.item() == pattern(64, seed=seed).long().sum().item()
     staging.release()
     assert account.current == 0

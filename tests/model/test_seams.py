@@ -552,7 +552,8 @@ def test_report_counts() -> None:
         assert report.decode_steps == harness.NEW - 1
         full_layers = 2 * 3 * report.tokens * 2 * 16 * 2 * 4
         assert full_layers < report.full_kv_bytes <= 2 * full_layers
-        assert report.memory_bytes - report.memory_by_owner["tables"] < report.full_kv_bytes
+        whatever_is_held = report.memory_by_owner["tables"] + report.memory_by_owner.get("io ring", 0)
+        assert report.memory_bytes - whatever_is_held < report.full_kv_bytes
         assert report.bytes_written >= full_layers // 2
         assert json.loads(json.dumps(report.to_dict()))["tokens"] == report.tokens
         cache.reset()
