@@ -19,8 +19,10 @@ class ScratchFile(RecordFile):
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         place = os.fspath(directory)
+        fd = -1
         try:
             fd = _open_unnamed(place)
+            super().__init__(fd, place)
         except OSError as error:
             advice = "give `path` a folder that exists and that you may write to"
             if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -28,7 +30,10 @@ class ScratchFile(RecordFile):
             raise StoreError(
                 error.errno, f"{name}: no scratch file can be made in {place!r} ({error.strerror}); {advice}"
             ) from error
-        super().__init__(fd, place)
+        except BaseException:  # a signal's: nobody else may own the descriptor yet
+            if fd >= 0 and getattr(self, "_descriptor", None) is None:
+                os.close(fd)
+            raise
 
 
 def _open_unnamed(directory: str) -> int:
