@@ -29,8 +29,9 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        another: the staging areas of a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write
        queue and the two buffers that stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens,
        to a fortieth), layer budgets (uniform ones need smaller areas), the queue and the blocks to what they need.
-    2. What is left goes to reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`,
-       to a rank of up to half of the key width, and to slots until all is held.
+    2. What is left goes to blocks of up to 512 tokens again (decoding does not hold them), then to reuse slots up to
+       `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to half of the key
+       width, and to slots until all is held.
     3. Where that rank does not fit, the highest that does, with slots for what is left; down to where compact keys are
        a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent` (8)
        give way.
@@ -63,8 +64,9 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
 
 
 def _filled(search: Search[DiskSwapConfig], chosen: dict[str, Any], default: int, most_rank: int) -> dict[str, Any]:
-    """`chosen`, which fits, with what is left of the budget spent on rank and slots."""
+    """`chosen`, which fits, with what is left of the budget spent on blocks, rank and slots."""
     selected = chosen["num_selected"]
+    chosen = search.wider_blocks(chosen)
     chosen = search.most(chosen, "rank", min(-(-default * 5 // 6), most_rank))
     chosen = search.most(chosen, "reuse_capacity", selected)
     chosen = search.most(chosen, "rank", min(default, most_rank))
