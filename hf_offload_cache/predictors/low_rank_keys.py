@@ -37,8 +37,9 @@ class LowRankKeys:
         workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
         queries: (Hk D, r) float32, the same for queries (see `reconstruction`); None: `adapter`, for orthonormal ones.
 
-    The projection of keys is kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do;
-    that of queries in float32 on the host, with the 8-bit scale in it: it is used at every ranking.
+    Both projections are kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do; that
+    of queries on the host, and taken to float32 at each ranking: kept so, it would take the place of three of forty
+    components at a thirteenth of the full KV, and facts are lost with those.
     """
 
     def __init__(
@@ -56,15 +57,15 @@ class LowRankKeys:
         shape = (num_key_heads, -1, adapter.shape[-1])
         self.adapter = adapter.to(kept).view(shape)
         self._plain = queries is None
+        self._queries = (self.adapter if queries is None else queries.to(kept).view(shape)).cpu()
         self._set_scale(
-            (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation),
-            self.adapter if queries is None else queries.to(kept).view(shape),
+            (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
         )
         self.tokens = 0
         self._account = account
         self._workspace = Workspace(account, "scores") if workspace is None else workspace
         self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
-        self._adapter_bytes = self.adapter.nbytes + self._projection.nbytes
+        self._adapter_bytes = self.adapter.nbytes + (0 if self._queries is self.adapter else self._queries.nbytes)
         account.hold("adapters", self._adapter_bytes)
         self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
 
@@ -75,28 +76,24 @@ class LowRankKeys:
         """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements."""
         keys = rows * tokens * rank * dtype.itemsize
         kept = 4 if dtype == torch.float32 else 2
-        own = Planned.always({"compact keys": keys, "adapters": width * rank * (kept + 4)})
+        own = Planned.always({"compact keys": keys, "adapters": 2 * width * rank * kept})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
         scores = {"scores": heads * (tokens + -(-tokens // group_size)) * 4}
         return LayerPlan(own, Planned(moving, {**moving, **scores}))
 
-    def _set_scale(self, scale: torch.Tensor, queries: torch.Tensor) -> None:
+    def _set_scale(self, scale: torch.Tensor) -> None:
         self.scale = scale
-        self._projection = (queries.float() * scale).cpu().numpy()
+        self._host_scale = scale.float().cpu().numpy()
 
     def capture(self) -> dict[str, Any]:
         """What is held, as a tree for `restore`: no copies, not to be changed. Who holds it sees no later change."""
         self._lent = max(self._lent, self.tokens)
         return {
             "adapter": self.adapter,
-            "queries": None if self._plain else self._queries(),
+            "queries": None if self._plain else self._queries,
             "scale": self.scale,
             "keys": self._keys[:, : self.tokens],
         }
-
-    def _queries(self) -> torch.Tensor:
-        """The projection of queries without the scale, as it was given: to the last bit of its type."""
-        return (torch.from_numpy(self._projection) / self.scale.cpu()).to(self.adapter.dtype)
 
     @classmethod
     def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
@@ -118,7 +115,7 @@ class LowRankKeys:
             flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],
             account, workspace, flat.get("queries"),
         )  # fmt: skip
-        compact._set_scale(tree["scale"], queries)
+        compact._set_scale(tree["scale"])
         account.hold("compact keys", keys.nbytes)
         compact._keys = keys
         compact._lent = compact.tokens = keys.shape[1]
@@ -175,8 +172,9 @@ class LowRankKeys:
         By numpy: products this small are done before torch's threads are awake.
         """
         batch, heads, dim = query.shape
-        grouped = query.detach().float().cpu().numpy().reshape(batch, len(self._projection), -1, dim)
-        return np.matmul(grouped, self._projection).reshape(batch, heads, -1)
+        projection = self._queries.float().numpy()
+        grouped = query.detach().float().cpu().numpy().reshape(batch, len(projection), -1, dim)
+        return (np.matmul(grouped, projection) * self._host_scale).reshape(batch, heads, -1)
 
     def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), and factors (h, 1) float32 that they

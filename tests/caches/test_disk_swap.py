@@ -154,7 +154,7 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
         assert cache.offloaded[1].predictor.keys is None
         feed(cache, prompt(long_model(), 2, 1))
         assert cache.storage.account.by_owner["compact keys"] == 3 * 2 * needed * rank
-        assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 4)
+        assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 2)
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
