@@ -172,7 +172,9 @@ def test_curves_of_hits_and_memory(traced: tuple[list[Event], Any, int]) -> None
     assert np.mean([hit["resident"] for hit in hits]) == pytest.approx(report.hit_rate, abs=1e-3)
     held = [event["args"]["held"] for event in events if event["ph"] == "C" and event["name"] == "memory, bytes"]
     assert len(held) == PROMPT // CHUNK + NEW
-    assert held[-1] == report.memory_bytes
+    last = [span for span in spans(events, "compute") if span["name"] == "decode"][-1]
+    queued = sum(w["args"]["bytes"] for w in spans(events, "writes") if w["end"] > last["begin"])
+    assert 0 <= held[-1] - report.memory_bytes <= queued, "more than the writes that the report waited for"
 
 
 def test_the_report_says_how_much_was_overlapped(traced: tuple[list[Event], Any, int]) -> None:
