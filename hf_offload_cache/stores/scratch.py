@@ -22,25 +22,26 @@ class ScratchFile(RecordFile):
         fd = -1
         try:
             fd = _open_unnamed(place)
+            _make_private(fd)
             super().__init__(fd, place)
-        except OSError as error:
+        except BaseException as error:
+            if fd >= 0 and getattr(self, "_descriptor", None) is None:  # nobody else owns the descriptor yet
+                os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             advice = "give `path` a folder that exists and that you may write to"
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 advice = "raise the limit of open files with `ulimit -n`, or close others"
             raise StoreError(
                 error.errno, f"{name}: no scratch file can be made in {place!r} ({error.strerror}); {advice}"
             ) from error
-        except BaseException:  # a signal's: nobody else may own the descriptor yet
-            if fd >= 0 and getattr(self, "_descriptor", None) is None:
-                os.close(fd)
-            raise
 
 
 def _open_unnamed(directory: str) -> int:
     """A descriptor of a new file that only its owner may use and that no name leads to."""
     if hasattr(os, "O_TMPFILE"):
         try:
-            return _private(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError:
             pass  # not every file system can: the named way below works, or says what is wrong
     path = os.path.join(directory, f".hf_offload_cache-{secrets.token_hex(16)}")
@@ -50,17 +51,13 @@ def _open_unnamed(directory: str) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return _private(fd)
+    return fd
 
 
-def _private(fd: int) -> int:
-    """`fd`, with its file's mode 0600: a umask may have taken the owner's rights too, which a name would need."""
+def _make_private(fd: int) -> None:
+    """Give the file mode 0600: a umask may have taken the owner's rights too, which a name would need."""
     try:
         if os.fstat(fd).st_mode & 0o777 != 0o600:
             os.fchmod(fd, 0o600)
     except PermissionError:
         pass  # a file system without modes (vfat): no name leads to this file, and an export checks its own
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
