@@ -46,6 +46,16 @@ def test_measured_budgets_after_a_second_turn(
     assert next(measured, None) is None
 
 
+def one_by_one(model: Any, cache: Any, mask: torch.Tensor, last: torch.Tensor) -> list[torch.Tensor]:
+    """Logits (B, V) of four steps of one token, behind what `mask` (B, T) tells of; `last` (B, 1): latest positions."""
+    logits = []
+    for token in prompt(model, 2, 4, 12).split(1, 1):
+        mask, last = torch.cat([mask, torch.ones_like(token)], 1), last + 1
+        single = {"attention_mask": mask, "position_ids": last}
+        logits.append(model(token, past_key_values=cache, **single).logits[:, -1])
+    return logits
+
+
 @MODES
 def test_a_second_turn_of_embeddings(fields: dict[str, Any]) -> None:
     """`generate(inputs_embeds=...)` with the whole conversation: the first turn's own tokens are among it."""
@@ -102,11 +112,7 @@ def test_padding_between_turns(fields: dict[str, Any]) -> None:
             model(ids, past_key_values=cache)
             first = {"attention_mask": mask, "position_ids": places[:, 56:]}
             logits = [model(more, past_key_values=cache, **first).logits[:, -1]]
-            whole, last = mask, places[:, -1:]
-            for token in prompt(model, 2, 4, 12).split(1, 1):
-                whole, last = torch.cat([whole, torch.ones_like(token)], 1), last + 1
-                single = {"attention_mask": whole, "position_ids": last}
-                logits.append(model(token, past_key_values=cache, **single).logits[:, -1])
+            logits += one_by_one(model, cache, mask, places[:, -1:])
         return Decoded(more, torch.stack(logits))
 
     expected = turns(dynamic(model))
@@ -132,11 +138,7 @@ def test_a_second_turn_padded_on_the_right(fields: dict[str, Any]) -> None:
                 piece = {"attention_mask": mask[:, :stop], "position_ids": places[:, start:stop]}
                 pieces.append(model(more[:, start - 56 : stop - 56], past_key_values=cache, **piece).logits)
             logits = [torch.stack([pieces[0][0, -1], pieces[0][1, 2]])]
-            whole, last = mask, places.amax(1, keepdim=True)
-            for token in prompt(model, 2, 4, 12).split(1, 1):
-                whole, last = torch.cat([whole, torch.ones_like(token)], 1), last + 1
-                single = {"attention_mask": whole, "position_ids": last}
-                logits.append(model(token, past_key_values=cache, **single).logits[:, -1])
+            logits += one_by_one(model, cache, mask, places.amax(1, keepdim=True))
         return Decoded(more, torch.stack(logits))
 
     expected = turns(dynamic(model))
