@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from itertools import pairwise
 
@@ -32,7 +33,8 @@ class Store(ABC):
             calling thread; False when `read` is where the time goes. Says what `start` does, where a store has none
             of its own.
         bytes_read, bytes_written, reads: totals since construction: bytes moved from and to the device, alignment
-            included, and the number of requests (a run of adjacent records is one).
+            included, and the number of requests (a run of adjacent records is one). A store counts what it moved by
+            `count_read` and `count_written`.
     """
 
     advises = False
@@ -45,6 +47,18 @@ class Store(ABC):
         self.bytes_read = 0
         self.bytes_written = 0
         self.reads = 0
+        self._counters = threading.Lock()
+
+    def count_read(self, requests: int, nbytes: int) -> None:
+        """So much was read, by so many requests. Any thread."""
+        with self._counters:
+            self.reads += requests
+            self.bytes_read += nbytes
+
+    def count_written(self, nbytes: int) -> None:
+        """So much was written. Any thread."""
+        with self._counters:
+            self.bytes_written += nbytes
 
     @property
     def directory(self) -> str | None:

@@ -51,5 +51,5 @@ class DirectStore(FileStore):
                 )
             except OSError as error:
                 raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
-        self._count_read(len(ranges), len(buffer))
+        self.count_read(len(ranges), len(buffer))
         self._checked(ids, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +54,6 @@ class FileStore(FreezableStore):
     ) -> None:
         super().__init__(record_bytes, name)
         self._free = FreeList(name)
-        self._counters = threading.Lock()
         self._frozen = isinstance(place, FrozenFile)
         self._file: RecordFile
         if isinstance(place, FrozenFile):
@@ -129,8 +127,7 @@ class FileStore(FreezableStore):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             self._write(part, self._guard.seal(part, records[start : start + step]))
-        with self._counters:
-            self.bytes_written += records.numel()
+        self.count_written(records.numel())
 
     def _write(self, ids: np.ndarray, sealed: torch.Tensor) -> None:
         data = byte_view(sealed)
@@ -228,11 +225,6 @@ class FileStore(FreezableStore):
 
     def _describe(self, ids: np.ndarray) -> str:
         return describe(ids + self.first_id)
-
-    def _count_read(self, requests: int, nbytes: int) -> None:
-        with self._counters:
-            self.reads += requests
-            self.bytes_read += nbytes
 
     def _failure(self, work: str, error: OSError) -> StoreError:
         """The error to raise from `error`: it names the store, the records and the place."""

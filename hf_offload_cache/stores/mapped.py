@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ class MappedStore(FileStore):
         guard: RecordGuard | None = None,
     ) -> None:
         super().__init__(place, record_bytes, name, guard)
+        self._tables = threading.Lock()
         # Replaced as a pair when the file grows: a read in another thread keeps the pair that it began with, and the
         # old map goes when the last such read has ended. Never `mmap.close`: the tensor does not hold it open.
         self._map: tuple[mmap.mmap, torch.Tensor] | None = None
@@ -64,7 +66,7 @@ class MappedStore(FileStore):
         view = (ctypes.c_ubyte * size).from_address(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
         setattr(view, "map", mapped)  # noqa: B010  (ctypes says nothing of attributes)
         records = torch.frombuffer(view, dtype=torch.uint8).view(-1, self.record_bytes)
-        with self._counters:
+        with self._tables:
             self._advised = np.concatenate([self._advised, np.zeros(len(records) - len(self._advised), dtype=bool)])
         self._map = (mapped, records)
 
@@ -74,7 +76,7 @@ class MappedStore(FileStore):
         if self._map is None or len(ids) == 0 or not hasattr(mmap, "MADV_WILLNEED"):
             return
         mapped = self._map[0]
-        with self._counters:
+        with self._tables:
             self._advised[ids] = True
         try:
             for start, length in self._page_ranges(ids):
@@ -101,7 +103,7 @@ class MappedStore(FileStore):
             raise self._failure(f"reading {self._describe(ids)}", error) from error
         finally:
             del mapped, records  # whoever keeps an error keeps this frame: not the map, nor its descriptor, with it
-        self._count_read(requests, out.numel())
+        self.count_read(requests, out.numel())
         self._checked(ids, out)
 
     def free(self, ids: np.ndarray) -> None:
@@ -116,7 +118,7 @@ class MappedStore(FileStore):
             if hasattr(mmap, "MADV_DONTNEED"):  # a page that is mapped cannot leave the page cache
                 mapped.madvise(mmap.MADV_DONTNEED, start, length)
             self._file.drop(start, length)
-        with self._counters:
+        with self._tables:
             self._advised[ids] = False
         return len(ranges)
 

@@ -32,7 +32,7 @@ class MemoryStore(FreezableStore):
         self._chunk_records = max(1, CHUNK_BYTES // record_bytes)
         self._chunks: list[torch.Tensor] = []
         self._free = FreeList(name)
-        self._counters = threading.Lock()
+        self._tables = threading.Lock()
         self._guard = Checksums() if guard is None else guard
         self._written = np.zeros(0, dtype=bool)
         self._frozen = False
@@ -51,14 +51,14 @@ class MemoryStore(FreezableStore):
         while self._free.available < count:
             self._chunks.append(aligned_empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
-            with self._counters:  # what another thread notes meanwhile is not to be lost
+            with self._tables:  # what another thread notes meanwhile is not to be lost
                 self._written = np.concatenate([self._written, np.zeros(self._chunk_records, dtype=bool)])
         return self._free.take(count)
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:
             self._free.give(ids)
-            with self._counters:
+            with self._tables:
                 self._written[ids] = False
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -68,9 +68,9 @@ class MemoryStore(FreezableStore):
         source = records.numpy()
         for chunk, rows, positions in self._by_chunk(ids):
             chunk[rows] = source[positions]
-        with self._counters:
+        with self._tables:
             self._written[ids] = True
-            self.bytes_written += records.numel()
+        self.count_written(records.numel())
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
@@ -78,9 +78,7 @@ class MemoryStore(FreezableStore):
         target = out.numpy()
         for chunk, rows, positions in self._by_chunk(ids):
             target[positions] = chunk[rows]
-        with self._counters:
-            self.reads += len(runs(ids))
-            self.bytes_read += out.numel()
+        self.count_read(len(runs(ids)), out.numel())
 
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each chunk that holds some of `ids`: the chunk, the rows in it, and their positions in `ids`."""

@@ -53,7 +53,7 @@ class DictStore(Store):
         check_batch(ids, records, self.record_bytes)
         check_range(self.name, ids, self.capacity)
         self._records.update(zip(ids.tolist(), records.clone(), strict=True))
-        self.bytes_written += records.numel()
+        self.count_written(records.numel())
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)
@@ -62,8 +62,7 @@ class DictStore(Store):
             record = self._records.get(identity)
             if record is not None:
                 row.copy_(record)
-        self.reads += len(runs(ids))
-        self.bytes_read += out.numel()
+        self.count_read(len(runs(ids)), out.numel())
 
     @property
     def capacity(self) -> int:

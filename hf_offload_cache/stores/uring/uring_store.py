@@ -102,7 +102,7 @@ class UringStore(FileStore):
                 raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
         if not self._file.direct:
             self._file.drop(0, 0)
-        self._count_read(requests, out.numel())
+        self.count_read(requests, out.numel())
         self._checked(ids, out)
 
     def share(self, ring: Ring | None = None) -> UringStore:
