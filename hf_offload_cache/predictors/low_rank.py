@@ -271,5 +271,7 @@ class LowRankPredictor:
 
 def _best(importance: np.ndarray, budget: int) -> Choice:
     """The `budget` most important units of each row."""
-    units = np.sort(largest(importance, min(budget, importance.shape[1])), 1)
-    return Choice(units, importance=np.take_along_axis(importance, units, 1))
+    rows, count = importance.shape
+    units = largest(importance, budget if budget < count else count)
+    units.sort(1)
+    return Choice(units, importance=importance[np.arange(rows)[:, None], units])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,14 +58,14 @@ def rank_units(
     low = keys.low_rank_query(query)
     if rule == "paper":
         low = low.sum(1, keepdims=True)
-    groups = keys.tokens // group_size
+    rows, groups = low.shape[0], keys.tokens // group_size
     count = min(_CANDIDATES * wanted, groups)
-    importance = np.empty((len(low), groups), dtype=np.float32)
-    candidates = np.empty((len(low), count), dtype=np.int64)
-    rest = np.zeros(len(low), dtype=np.float32)
-    for row in range(len(low)):
+    importance = np.empty((rows, groups), dtype=np.float32)
+    candidates = np.empty((rows, count), dtype=np.int64)
+    rest = np.zeros(rows, dtype=np.float32)
+    for row in range(rows):
         raw, unit = keys.row_scores(low[row], row, visible)
-        grouped = raw.unflatten(1, (-1, group_size))
+        grouped = raw.view(raw.shape[0], groups, group_size)
         best = _host(grouped.amax(2))  # (h, groups)
         if rule == "paper":
             importance[row] = best[0]
@@ -72,19 +73,19 @@ def rank_units(
             continue
         factor = unit * np.float32(scaling)
         best *= factor
-        top = best.max(-1, keepdims=True)
+        top = np.maximum.reduce(best, -1, keepdims=True)
         last = None if tail is None else tail[row]
         if last is not None and last.size:
             top = np.maximum(top, last.max(-1, keepdims=True))
         peaks = _exp(best - top)
-        total = peaks.sum(-1, keepdims=True)
+        total = of_peaks = _sum(peaks)
         if last is not None:
-            rest_of_head = _exp(last - top).sum(-1, keepdims=True)
-            total += rest_of_head
+            rest_of_head = _sum(_exp(last - top))
+            total = of_peaks + rest_of_head
         rough = (1 / total[:, 0]) @ peaks
         chosen = candidates[row] = largest(rough[None], count)[0]
-        mass = _exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]).sum(-1)
-        total += _missing_mass(peaks, chosen, mass)
+        mass = _sum(_exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]))[..., 0]
+        total = total + _missing_mass(of_peaks, _sum(peaks[:, chosen]), _sum(mass))
         importance[row] = rough - _BELOW
         importance[row, chosen] = (1 / total[:, 0]) @ mass
         if last is not None:
@@ -92,11 +93,10 @@ def rank_units(
     return Ranking(importance, candidates, rest)
 
 
-def _missing_mass(peaks: np.ndarray, chosen: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """What the sum of `peaks` (h, groups) lacks of the mass of all groups, (h, 1): known where `chosen`; the others
-    are taken to be as much larger than their best token as these."""
-    of_chosen, known = peaks[:, chosen].sum(-1, keepdims=True), mass.sum(-1, keepdims=True)
-    others = peaks.sum(-1, keepdims=True) - of_chosen
+def _missing_mass(of_peaks: np.ndarray, of_chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """What the sum of the peaks of all groups lacks of their mass, (h, 1), by the sum of the peaks of the chosen ones
+    and their `known` mass: the others are taken to be as much larger than their best token as these."""
+    others = of_peaks - of_chosen
     return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
 
 
@@ -123,7 +123,11 @@ def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.float().cpu().numpy()
+    return tensor.float().numpy(force=True)
+
+
+_sum = partial(np.add.reduce, axis=-1, keepdims=True)
+"""Over the last axis, (..., 1): `ndarray.sum` is two calls more."""
 
 
 def _exp(values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.predictors import low_rank_keys
 from hf_offload_cache.predictors.directions import (
     principal_directions,
     query_moment,
@@ -345,3 +346,26 @@ def test_narrow_keys_are_not_copied_whole_to_be_multiplied() -> None:
         assert expanded_product(queries, keys, out) is out
     assert torch.allclose(out, queries @ keys.float().t(), rtol=1e-5, atol=1e-4)  # the order of five float32 terms
     assert casts.sizes == [5 * EXPANDED, 5 * EXPANDED, 35]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_wide_projection_is_not_expanded_to_be_multiplied(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the width of an 8B model: where the processor multiplies bfloat16, no float32 copy of it is made."""
+    key_heads, per_head, dim, rank = 8, 4, 128, 160
+    torch.manual_seed(0)
+    projection = torch.randn(key_heads * dim, rank)
+    query = torch.randn(batch, key_heads * per_head, dim).bfloat16()
+    found = {}
+    for fast in (True, False):
+        monkeypatch.setattr(low_rank_keys, "multiplies_bfloat16", lambda fast=fast: fast)
+        keys = LowRankKeys(projection, torch.ones(rank), torch.int8, key_heads, batch, MemoryAccount())
+        with _Casts() as casts:
+            found[fast] = keys.low_rank_query(query)
+        assert (projection.numel() in casts.sizes) is not fast
+    grouped, exact = query.double().unflatten(1, (key_heads, -1)), projection.bfloat16().double()
+    expected = torch.einsum("bkgd,kdr->bkgr", grouped, exact.view(key_heads, dim, rank)).flatten(1, 2).numpy()
+    expected *= keys.scale.double().numpy()
+    assert found[False] == pytest.approx(expected, rel=1e-5, abs=1e-5 * np.abs(expected).max())
+    # The product is rounded to bfloat16 once more: 2 ** -9 of each value, and of the sum's own rounding as much again.
+    assert np.abs(found[True] - expected).max() <= 2**-8 * np.abs(expected).max()
+    assert found[True].shape == (batch, key_heads * per_head, rank) and found[True].dtype == np.float32
