@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Any
 
@@ -23,7 +22,7 @@ def bytes_of(cache: ContextCache, kept: Collection[tuple[int, int]] = ()) -> int
             for store, live in zip(stores, layer.live(stores), strict=True):
                 if (store.written & ~live).any():  # it will be a copy without them
                     total += int(np.count_nonzero(store.written & live)) * store.record_bytes
-                elif _inode(store) not in kept:
+                elif store.inode not in kept:
                     total += store.capacity * store.record_bytes
             state: Any = layer.capture()
         else:
@@ -31,11 +30,3 @@ def bytes_of(cache: ContextCache, kept: Collection[tuple[int, int]] = ()) -> int
         total += -(-tensor_bytes(state) // DEVICE_BLOCK) * DEVICE_BLOCK
     return total
 
-
-def _inode(store: Any) -> tuple[int, int] | None:
-    """Of the file that a store's records lie in; None: they are in memory."""
-    file = getattr(store, "_file", None)
-    if file is None:
-        return None
-    there = os.fstat(file.fd)
-    return there.st_dev, there.st_ino

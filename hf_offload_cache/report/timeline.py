@@ -15,7 +15,7 @@ class Timeline:
     A span on the decode path is one line, `with shared.timeline.span("rank", layer_idx):`; without a trace it takes
     0.2 microseconds.
 
-    The model's seams (attach.py) tell the steps: `begin_step`, for each block `enter_block`, `enter_attention`,
+    The seams on the model tell the steps: `begin_step`, for each block `enter_block`, `enter_attention`,
     `leave_attention`, `enter_rest`, and `end_step`.
     """
 

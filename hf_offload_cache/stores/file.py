@@ -176,6 +176,11 @@ class FileStore(FreezableStore):
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
         self._refuse(self._guard.recheck(ids, records), ids, records)
 
+    @property
+    def inode(self) -> tuple[int, int] | None:
+        there = os.fstat(self._file.fd)
+        return there.st_dev, there.st_ino
+
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen(self._frozen, "exported")
         size = self._capacity * self.record_bytes

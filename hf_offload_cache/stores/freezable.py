@@ -39,6 +39,12 @@ class FreezableStore(Store):
     def written(self) -> np.ndarray:
         """Which records of a frozen store hold something: (capacity,), bool; the caller's."""
 
+    @property
+    def inode(self) -> tuple[int, int] | None:
+        """Device and number of the file that the records lie in, by which two stores tell that they share it; None:
+        they are in no file of one's own."""
+        return None
+
     @abstractmethod
     def share(self) -> FreezableStore:
         """Another frozen store over the same records, with counters of its own; each is closed by its owner.

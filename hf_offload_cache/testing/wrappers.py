@@ -93,6 +93,10 @@ class WrapperStore(FreezableStore):
     def written(self) -> np.ndarray:
         return self._freezable.written
 
+    @property
+    def inode(self) -> tuple[int, int] | None:
+        return self._freezable.inode
+
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
         self._freezable.verify(ids, records)
 
