@@ -1,46 +1,32 @@
 """KV caches on disk or in host memory for transformers models: `generate(..., past_key_values=DiskSwapCache(model))`.
 
-Names are imported when first asked for, so that importing the package neither loads torch nor runs anything.
+Names are imported when first asked for, so that importing the package neither loads torch nor runs anything. A cache
+and its configuration are found where the registry says; all else stands in `_HOME`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .caches.adapter import Adapter
-    from .caches.disk_swap import DiskSwapCache
-    from .caches.disk_swap_config import DiskSwapConfig
-    from .config import OffloadConfig
-    from .contexts.library import ContextLibrary
-    from .contexts.verify import verify
-    from .core.offload_cache import OffloadCache
-    from .model.attach import detach
-    from .report.cache_report import CacheReport
-    from .tuning.calibrate import calibrate
-    from .tuning.calibrate_budgets import calibrate_budgets
-    from .tuning.tuner import tune
+from . import registry
 
-__all__ = [
-    "Adapter",
-    "CacheReport",
-    "ContextLibrary",
-    "DiskSwapCache",
-    "DiskSwapConfig",
-    "OffloadCache",
-    "OffloadConfig",
-    "calibrate",
-    "calibrate_budgets",
-    "detach",
-    "tune",
-    "verify",
-]
+if TYPE_CHECKING:
+    from .caches.adapter import Adapter as Adapter
+    from .caches.disk_swap import DiskSwapCache as DiskSwapCache
+    from .caches.disk_swap import DiskSwapConfig as DiskSwapConfig
+    from .config import OffloadConfig as OffloadConfig
+    from .contexts.library import ContextLibrary as ContextLibrary
+    from .contexts.verify import verify as verify
+    from .core.offload_cache import OffloadCache as OffloadCache
+    from .model.attach import detach as detach
+    from .report.cache_report import CacheReport as CacheReport
+    from .tuning.calibrate import calibrate as calibrate
+    from .tuning.calibrate_budgets import calibrate_budgets as calibrate_budgets
+    from .tuning.tuner import tune as tune
 
 _HOME = {
     "Adapter": "caches.adapter",
     "CacheReport": "report.cache_report",
     "ContextLibrary": "contexts.library",
-    "DiskSwapCache": "caches.disk_swap",
-    "DiskSwapConfig": "caches.disk_swap_config",
     "OffloadCache": "core.offload_cache",
     "OffloadConfig": "config",
     "calibrate": "tuning.calibrate",
@@ -50,8 +36,15 @@ _HOME = {
     "verify": "contexts.verify",
 }
 
+__all__ = sorted([*_HOME, *registry.exported()])  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    module = f"{__name__}.{_HOME[name]}" if name in _HOME else registry.exported().get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -45,6 +45,15 @@ def cache_class(name: str, others: Sequence[str] = ()) -> type[Any]:
     return found
 
 
+def exported() -> dict[str, str]:
+    """Name -> module of every registered class, and of its configuration, `SomeConfig` for `SomeCache`, in the same."""
+    found = {}
+    for place in CACHES.values():
+        module, _, class_name = place.partition(":")
+        found[class_name] = found[f"{class_name.removesuffix('Cache')}Config"] = module
+    return found
+
+
 def name_of(class_name: str) -> str | None:
     """The registered name of the class of that `__name__`; None where there is none. Imports nothing."""
     return next((name for name, place in CACHES.items() if place.partition(":")[2] == class_name), None)

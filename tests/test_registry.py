@@ -2,6 +2,7 @@
 
 import pytest
 
+import hf_offload_cache
 from hf_offload_cache import DiskSwapCache, registry
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.registry import CACHES, cache_class, class_named, name_of
@@ -26,6 +27,16 @@ def test_a_line_is_all_that_a_method_takes(monkeypatch, tmp_path):
     assert class_named("MyCache") is None
     monkeypatch.setitem(registry.CACHES, "mine", "my_method:MyCache")
     assert cache_class("mine") is cls is class_named("MyCache")
+    assert hf_offload_cache.MyCache is cls  # what the package offers follows from the same line
+
+
+def test_what_the_package_offers_is_there():
+    assert "DiskSwapCache" in hf_offload_cache.__all__ and "DiskSwapConfig" in hf_offload_cache.__all__
+    for name in hf_offload_cache.__all__:
+        assert getattr(hf_offload_cache, name).__name__ == name
+    assert set(hf_offload_cache.__all__) <= set(dir(hf_offload_cache))
+    with pytest.raises(AttributeError, match="no attribute 'DiskSwopCache'"):
+        hf_offload_cache.DiskSwopCache  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import functools
 import warnings
 
 import transformers
+from packaging.version import Version
 
 TESTED = "5.23"
 """The newest version that the tests ran with; setup.cfg names it beside the range that installs."""
@@ -28,5 +29,5 @@ def _warn(version: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    found = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
+    return found.major, found.minor

@@ -93,3 +93,16 @@ def test_the_tested_version_is_the_one_of_the_package() -> None:
     """setup.cfg says it beside the range that installs."""
     setup = (Path(harness.__file__).parents[1] / "setup.cfg").read_text()
     assert f"with transformers {tested_version.TESTED}.\n" in setup
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("5.23.7", False), ("5.17.0", False), ("5.24.0.dev0", True), ("5.24rc1", True), ("6.0rc1", True), ("6.1", True)],
+)
+def test_every_kind_of_version_is_read(version: str, warns: bool) -> None:
+    """Also of a checkout and of a release candidate, whose second number ends in letters."""
+    tested_version._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tested_version._warn(version)
+    tested_version._warn.cache_clear()
+    assert [f"transformers {version} is newer than" in str(each.message) for each in caught] == [True] * warns
