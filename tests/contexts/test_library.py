@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -524,57 +522,6 @@ def test_ids_are_read_once(library: ContextLibrary, model: Any, monkeypatch: pyt
     other = ContextLibrary(library.folder)
     assert [other.find(ids, model).path for _ in range(2)] == [path] * 2  # type: ignore[union-attr]
     assert len(read) == 4, "what is too much to keep is read each time"
-
-
-_SAVER = """
-import sys, torch
-sys.path[:0] = sys.argv[3:]
-from harness import SMALL, prompt, tiny
-from hf_offload_cache import ContextLibrary, DiskSwapCache
-model, library, own = tiny("llama"), ContextLibrary(sys.argv[1], max_bytes=400_000), int(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-for turn in range(10):
-    ids = prompt(model, 1, 10 + turn % 5, seed=turn if turn % 2 else 100 * own + turn)
-    with DiskSwapCache(model, engine="mapped", **SMALL) as cache, torch.no_grad():
-        model(ids, past_key_values=cache)
-        library.save(cache)
-    opened = library.open(torch.cat([ids, ids], 1), model, engine="mapped")
-    if opened is not None:
-        with opened[0] as cache, torch.no_grad():
-            model(ids[:, :1], past_key_values=cache)
-"""
-
-
-def test_two_processes_on_one_library(tmp_path: Path) -> None:
-    """Both save and evict, the same contexts too: no error, no rest, and the cap holds when both are done."""
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", _SAVER, str(tmp_path / "l"), str(own), *paths],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for own in (1, 2)
-    ]  # fmt: skip
-    try:
-        for child in children:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n", child.communicate()[1]
-        for child in children:
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
-        for child in children:
-            _, stderr = child.communicate(timeout=200)
-            assert child.returncode == 0, stderr
-            assert "passed over" not in stderr and "damaged" not in stderr, stderr
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    found = ContextLibrary(tmp_path / "l").entries()
-    assert {path.name for path in (tmp_path / "l").iterdir()} == {entry.name for entry in found}
-    assert 0 < listing.total_bytes(found) <= 400_000
-    assert [entry.damage for entry in found] == [None] * len(found)
 
 
 # ---------------------------------------------------------------------------------------------- against plain Python

@@ -11,7 +11,9 @@ import pytest
 from context_process import Other, digest
 from saved_contexts import files_of, opened, prefilled
 
+from hf_offload_cache import ContextLibrary
 from hf_offload_cache.contexts.folder import entries, remove
+from hf_offload_cache.contexts.listing import total_bytes
 from hf_offload_cache.errors import ContextError
 
 STEPS = 6
@@ -135,6 +137,19 @@ def test_two_save_into_one_place(others: list[Other], context: Path) -> None:
         assert sorted(os.listdir(context.parent)) == ["context", "target"]
     for other in others:
         other.ask("close")
+
+
+def test_two_save_into_one_library(others: list[Other], tmp_path: Path) -> None:
+    """Both save and evict, the same contexts too: no error, no rest, and the cap holds when both are done."""
+    for own, other in enumerate(others[:2]):
+        other.begin("keep", str(tmp_path / "library"), 400_000, 1 + own)
+    for other in others[:2]:
+        told = other.end()
+        assert [message for message in told if "passed over" in message or "damaged" in message] == []
+    found = ContextLibrary(tmp_path / "library").entries()
+    assert {path.name for path in (tmp_path / "library").iterdir()} == {entry.name for entry in found}
+    assert 0 < total_bytes(found) <= 400_000
+    assert [entry.damage for entry in found] == [None] * len(found)
 
 
 def test_opening_while_others_save(others: list[Other], context: Path) -> None:

