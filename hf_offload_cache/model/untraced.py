@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,10 @@ def untraced(function: Function) -> Function:
             return own.outside(*args, **kwargs)
         return function(*args, **kwargs)
 
-    own: Any = call
+    # The compiler counts what it compiled by code object: one for all would reach its limit with any model.
+    plain: Any = call
+    code = plain.__code__.replace(co_name=function.__name__)
+    own: Any = functools.wraps(function)(FunctionType(code, globals(), None, None, plain.__closure__))
     own.outside = function
     _UNTRACED.append(own)
     return own

@@ -34,6 +34,7 @@ from harness import (
     tokenizer,
     unchanged,
 )
+from long_models import long_fresh
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -805,3 +806,29 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
             elif kind == "select":
                 pair.select(sorted(chosen.sample(range(rows), chosen.randint(1, rows))))
             pair.step(chosen.choice([1, 1, 1, 2, 5, 19]))
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
+    """With the setting that the README names, which makes a layer's number no constant: twelve layers are compiled into
+    as many graphs as three."""
+    fields = {"exact": True} if exact else {"group_size": 4, "num_selected": 40, "rank": 8, "look_ahead": False}
+    compiled = {}
+    for layers in (3, 12):
+        model = long_fresh("llama", num_hidden_layers=layers)
+        ids, answers = prompt(model, 1, 600), []
+        for call in (model.forward, torch.compile(model.forward, backend="eager")):
+            torch._dynamo.reset()
+            dynamo.clear()
+            model.forward = call
+            with (
+                torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
+                DiskSwapCache(model, engine="memory", **fields) as cache,
+                torch.no_grad(),
+            ):
+                model(ids, past_key_values=cache)
+                answers.append([model(prompt(model, 1, 1, n), past_key_values=cache).logits for n in range(3)])
+                assert exact or cache.report().selected_fraction < 0.5, "ranked and selected"
+        assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+        compiled[layers] = (dynamo["frames"]["ok"], dynamo["stats"]["unique_graphs"])
+    assert compiled[3] == compiled[12] and compiled[3][1] > 0
