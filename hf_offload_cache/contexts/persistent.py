@@ -24,11 +24,11 @@ class Persistent:
     ) -> None:
         """Publish what is held as the directory `directory`, which `open` opens in another process without prefill.
 
-        On the file system of `path`, stored records are linked in and not copied (but where some of a file were given
-        up: these are never saved); they are immutable from then on, and this cache goes on with records of its own
-        beside them. Published in one atomic step: whoever is killed at
-        whatever moment, there is the old context, or the new one, or none. The directory is for its owner only (0700),
-        and encrypted where the cache has an `encryption_key`.
+        On the file system of `path`, stored records are linked in and not copied, unless some of a file were given up:
+        these are never saved. Stored records are immutable from then on, and this cache goes on with records of its own
+        beside them. Published in one atomic step: a process that is killed leaves the old context, the new one, or none
+        where there was none. The directory is for its owner only (0700), and encrypted where the cache has an
+        `encryption_key`.
 
         Args:
             overwrite: replace a context that is there.
@@ -62,7 +62,7 @@ class Persistent:
             path: folder for what is added; None: the temporary folder.
             tokenizer: is compared with that of `save`, when both are given.
             **fields: fields of the configuration. Those that the stored format fixes (`group_size`, `rank`,
-                `summary_dtype`, `adapter`) are refused unless equal; those of a machine or a run (`engine`, `verify`,
+                `summary_dtype`) are refused unless equal, and `adapter`, which is in the context, is always; those of a machine or a run (`engine`, `verify`,
                 `io_timeout`, `trace`, `encryption_key`, the limits) are not saved; others are as they were, or as
                 `memory` allows.
 

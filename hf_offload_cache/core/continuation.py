@@ -8,6 +8,7 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import BudgetError, PromptError
+from ..model.masks import shown
 from ..model.own_model import OwnModel, name_of
 from .token_log import TokenLog
 
@@ -44,7 +45,7 @@ def check_positions(positions: Any, mask: Any, held: int, *, use_cache: Any = No
     count = positions.shape[1]
     there = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
     if isinstance(mask, torch.Tensor) and mask.ndim in (2, 4) and mask.shape[-1] == held + count:
-        seen = mask != 0 if mask.dtype == torch.bool or mask.ndim == 2 else mask > torch.finfo(mask.dtype).min / 2
+        seen = mask != 0 if mask.ndim == 2 else shown(mask)
         if mask.ndim == 4:  # a query that sees itself is no padding; one that sees nothing held begins a row
             first, seen = seen[:, 0, :, :held], seen[:, 0, :, held:].diagonal(dim1=1, dim2=2)
             holds = first.any(-1)

@@ -27,11 +27,3 @@ class Rows:
         if self.heads == 1:
             return rows
         return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).reshape(-1)
-
-    def fold_query(self, query: torch.Tensor) -> torch.Tensor:
-        """(B, H, q, D) as (B Hk, H / Hk, q, D)."""
-        return query if self.heads == 1 else query.unflatten(1, (self.heads, -1)).flatten(0, 1)
-
-    def unfold_output(self, output: torch.Tensor) -> torch.Tensor:
-        """(B Hk, q, H / Hk, D) as (B, q, H, D)."""
-        return output if self.heads == 1 else output.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2, 3)

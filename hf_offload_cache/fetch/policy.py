@@ -44,7 +44,7 @@ class FirstIn:
         return slots
 
     def used(self, slots: np.ndarray) -> None:
-        """No matter: what counts is when a slot was filled."""
+        """Changes nothing: what counts is when a slot was filled."""
 
     def emptied(self, slots: np.ndarray) -> None:
         chosen = np.zeros(len(self._order), dtype=bool)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def shown(mask: torch.Tensor) -> torch.Tensor:
+    """What a mask, or a part of one, leaves visible: bool of its shape. A finite bias hides nothing."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """A mask (·, 1, q, T), boolean (True: visible) or additive, as an additive float32 one whose hidden places are
     -inf."""
@@ -12,15 +17,7 @@ def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
         return None
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, float("-inf"))
-    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
-
-
-def visible_columns(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Which of the T columns the last query sees: boolean (·, T), or None for all."""
-    if mask is None:
-        return None
-    last = mask[:, 0, -1]
-    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    return mask.float().masked_fill(~shown(mask), float("-inf"))
 
 
 def mask_at(mask: torch.Tensor | None, positions: torch.Tensor, num_queries: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from hf_offload_cache.core.rows import Rows
 
-B, HK, H, T, D = 2, 3, 6, 5, 4
+B, HK, T, D = 2, 3, 5, 4
 
 
 def test_joined_heads_are_left_as_they_are() -> None:
@@ -15,8 +15,6 @@ def test_joined_heads_are_left_as_they_are() -> None:
     index = torch.tensor([1, 0, 1])
     assert rows.fold(tensor) is tensor
     assert rows.unfold(tensor) is tensor
-    assert rows.fold_query(tensor) is tensor
-    assert rows.unfold_output(tensor) is tensor
     assert rows.expand(index) is index
 
 
@@ -27,19 +25,6 @@ def test_each_row_is_one_head_of_one_sequence() -> None:
     for row in range(B * HK):
         assert torch.equal(folded[row, 0], keys[row // HK, row % HK])
     assert torch.equal(rows.unfold(folded), keys)
-
-
-def test_query_heads_go_with_their_key_head_and_outputs_come_back() -> None:
-    """Attention of folded rows, unfolded, is attention of the heads: query head h asks key head h // (H / Hk)."""
-    rows = Rows(HK)
-    query, keys = torch.randn(B, H, 2, D), torch.randn(B, HK, T, D)
-    folded = rows.fold_query(query)
-    assert folded.shape == (B * HK, H // HK, 2, D)
-    weights = torch.softmax(folded @ rows.fold(keys).transpose(-1, -2), -1)
-    output = (weights @ rows.fold(keys)).transpose(1, 2)  # (rows, q, heads, D), as attention functions return it
-    repeated = keys.repeat_interleave(H // HK, 1)
-    expected = (torch.softmax(query @ repeated.transpose(-1, -2), -1) @ repeated).transpose(1, 2)
-    torch.testing.assert_close(rows.unfold_output(output), expected)
 
 
 @pytest.mark.parametrize("chosen", [[1, 0], [1, 1, 0], [0], []])
