@@ -85,6 +85,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             if self.storage.engine != "memory":
                 check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
             self.prepare(inner)
+            self.watches_blocks = self.wants_blocks()
             token = attach.attach(inner, self)
         finally:
             self._finalizer = weakref.finalize(self, _shut_down, self.storage, weakref.ref(inner), token)
@@ -152,7 +153,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         )
         if step is not None:
             shared.step, self._resumed = step, False
-            self.watches_blocks = self.has_linear_state
+            self._watch_blocks()
             kind = "decode" if step.selects else "prefill"
             self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None
@@ -175,6 +176,15 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.account_live()
         self.storage.show_counters()
         return None
+
+    def wants_blocks(self) -> bool:
+        """Whether the seams are to tell of blocks in the coming step."""
+        return self.has_linear_state or self.timeline.on
+
+    def _watch_blocks(self) -> None:
+        if self.watches_blocks is not (wanted := self.wants_blocks()):
+            self.watches_blocks = wanted
+            attach.watch_blocks(self.model, self)
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if self.shared.step is not None:

@@ -77,16 +77,18 @@ class SelectiveCache(OffloadCache):
         if self.selecting is None or step is None:
             return changed
         if not step.selects:
-            self.watches_blocks = self.watches_blocks or self.look_ahead is not None
             self.rest()
             return changed
         self.before_selecting()
-        if self.look_ahead is not None and step.tokens == 1 and self._pace.first:
-            self.watches_blocks = True
-            if 0 in self._selective:  # no layer is before it
-                with self.timeline.span("look ahead", 0):
-                    self._selective[0].prefetch_again()
+        # no layer is before the first
+        if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+            with self.timeline.span("look ahead", 0):
+                self._selective[0].prefetch_again()
         return changed
+
+    def wants_blocks(self) -> bool:
+        """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
+        return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
     def before_selecting(self) -> None:
         """A step that selects begins."""
