@@ -1,5 +1,7 @@
 """The seams of a model, put on with its first cache and taken off with its last: hooks, names, `prepare_inputs`.
 
+The hooks of its blocks are on only while some cache wants to be told of blocks.
+
 Nothing in this room knows a cache beyond the verbs of `Attachable`. What is on a model is inert for every other cache.
 """
 

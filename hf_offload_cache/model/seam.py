@@ -32,7 +32,7 @@ class Seam:
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
-        if not isinstance(kwargs, dict):  # another thread puts it on or takes it off now: no cache there waits for it
+        if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
             return None
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, Attachable):
@@ -54,17 +54,21 @@ class Seam:
     ) -> None:
         timeline, layer_idx = cache.timeline, self.layer_idx
         if self.verb == "leave_attention":
-            timeline.leave_attention(layer_idx)
+            if timeline.on:
+                timeline.leave_attention(layer_idx)
             cache.leave_attention(layer_idx, output[0] if isinstance(output, tuple) else output)
-            timeline.enter_rest(layer_idx)
+            if timeline.on:
+                timeline.enter_rest(layer_idx)
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
             if self.verb == "enter_block":
-                timeline.enter_block(layer_idx)
+                if timeline.on:
+                    timeline.enter_block(layer_idx)
                 cache.enter_block(layer_idx, module, hidden)
             else:
-                timeline.enter_attention(layer_idx)
+                if timeline.on:
+                    timeline.enter_attention(layer_idx)
                 cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
 
     def _begin_step(
