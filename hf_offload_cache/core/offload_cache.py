@@ -143,10 +143,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if not intact and any(layer.state == "tagged" for layer in self.offloaded):
             raise SeamLostError(SEAM_LOST)
         self.check_whole()
-        lengths = [layer.get_seq_length() for layer in self.with_length()]
+        lengths = self.lengths()
         if not max(lengths, default=self._tokens.length):
             self.begin_context()
-        batch = max((layer.batch for layer in self.offloaded), default=0) or None
+        batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
         candidates = self.recording and self._prefilled
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
@@ -173,7 +173,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
         if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):
             self._warn(warning)
-        self.account_live()
+        if step is None or not step.selects or shared.books_changed or self._kept:
+            self.account_live()
         self.storage.show_counters()
         return None
 

@@ -67,7 +67,7 @@ class SelectiveCache(OffloadCache):
     @property
     def selective(self) -> list[SelectiveLayer]:
         """The layers that select."""
-        return [layer for layer in self.layers if isinstance(layer, SelectiveLayer)]
+        return [layer for layer in self.offloaded if isinstance(layer, SelectiveLayer)]
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -114,9 +114,13 @@ class SelectiveCache(OffloadCache):
         step, following = self.shared.step, self._selective.get(layer_idx + 1)
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if self.look_ahead is not None:
+        if self.look_ahead is None:
+            return
+        if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
                 self.read_ahead(following, output)
+        else:
+            self.read_ahead(following, output)
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
         """Start to read what `layer` will probably want, by what the attention before it adds, (B, q, hidden)."""
