@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig
-from ..core.offload_layer import OffloadLayer, Output
+from ..core.offload_layer import OffloadLayer
 from ..core.pace import Pace
 from ..core.plan_selective import area_bytes
 from ..core.planned import LayerKind
@@ -57,6 +57,8 @@ class DiskSwapLayer(SelectiveLayer):
 
     adapter: torch.Tensor | None = None
     """Calibrated projection of this layer; set by the cache."""
+    follows_guess = False
+    """By the paper's rule: what was guessed decides, if there is a guess; set by the cache."""
     predictor: LowRankPredictor | None
 
     def make_predictor(self) -> LowRankPredictor:
@@ -98,18 +100,16 @@ class DiskSwapLayer(SelectiveLayer):
             slots = -(-(-(-config.num_selected // group) * reuse) // config.num_selected) + 1
         return slots + -(-config.num_sinks // group)
 
-    def _attend(self, call: AttentionCall) -> Output:
+    def prompted(self, call: AttentionCall) -> None:
         if self.predictor is not None:
             self.predictor.watch(call.query, self.length)
-        return super()._attend(call)
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
-        """By the paper's rule the guess decides, if there is one."""
-        settings = self.shared.config
-        assert isinstance(settings, DiskSwapConfig)
-        decided = None if self._fetcher is None else self._fetcher.guess
-        if settings.selection == "paper" and not guess and decided is not None:
-            return decided
+        """As `SelectiveLayer.choose`, or by the paper's rule."""
+        if self.follows_guess and not guess and self._fetcher is not None:
+            decided = self._fetcher.guess
+            if decided is not None:
+                return decided
         return super().choose(query, guess=guess)
 
     def prefetch_again(self) -> None:
@@ -166,17 +166,19 @@ class DiskSwapCache(SelectiveCache):
         settings = self.config
         if self.selecting is None:
             return
+        layers = [layer for layer in self.selective if isinstance(layer, DiskSwapLayer)]
         if settings.selection == "paper":
             self._pace = Pace(True)
             self.look_ahead = LookAhead(self.storage.account, "input")
             self.watch_queries()
+            for layer in layers:
+                layer.follows_guess = True
         width = key_width(model)
         if settings.rank is not None and width is not None and settings.rank > width:
             raise ConfigError(
                 f"rank must be at most {width}, the joined width of this model's keys, got {settings.rank}: "
                 f"use rank={width}"
             )
-        layers = [layer for layer in self.selective if isinstance(layer, DiskSwapLayer)]
         if isinstance(settings.layer_budgets, tuple):
             if len(settings.layer_budgets) != len(layers):
                 raise ConfigError(
@@ -217,6 +219,8 @@ class DiskSwapCache(SelectiveCache):
 
     def before_selecting(self) -> None:
         """Before the first step after a prefill: give each layer its share of the groups that are selected."""
+        if not self.config.measures_budgets:
+            return
         layers = [layer for layer in self.selective if isinstance(layer, DiskSwapLayer) and layer.predictor is not None]
         if not any(layer.predictor is not None and layer.predictor.latest_queries is not None for layer in layers):
             return

@@ -30,6 +30,8 @@ class CacheOperations(Cache):
     """Some layer keeps a state whose length cannot be asked for."""
     _kept: list[Any]
     """The layers that hold something which is not offloaded."""
+    _with_length: list[CacheLayerMixin]
+    """The layers that have a length."""
 
     offloaded: list[OffloadLayer]
     """The layers whose history lies in a store."""
@@ -54,13 +56,13 @@ class CacheOperations(Cache):
 
     # --- lengths -----------------------------------------------------------------------------------------------
 
-    def with_length(self) -> list[CacheLayerMixin]:
-        """The layers that have one."""
-        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+    def lengths(self) -> list[int]:
+        """Tokens a sequence that each layer holds which has a length."""
+        return [layer.get_seq_length() for layer in self._with_length]
 
     def held(self) -> int:
         """Tokens a sequence held, whatever the kinds of layers."""
-        return max((layer.get_seq_length() for layer in self.with_length()), default=self._tokens.length)
+        return max(self.lengths(), default=self._tokens.length)
 
     @classmethod
     def may_crop(cls, model: PreTrainedModel) -> bool:
@@ -92,11 +94,11 @@ class CacheOperations(Cache):
         shared, step = self.shared, self.shared.step
         if step is None:
             return False
-        lengths = [layer.get_seq_length() for layer in self.with_length()]
+        lengths = self.lengths()
         if lengths == step.lengths and not (step.entered and self.has_linear_state):
             return False
-        pairs = zip(self.with_length(), step.lengths, strict=True)
-        ahead = [(layer, before) for layer, before in pairs if layer.get_seq_length() != before]
+        pairs = zip(self._with_length, lengths, step.lengths, strict=True)
+        ahead = [(layer, before) for layer, now, before in pairs if now != before]
         if self.has_linear_state or not all(isinstance(layer, OffloadLayer) for layer, _ in ahead):
             shared.storage.torn = True
         shared.check_open()
@@ -189,6 +191,7 @@ class CacheOperations(Cache):
     def sort_layers(self) -> None:
         """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
+        self._with_length = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.has_linear_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
         self._kept = [
             layer

@@ -93,6 +93,7 @@ class Held(CacheOperations):
         account.observe("layers not offloaded", self.kept_bytes())
         account.observe("records in memory", sum(store.memory_bytes for store in self.storage.stores))
         account.observe("tables", sum(layer.tables_nbytes for layer in self.offloaded))
+        self.shared.books_changed = False
 
     # --- taken out and put back --------------------------------------------------------------------------------
 

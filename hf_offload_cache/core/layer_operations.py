@@ -76,7 +76,7 @@ class LayerOperations(CacheLayerMixin):
         return self.rows.unfold(keys), self.rows.unfold(values)
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.history.length if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The full logical length, so that each step's mask covers the history, padding included."""

@@ -85,6 +85,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             if self.storage.engine != "memory":
                 check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
             self.prepare(inner)
+            self.watches_blocks = self.wants_blocks()
             token = attach.attach(inner, self)
         finally:
             self._finalizer = weakref.finalize(self, _shut_down, self.storage, weakref.ref(inner), token)
@@ -142,17 +143,17 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if not intact and any(layer.state == "tagged" for layer in self.offloaded):
             raise SeamLostError(SEAM_LOST)
         self.check_whole()
-        lengths = [layer.get_seq_length() for layer in self.with_length()]
+        lengths = self.lengths()
         if not max(lengths, default=self._tokens.length):
             self.begin_context()
-        batch = max((layer.batch for layer in self.offloaded), default=0) or None
+        batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
         candidates = self.recording and self._prefilled
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
         )
         if step is not None:
             shared.step, self._resumed = step, False
-            self.watches_blocks = self.has_linear_state
+            self._watch_blocks()
             kind = "decode" if step.selects else "prefill"
             self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None
@@ -172,9 +173,19 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
         if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):
             self._warn(warning)
-        self.account_live()
+        if step is None or not step.selects or shared.books_changed or self._kept:
+            self.account_live()
         self.storage.show_counters()
         return None
+
+    def wants_blocks(self) -> bool:
+        """Whether the seams are to tell of blocks in the coming step."""
+        return self.has_linear_state or self.timeline.on
+
+    def _watch_blocks(self) -> None:
+        if self.watches_blocks is not (wanted := self.wants_blocks()):
+            self.watches_blocks = wanted
+            attach.watch_blocks(self.model, self)
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if self.shared.step is not None:

@@ -84,8 +84,8 @@ class OffloadLayer(LayerOperations):
         `torch.autocast` makes them, are kept in the type that attention casts both to. Raises `SeamLostError`,
         `PromptError` and `StoreFullError` before anything is taken in.
         """
-        shared = self.shared
-        if shared.step is None or shared.broken:
+        shared, storage = self.shared, self.shared.storage
+        if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
             shared.check_open()
         if shared.unseen is not None:
             shared.check_seam()
@@ -106,7 +106,7 @@ class OffloadLayer(LayerOperations):
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         history = self.history
-        keys, values = self._kept(key_states), self._kept(value_states)
+        keys, values = self._kept(key_states, value_states)
         length = history.length
         whole = length == 0 or self.state != "tagged"
         if not length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
@@ -123,9 +123,11 @@ class OffloadLayer(LayerOperations):
                 sealed = history.append(keys, values)
         else:
             sealed = history.append(keys, values)
+        if sealed.keys:
+            self.shared.books_changed = True
         if self.state == "full":
             return key_states, value_states
-        self._sealed = sealed if sealed is not None and sealed.keys else None
+        self._sealed = sealed if sealed.keys else None
         tag = Tag(self, whole)
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
         key_states.__dict__[TAG] = value_states.__dict__[TAG] = tag
@@ -133,10 +135,14 @@ class OffloadLayer(LayerOperations):
             self.shared.unseen = self.layer_idx
         return key_states, value_states
 
-    def _kept(self, states: torch.Tensor) -> torch.Tensor:
-        """Keys or values as the history keeps them."""
+    def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the history keeps them."""
         dtype = self.history.form.dtype
-        return self.rows.fold(states.detach() if states.dtype == dtype else states.detach().to(dtype))
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        if not keys.dtype == values.dtype == dtype:
+            keys, values = keys.to(dtype), values.to(dtype)
+        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -154,16 +160,17 @@ class OffloadLayer(LayerOperations):
             raise
 
     def _attend(self, call: AttentionCall) -> Output:
-        tag = call.tag
+        tag, kwargs = call.tag, call.kwargs
         assert tag is not None
-        replaceable = getattr(call.value, TAG, None) is tag and not call.args and self._replaceable(call)
+        replaceable = call.replaceable(self.history.length)
         self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, None
         step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
-        if not replaceable or call.kwargs.get("dropout") or call.wants_weights:  # the latter two: in this step alone
+        weights = "output_attentions" in kwargs and call.wants_weights
+        if not replaceable or weights or kwargs.get("dropout"):  # the latter two: in this step alone
             keys, values = call.key, call.value
             if not tag.whole:
                 keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
@@ -171,20 +178,6 @@ class OffloadLayer(LayerOperations):
         if tag.whole:
             return call.run(call.key, call.value, call.mask)
         return self.decode(call, step) if step.selects else self.exact(call)
-
-    def _replaceable(self, call: AttentionCall) -> bool:
-        """Whether this call is attention as we know it: softmax over all columns under a mask shared by the heads."""
-        kwargs, mask = call.kwargs, call.mask
-        causal = kwargs.get("is_causal")
-        causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        return (
-            call.key.shape[-1] == call.query.shape[-1]
-            and kwargs.get("position_bias") is None
-            and kwargs.get("indices") is None
-            and kwargs.get("sinks") is None
-            and (mask is not None or causal or call.num_queries == 1)
-            and (mask is None or (mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[-1] == self.length))
-        )
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
         """Attention in a step that selects; here over everything."""

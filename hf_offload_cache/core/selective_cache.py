@@ -67,7 +67,7 @@ class SelectiveCache(OffloadCache):
     @property
     def selective(self) -> list[SelectiveLayer]:
         """The layers that select."""
-        return [layer for layer in self.layers if isinstance(layer, SelectiveLayer)]
+        return [layer for layer in self.offloaded if isinstance(layer, SelectiveLayer)]
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -77,16 +77,18 @@ class SelectiveCache(OffloadCache):
         if self.selecting is None or step is None:
             return changed
         if not step.selects:
-            self.watches_blocks = self.watches_blocks or self.look_ahead is not None
             self.rest()
             return changed
         self.before_selecting()
-        if self.look_ahead is not None and step.tokens == 1 and self._pace.first:
-            self.watches_blocks = True
-            if 0 in self._selective:  # no layer is before it
-                with self.timeline.span("look ahead", 0):
-                    self._selective[0].prefetch_again()
+        # no layer is before the first
+        if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+            with self.timeline.span("look ahead", 0):
+                self._selective[0].prefetch_again()
         return changed
+
+    def wants_blocks(self) -> bool:
+        """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
+        return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
     def before_selecting(self) -> None:
         """A step that selects begins."""
@@ -112,9 +114,13 @@ class SelectiveCache(OffloadCache):
         step, following = self.shared.step, self._selective.get(layer_idx + 1)
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if self.look_ahead is not None:
+        if self.look_ahead is None:
+            return
+        if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
                 self.read_ahead(following, output)
+        else:
+            self.read_ahead(following, output)
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
         """Start to read what `layer` will probably want, by what the attention before it adds, (B, q, hidden)."""

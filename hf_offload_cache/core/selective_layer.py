@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from ..history.base import Sealed
 from ..memory.plan import LayerPlan
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
-from ..predictors.base import Decision, Predictor, Query
+from ..predictors.base import Predictor, Query
 from ..predictors.sinks import sink_units
 from ..stores.freezable import FreezableStore
 from .gathered_mask import gathered_mask
@@ -44,9 +43,8 @@ class SelectiveLayer(OffloadLayer):
         super()._clear()
         self.predictor: Predictor | None = None
         self._fetcher: Fetcher | None = None
-        self._capacity = -1
-        self._made_for: tuple[int, int, int] | None = None
-        self._budget = (-1, 0)
+        self._capacity, self._budget = -1, (-1, 0)
+        self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -73,9 +71,11 @@ class SelectiveLayer(OffloadLayer):
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
-        history = self.history
-        form = history.form
-        return [SlotTier(capacity, form.payload_width, form.dtype, history.device, self.shared.storage.account)]
+        form, device = self.history.form, self.history.device
+        return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
+
+    def prompted(self, call: AttentionCall) -> None:
+        """A call of several queries comes; for a method that learns from a prompt's."""
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         """What a step attends to was brought; for a method that learns from it."""
@@ -119,30 +119,24 @@ class SelectiveLayer(OffloadLayer):
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
-        if self.predictor is None:
-            return False
-        return self.history.units <= self.budget or self.predictor.ready(self.history.units)
+        units, predictor = self.history.units, self.predictor
+        return predictor is not None and (units <= self.budget or predictor.ready(units))
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
         """A query of states (B, H, D)."""
-        return Query(states, self.scaling, visible, self._recent_keys)
-
-    def _recent_keys(self) -> torch.Tensor:
-        return self.history.form.split(self.history.recent)[0]
+        history = self.history
+        return Query(states, self.scaling, visible, lambda: history.form.split(history.recent)[0])
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
         """The units that a query attends to."""
-        history, predictor = self.history, self.predictor
-        if history.units <= self.budget:
-            return Choice.all_of(history.rows, history.units)
+        units, budget, predictor = self.history.units, self.budget, self.predictor
+        if units <= budget:
+            return Choice.all_of(self.history.rows, units)
         assert predictor is not None
-        return self._decided(predictor.select(query, self.budget, guess))
-
-    def _decided(self, decision: Decision) -> Choice:
-        """The choice in the end; what the predictor asks to look at on the way is brought."""
+        decision = predictor.select(query, budget, guess)
         if isinstance(decision, Choice):
             return decision
-        try:
+        try:  # what the predictor asks to look at on the way is brought
             asked = next(decision)
             while True:
                 asked = decision.send(self.fetcher.look(self.history, asked))
@@ -161,6 +155,8 @@ class SelectiveLayer(OffloadLayer):
         self.scaling = call.scaling
         if self.watch_query is not None:
             self.watch_query(self.layer_idx, call.query)
+        if call.query.shape[2] > 1:
+            self.prompted(call)
         return super()._attend(call)
 
     # --- decoding ----------------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class SelectiveLayer(OffloadLayer):
         selecting, history = self.selecting, self.history
         assert selecting is not None
         units, rows = history.units, history.rows
-        made_for = selecting.version, rows, max(units - 1, 0).bit_length()
+        made_for = selecting.version, rows, units
         if self._fetcher is None or made_for != self._made_for:
             group = history.form.group_size
             capacity = rows * selecting.slots(self.layer_idx, group, units)
@@ -181,6 +177,7 @@ class SelectiveLayer(OffloadLayer):
                 self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx)
             self._fetcher.most_units = selecting.units(None, group)
             self._capacity, self._made_for = capacity, made_for
+            self.shared.books_changed = True
         return self._fetcher
 
     def drop_fetcher(self) -> None:
@@ -192,7 +189,7 @@ class SelectiveLayer(OffloadLayer):
     def decode(self, call: AttentionCall, step: Step) -> Output:
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
         selecting, storage = self.selecting, self.shared.storage
-        visible = step.visible(call.mask)
+        visible = None if call.mask is None else step.visible(call.mask)
         if selecting is None or not self.can_choose():
             return self.exact(call)
         if visible is not None:
@@ -210,7 +207,7 @@ class SelectiveLayer(OffloadLayer):
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        counters, queries = storage.counters, self.batch * call.query.shape[2]
+        counters, queries = storage.counters, call.query.shape[0] * call.query.shape[2]
         counters.tokens_visible += queries * self.history.length
         counters.tokens_attended += queries * fetched.entries.shape[1]
         if torch.is_grad_enabled():
@@ -251,8 +248,11 @@ class SelectiveLayer(OffloadLayer):
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
-        with contextlib.suppress(OSError, BudgetError):
-            self.fetcher.ahead(self.history, choice, self.fetcher.latest)
+        try:
+            fetcher = self.fetcher
+            fetcher.ahead(self.history, choice, fetcher.latest)
+        except (OSError, BudgetError):
+            pass
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""

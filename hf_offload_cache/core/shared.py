@@ -24,6 +24,7 @@ class Shared:
         step: the forward under way; None: there is none, or its beginning was not seen.
         unseen: the layer whose keys attention has to see next.
         front: the layer updated last, and what it held before.
+        books_changed: units were sealed, slots were made, or layers changed, since the books were brought to account.
         take_back: gives what undoes what a forward that does not end has added; set by the cache.
     """
 
@@ -33,6 +34,7 @@ class Shared:
         self.step: Step | None = None
         self.unseen: int | None = None
         self.front: tuple[int, int] | None = None
+        self.books_changed = True
         self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
 
     @property
@@ -61,6 +63,7 @@ class Shared:
     def changing(self) -> Iterator[None]:
         """All layers change alike in here, or the cache is not to be used until `reset`."""
         self.check_open()
+        self.books_changed = True
         try:
             yield
         except BaseException:

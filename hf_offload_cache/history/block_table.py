@@ -19,6 +19,8 @@ class BlockTable:
         self._ids = np.empty((batch, 0), dtype=np.int32)
         self._owned = np.empty(0, dtype=np.int32)
         self.num_groups = 0
+        self.moved = False
+        """Rows were selected since the last `sweep`: else there is no garbage."""
 
     @staticmethod
     def planned(groups: int, rows: int) -> int:
@@ -82,7 +84,7 @@ class BlockTable:
 
     def records(self, groups: np.ndarray) -> np.ndarray:
         """Record ids (B, n), int64, of groups (B, n)."""
-        if len(groups) == 1:
+        if groups.shape[0] == 1:
             return self._ids[0][groups].astype(np.int64)
         return self._ids[np.arange(len(groups))[:, None], groups].astype(np.int64)
 
@@ -94,6 +96,7 @@ class BlockTable:
     def select_rows(self, rows: np.ndarray) -> None:
         """Make row i what row `rows[i]` is now."""
         self._ids = np.ascontiguousarray(self._ids[rows])
+        self.moved = True
 
     def sweep(self) -> np.ndarray:
         """Give back the records that no row names; returns them."""
@@ -102,6 +105,7 @@ class BlockTable:
         if len(dead):
             self._store.free(dead.astype(np.int64))
             self._owned = live
+        self.moved = False
         return dead.astype(np.int64)
 
     @property

@@ -92,7 +92,7 @@ class PositionHistory:
         return self.table.nbytes + self.store.tables_bytes
 
     def extents(self, units: np.ndarray) -> Extents:
-        if units.size and units.min() < 0:
+        if np.minimum.reduce(units, axis=None, initial=0) < 0:
             return Extents(np.where(units < 0, -1, self.table.records(np.maximum(units, 0))))
         return Extents(self.table.records(units))
 
@@ -287,7 +287,7 @@ class PositionHistory:
 
     def sweep(self, always: bool = False) -> np.ndarray | None:
         """As `History.sweep`: it pays when such records may be more than those that are named."""
-        return self.table.sweep() if always or self.table.garbage > self.table.ids.size else None
+        return self.table.sweep() if always or (self.table.moved and self.table.garbage > self.table.ids.size) else None
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """As `History.select_rows`. Moves no stored data: rows share records."""

@@ -90,6 +90,9 @@ class RecordFormat:
     def split(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
         batch, tokens, width = *entries.shape[:2], self.key_width
+        if (self.num_key_heads, self.key_dim) == (self.num_value_heads, self.value_dim):
+            both = entries.view(batch, tokens, 2, self.num_key_heads, self.key_dim).permute(2, 0, 3, 1, 4)
+            return both[0], both[1]
         keys = entries[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim)
         values = entries[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)

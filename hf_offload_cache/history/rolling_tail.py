@@ -30,16 +30,18 @@ class RollingTail:
         self._account = account
         shape = (batch, max(least, num_recent + form.group_size), form.entry_width)
         account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
-        self._buffer = lasting_empty(*shape, dtype=form.dtype, device=device)
+        self._hold(lasting_empty(*shape, dtype=form.dtype, device=device))
+
+    def _hold(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._keys, self._values = self.form.split(buffer)
+        self.capacity = buffer.shape[1]
+        """Tokens a row that there is room for."""
 
     @staticmethod
     def planned(form: RecordFormat, rows: int, num_recent: int) -> int:
         """Bytes of the tail of one layer."""
         return rows * (num_recent + form.group_size) * form.entry_bytes
-
-    @property
-    def capacity(self) -> int:
-        return self._buffer.shape[1]
 
     @property
     def entries(self) -> torch.Tensor:
@@ -50,7 +52,8 @@ class RollingTail:
         """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind what is held."""
         stop = self.length + keys.shape[2]
         assert stop <= self.capacity, f"tail of {self.capacity} asked to hold {stop}"
-        self.form.entries(keys, values, self._buffer[:, self.length : stop])
+        self._keys[:, :, self.length : stop] = keys
+        self._values[:, :, self.length : stop] = values
         self.length = stop
 
     def replace(self, entries: torch.Tensor) -> None:
@@ -71,11 +74,11 @@ class RollingTail:
         """Make row i what row `rows[i]` is now."""
         old = self._buffer
         self._account.hold("rolling tail", len(rows) * old[0].nbytes)
-        self._buffer = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+        self._hold(lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device))
         torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
         self._account.release("rolling tail", old.nbytes)
 
     def close(self) -> None:
         self._account.release("rolling tail", self._buffer.nbytes)
-        self._buffer = self._buffer.new_empty(0, *self._buffer.shape[1:])
+        self._hold(self._buffer.new_empty(0, *self._buffer.shape[1:]))
         self.length = 0

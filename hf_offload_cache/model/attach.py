@@ -1,5 +1,7 @@
 """The seams of a model, put on with its first cache and taken off with its last: hooks, names, `prepare_inputs`.
 
+The hooks of its blocks are on only while some cache wants to be told of blocks.
+
 Nothing in this room knows a cache beyond the verbs of `Attachable`. What is on a model is inert for every other cache.
 """
 
@@ -17,7 +19,7 @@ from . import config_names, prepare_inputs
 from .attachable import Attachable
 from .config_names import Renamed
 from .inner_model import inner_model, is_model
-from .seam import Seam, put_hooks, strip_hooks
+from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
 from .untraced import ready
 
@@ -30,9 +32,11 @@ class _Attachment:
     """What is on one model. Holds nothing of the model but its configs, which do not hold it."""
 
     caches: dict[int, weakref.ref] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
     renamed: Renamed = field(default_factory=list)
-    seams: list[Seam] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=list)
+    watching: set[int] = field(default_factory=set)
+    """The caches that want the verbs of blocks: as long as there is one, the hooks of blocks are on."""
+    block_hooks: Hooks = field(default_factory=list)
 
 
 # State of the process, not of a step, and it cannot lie on the model: it would be copied and saved with it. It says
@@ -47,7 +51,10 @@ def _lock() -> threading.RLock:
 
 
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
-    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`."""
+    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`.
+
+    Those of blocks are put on where the cache `watches_blocks`; see `watch_blocks` for one that changes that.
+    """
     warn_if_untested()
     ready()
     with _lock():
@@ -63,14 +70,41 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
                 _take_off(model, attachment)
                 raise
             _ATTACHED[model] = attachment
+        if cache.watches_blocks:
+            try:
+                watch_blocks(model, cache)
+            except BaseException:
+                release(model, token)
+                raise
         return token
+
+
+def watch_blocks(model: PreTrainedModel, cache: Attachable) -> None:
+    """What `cache`, which is on `model`, says by `watches_blocks` has changed: the hooks of blocks are on as long as
+    some cache wants them, for every one costs each block's call, inert or not.
+
+    What `torch.compile` has made of a block keeps the hooks that the block had then: those that are off by now find
+    nobody who watches, and those that came later are not called.
+    """
+    with _lock():
+        attachment = _ATTACHED.get(model)
+        if attachment is not None and id(cache) in attachment.caches:
+            if cache.watches_blocks:
+                attachment.watching.add(id(cache))
+            else:
+                attachment.watching.discard(id(cache))
+            _hook_blocks(model, attachment)
 
 
 def release(model: PreTrainedModel | None, token: int) -> None:
     """Count a cache out; with the last one, `model` is as it was before the first. Idempotent."""
     with _lock():
         attachment = None if model is None else _ATTACHED.get(model)
-        if attachment is None or model is None or attachment.caches.pop(token, None) is None or attachment.caches:
+        if attachment is None or model is None or attachment.caches.pop(token, None) is None:
+            return
+        attachment.watching.discard(token)
+        if attachment.caches:
+            _hook_blocks(model, attachment)
             return
         del _ATTACHED[model]
         _take_off(model, attachment)
@@ -102,20 +136,33 @@ def detach(model: Any) -> None:
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
     config_names.rename(model, attachment.renamed, _renamed_now())
-    put_hooks(model, attachment.seams, attachment.handles)
+    hook_model(model, attachment.hooks)
     prepare_inputs.put_on(model)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
-    for handle in attachment.handles:
-        handle.remove()
+    unhook(attachment.block_hooks)
+    unhook(attachment.hooks)
     config_names.restore(attachment.renamed, _renamed_now())
     prepare_inputs.take_off(model)
 
 
+def _hook_blocks(model: PreTrainedModel, attachment: _Attachment) -> None:
+    """Put the hooks of blocks on or take them off, as the caches want them now."""
+    if not attachment.watching:
+        unhook(attachment.block_hooks)
+    elif not attachment.block_hooks:
+        try:
+            hook_blocks(model, attachment.block_hooks)
+        except BaseException:
+            unhook(attachment.block_hooks)
+            raise
+
+
 def _strip_copied(model: PreTrainedModel) -> None:
     """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
-    strip_hooks(model, {id(seam) for attachment in _ATTACHED.values() for seam in attachment.seams})
+    counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
+    strip_hooks(model, counted)
     config_names.strip(model, _renamed_now())
     prepare_inputs.take_off(model)
 

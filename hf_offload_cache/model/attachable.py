@@ -19,7 +19,8 @@ class Attachable:
     """Told by the seams what the model is doing."""
 
     watches_blocks = True
-    """The verbs of blocks and their attention are wanted in the step under way; else the seams leave them out."""
+    """The verbs of blocks and their attention are wanted from now on. A cache that is attached says so with
+    `attach.watch_blocks` when it changes that."""
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the whole model's forward, with all its arguments by name.

@@ -11,10 +11,12 @@ import torch
 
 from .gradients import no_backward
 from .stream_attention import Block, stream_attention
-from .tag import Tag, tag_of
+from .tag import TAG, Tag
 
 _SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))
 """Arguments that make attention more than a softmax, where they are not None."""
+_UNKNOWN = frozenset(("position_bias", "indices", "sinks"))
+"""Arguments that make attention something that we do not know, where they are not None."""
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -35,6 +37,11 @@ def own_attention(module: torch.nn.Module, implementation: str) -> AttentionFunc
         if function is not None:
             return function
     raise RuntimeError(f"{type(module).__name__}: no attention function for {implementation!r} was found")
+
+
+def run_own(implementation: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call what `own_attention` finds: found when it is called, which a step that selects seldom does."""
+    return own_attention(module, implementation)(module, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,25 @@ class AttentionCall:
     @property
     def tag(self) -> Tag | None:
         """The tag on the keys, whether the values carry it or not."""
-        return tag_of(self.key)
+        return getattr(self.key, TAG, None)
+
+    def replaceable(self, length: int) -> bool:
+        """Whether this call is attention as we know it: softmax over `length` columns under a mask shared by the heads,
+        of the keys and the values of one `update`."""
+        kwargs, mask = self.kwargs, self.mask
+        if self.args or (not _UNKNOWN.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNKNOWN)):
+            return False
+        key, value = self.key, self.value
+        if getattr(value, TAG, None) is not getattr(key, TAG, None) or key.shape[-1] != self.query.shape[-1]:
+            return False
+        if mask is not None:
+            return mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[-1] == length
+        return self.query.shape[2] == 1 or self._causal
+
+    @property
+    def _causal(self) -> bool:
+        causal = self.kwargs.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if causal is None else causal)
 
     def run(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None

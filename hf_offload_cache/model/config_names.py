@@ -24,7 +24,7 @@ class AttentionName(str):
         return str.__eq__(self, other) or self.removeprefix(PREFIX) == other
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        return not (str.__eq__(self, other) or self.removeprefix(PREFIX) == other)
 
     def __hash__(self) -> int:  # torch.compile traces this one, and not str's own
         return hash(str(self))

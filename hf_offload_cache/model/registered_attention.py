@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .attention_call import AttentionCall, own_attention
-from .tag import Tag, tag_of
+from .attention_call import AttentionCall, AttentionFunction, own_attention, run_own
+from .tag import TAG, Tag
 from .untraced import untraced
 
 PREFIX = "hf_offload_cache_"
@@ -29,7 +29,8 @@ def replaceable(implementation: str) -> bool:
 def register(implementation: str) -> None:
     """Make our name for `implementation` known to transformers: the attention function and the mask function."""
     attention, masks = _tables()
-    attention.register(PREFIX + implementation, functools.partial(_attention, implementation))
+    own = functools.partial(run_own, implementation)
+    attention.register(PREFIX + implementation, functools.partial(_attention, implementation, own))
     masks.register(PREFIX + implementation, masks[implementation])
 
 
@@ -43,6 +44,7 @@ def _tables() -> tuple[Any, Any]:
 
 def _attention(
     implementation: str,
+    own: AttentionFunction,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,10 +53,9 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    own = own_attention(module, implementation)
-    tag = tag_of(key)
+    tag = getattr(key, TAG, None)
     if tag is None:
-        return own(module, query, key, value, attention_mask, *args, **kwargs)
+        return own_attention(module, implementation)(module, query, key, value, attention_mask, *args, **kwargs)
     return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .attachable import Attachable, cache_among
 from .decoder_blocks import decoder_blocks
@@ -30,7 +31,9 @@ class Seam:
             register(name)
 
     @untraced
-    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> Any:
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
+        if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
+            return None
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, Attachable):
             cache = cache_among(args, kwargs)
@@ -42,7 +45,7 @@ class Seam:
             changed = cache.end_step(output)
             cache.timeline.end_step()
             return changed
-        if cache.watches_blocks or cache.timeline.on:
+        if cache.watches_blocks:
             self._in_block(cache, module, args, kwargs, output)
         return None
 
@@ -51,17 +54,21 @@ class Seam:
     ) -> None:
         timeline, layer_idx = cache.timeline, self.layer_idx
         if self.verb == "leave_attention":
-            timeline.leave_attention(layer_idx)
+            if timeline.on:
+                timeline.leave_attention(layer_idx)
             cache.leave_attention(layer_idx, output[0] if isinstance(output, tuple) else output)
-            timeline.enter_rest(layer_idx)
+            if timeline.on:
+                timeline.enter_rest(layer_idx)
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
             if self.verb == "enter_block":
-                timeline.enter_block(layer_idx)
+                if timeline.on:
+                    timeline.enter_block(layer_idx)
                 cache.enter_block(layer_idx, module, hidden)
             else:
-                timeline.enter_attention(layer_idx)
+                if timeline.on:
+                    timeline.enter_attention(layer_idx)
                 cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
 
     def _begin_step(
@@ -72,26 +79,40 @@ class Seam:
         return None if changed is None else ((), changed)
 
 
+Hooks = list[tuple[Seam, RemovableHandle]]
+"""Seams that are on, each with what takes it off."""
+
+
 def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
     """What was given to the forward of `module` by position, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False))
 
 
-def put_hooks(model: torch.nn.Module, seams: list[Seam], handles: list[Any]) -> None:
-    """Hook `model` and its decoder blocks; each seam and the handle that takes it off go into the lists as it is on."""
+def hook_model(model: torch.nn.Module, hooks: Hooks) -> None:
+    """Hook `model` for the verbs of steps; each goes into `hooks` as it is on."""
+    _hook("begin_step", -1, model.register_forward_pre_hook, hooks)
+    _hook("end_step", -1, model.register_forward_hook, hooks)
 
-    def put(verb: str, register_hook: Callable[..., Any], layer_idx: int = -1) -> None:
-        seam = Seam(verb, layer_idx)
-        handles.append(register_hook(seam, with_kwargs=True))
-        seams.append(seam)
 
-    put("begin_step", model.register_forward_pre_hook)
-    put("end_step", model.register_forward_hook)
+def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
+    """Hook the decoder blocks of `model` for the verbs of blocks and their attention; else as `hook_model`."""
     for layer_idx, block, attention in decoder_blocks(model):
-        put("enter_block", block.register_forward_pre_hook, layer_idx)
-        put("enter_attention", attention.register_forward_pre_hook, layer_idx)
-        put("leave_attention", attention.register_forward_hook, layer_idx)
+        _hook("enter_block", layer_idx, block.register_forward_pre_hook, hooks)
+        _hook("enter_attention", layer_idx, attention.register_forward_pre_hook, hooks)
+        _hook("leave_attention", layer_idx, attention.register_forward_hook, hooks)
+
+
+def _hook(verb: str, layer_idx: int, register_hook: Callable[..., RemovableHandle], hooks: Hooks) -> None:
+    seam = Seam(verb, layer_idx)
+    hooks.append((seam, register_hook(seam, with_kwargs=True)))
+
+
+def unhook(hooks: Hooks) -> None:
+    """Take off what is in `hooks`, which is empty then."""
+    while hooks:
+        hooks[-1][1].remove()
+        hooks.pop()
 
 
 def strip_hooks(model: torch.nn.Module, counted: set[int]) -> None:

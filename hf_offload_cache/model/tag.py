@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 TAG = "_hf_offload_cache_tag"
 """The attribute of a tensor that holds its `Tag`. A tensor made of a tagged one has none: then nothing is replaced."""
 
@@ -19,8 +17,3 @@ class Tag:
     """The layer, whose `attend` is called."""
     whole: bool
     """The tensors are the layer's whole history, not only what the step added."""
-
-
-def tag_of(tensor: torch.Tensor) -> Tag | None:
-    """The tag that `tensor` carries, if it carries one."""
-    return getattr(tensor, TAG, None)

@@ -155,3 +155,34 @@ def test_a_failed_step_leaves_no_cycle(uncollected: None) -> None:
     gone = weakref.ref(cache)
     del cache
     assert gone() is None
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_books_are_in_the_account_after_every_step(exact: bool) -> None:
+    """They are counted only where units were sealed, slots were made or layers changed: nothing else changes them."""
+    model = tiny("llama")
+    fields: dict[str, Any] = {"exact": True} if exact else {"num_selected": 8, "reuse_capacity": 0}
+    seen: set[int] = set()
+
+    def step(rows: int, tokens: int, seed: int = 0) -> None:
+        with torch.no_grad():
+            model(prompt(model, rows, tokens, seed), past_key_values=cache)
+        books = sum(layer.tables_nbytes for layer in cache.offloaded)
+        records = sum(store.memory_bytes for store in cache.storage.stores)
+        account = cache.storage.account.by_owner
+        assert (account["tables"], account["records in memory"]) == (books, records)
+        seen.add(books)
+
+    with DiskSwapCache(model, **{**SMALL, **fields, "engine": "memory"}) as cache:
+        step(1, 40)
+        for seed in range(30):
+            step(1, 1, seed)
+        cache.crop(-9)
+        step(1, 1)
+        cache.batch_repeat_interleave(3)
+        step(3, 1)
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        step(3, 1)
+        cache.reset()
+        step(2, 5)
+    assert len(seen) > 3

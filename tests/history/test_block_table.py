@@ -95,6 +95,7 @@ class TableModel(RuleBasedStateMachine):
             assert self.table.num_groups == len(self.rows[0])
             assert self.named() <= self.store.taken
             assert self.table.garbage == max(0, len(self.store.taken) - self.table.ids.size)
+            assert self.table.moved or self.table.garbage == 0
 
 
 TestBlockTable = TableModel.TestCase

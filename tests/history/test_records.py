@@ -28,7 +28,7 @@ def pair(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shape=st.tuples(*[st.integers(1, 5)] * 4),
+    shape=st.tuples(*[st.integers(1, 5)] * 4) | st.tuples(*[st.integers(1, 5)] * 2).map(lambda alike: alike * 2),
     tokens=st.integers(1, 9),
     batch=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),

@@ -10,6 +10,7 @@ from attention_tolerances import BFLOAT16, FLOAT32
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.model.tag import TAG, Tag
 
 
 class _Module(torch.nn.Module):
@@ -61,6 +62,41 @@ def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> No
     assert (call.softcap, call.s_aux, call.wants_weights) == (
         extra.get("softcap"), extra.get("s_aux"), bool(extra.get("output_attentions"))
     )  # fmt: skip
+
+
+MASK = torch.ones(1, 1, 3, 20, dtype=torch.bool)
+REPLACEABLE: dict[str, tuple[bool, dict[str, Any]]] = {
+    "causal": (True, {}),
+    "one query": (True, {"queries": 1, "is_causal": False}),
+    "masked": (True, {"mask": MASK, "is_causal": False}),
+    "soft cap": (True, {"softcap": 30.0, "s_aux": torch.zeros(6)}),
+    "dropout and weights": (True, {"dropout": 0.1, "output_attentions": True}),
+    "nothing unknown": (True, {"position_bias": None, "indices": None, "sinks": None}),
+    "not causal": (False, {"is_causal": False}),
+    "position bias": (False, {"position_bias": torch.zeros(1)}),
+    "indices": (False, {"indices": torch.zeros(1)}),
+    "sinks": (False, {"sinks": torch.zeros(1)}),
+    "by position": (False, {"args": (7,)}),
+    "other columns": (False, {"mask": MASK[..., 1:]}),
+    "a mask a head": (False, {"mask": MASK.expand(-1, 6, -1, -1)}),
+    "a mask of another kind": (False, {"mask": MASK[0]}),
+    "wider keys": (False, {"key_dim": 24}),
+    "values of another update": (False, {"tag": None}),
+}
+"""Whether it is attention as we know it, over 20 columns, and what differs from a plain causal call."""
+
+
+@pytest.mark.parametrize("name", REPLACEABLE)
+def test_what_is_replaceable(name: str) -> None:
+    expected, given = REPLACEABLE[name]
+    given = dict(given)
+    query = torch.zeros(1, 6, given.pop("queries", 3), 16)
+    key, value = torch.zeros(1, 2, 3, given.pop("key_dim", 16)), torch.zeros(1, 2, 3, 8)
+    tag = Tag(None, False)
+    key.__dict__[TAG], value.__dict__[TAG] = tag, given.pop("tag", tag)
+    call = AttentionCall(_refuse, _Module(), query, key, value, given.pop("mask", None), given.pop("args", ()), given)
+    assert call.tag is tag
+    assert call.replaceable(20) is expected
 
 
 def test_what_is_run_is_the_call_on_other_keys() -> None:
