@@ -30,13 +30,13 @@ class Batch:
 
     def __init__(self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object) -> None:
         self.base = base
-        self.end = base + len(entries)
+        self.end = base + entries.size
         self.lengths = lengths
-        self.results = np.empty(len(entries), dtype=np.int32)
-        self.results.fill(PENDING)
+        self.results = np.empty(entries.size, dtype=np.int32)
+        self.results[:] = PENDING
         self.finished_at: float | None = None
         self.dropped = False
-        self.unfinished = len(entries)
+        self.unfinished = entries.size
         self.fd = fd
         self.entries = entries
         self.keep = keep

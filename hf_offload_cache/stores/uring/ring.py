@@ -97,7 +97,7 @@ class Ring:
         descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
         """
         self._process.check("this io_uring")
-        entries = np.zeros(len(offsets), io_uring.ENTRY)
+        entries = np.zeros(offsets.size, io_uring.ENTRY)
         entries["opcode"] = io_uring.OP_READ
         entries["fd"] = fd
         entries["offset"] = offsets
@@ -106,10 +106,12 @@ class Ring:
         with self._lock:
             memory = self._check()
             self._reap(memory)
-            base = max(self._count_put(memory), self._open[-1].end if self._open else 0)
-            entries["serial"] = np.arange(base, base + len(entries))
+            base = self._count_put(memory)
+            if self._open and self._open[-1].end > base:
+                base = self._open[-1].end
             batch = Batch(base, fd, entries, lengths, keep)
-            if len(entries) == 0:
+            entries["serial"] = np.arange(base, batch.end)
+            if entries.size == 0:
                 batch.finished_at = time.perf_counter()
                 return batch
             self._open.append(batch)
@@ -148,10 +150,12 @@ class Ring:
                     expires, begun = self._deadline.expires(), True
                 elif has_passed(expires):
                     raise self._deadline.missed()
-                self._fill(memory)
+                if self._open[-1].end > self._put:
+                    self._fill(memory)
                 # With some still to be put in, few enough that the device stays busy while that is done.
                 all_in = batch.end <= self._put
                 self._enter(memory, batch.unfinished if all_in else max(1, self._depth // 2), expires)
+                self._reap(memory)
 
     def drop(self, batch: Batch) -> None:
         """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
@@ -221,15 +225,14 @@ class Ring:
         for batch in self._open:
             if batch.end <= put or room == 0:
                 continue
-            first = put - batch.base
-            count = min(room, len(batch.entries) - first)
-            at = put & memory.sq_mask
-            before_the_end = min(count, memory.sq_mask + 1 - at)
-            memory.entries[at : at + before_the_end] = batch.entries[first : first + before_the_end]
-            if before_the_end < count:
-                memory.entries[: count - before_the_end] = batch.entries[first + before_the_end : first + count]
-            put += count
-            room -= count
+            first, at = put - batch.base, put & memory.sq_mask
+            entries = batch.entries[first : first + room]
+            places = memory.entries[at : at + entries.size]
+            places[:] = entries[: places.size]
+            if places.size < entries.size:  # the rest goes to the queue's beginning
+                memory.entries[: entries.size - places.size] = entries[places.size :]
+            put += entries.size
+            room -= entries.size
         if not self._ordered:
             self._fence()
         memory.sq[memory.sq_tail] = put & WRAP
@@ -261,7 +264,8 @@ class Ring:
         head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
         if head == tail:
             return False
-        self._deadline.answered()
+        if self._deadline.stalled:
+            self._deadline.answered()
         if not self._ordered:
             self._fence()
         first, count = head & memory.cq_mask, (tail - head) & WRAP
@@ -272,12 +276,9 @@ class Ring:
         serials, results = found["serial"], found["result"]
         for batch in self._open:
             positions = serials - np.uint64(batch.base)  # of an earlier batch: wraps to a large number
-            if len(self._open) > 1:
-                mine = positions < len(batch.results)
-                batch.results[positions[mine]] = results[mine]
-            else:
-                batch.results[positions] = results
-            batch.unfinished = int(np.count_nonzero(batch.results == PENDING))
+            mine = positions < batch.results.size
+            batch.results[positions[mine]] = results[mine]
+            batch.unfinished = (batch.results == PENDING).nonzero()[0].size
             if batch.unfinished == 0 and batch.finished_at is None:
                 batch.finished_at = time.perf_counter()
         if not self._ordered:

@@ -43,6 +43,7 @@ class UringStore(FileStore):
         super().__init__(place, record_bytes, name, guard)
         self._own_ring: Ring | None = None
         self._running: set[Batch] = set()
+        self._most = max(1, LARGEST_REQUEST_BYTES // record_bytes)  # records of a request
         self._process = Process()
         try:
             if ring is None:
@@ -57,16 +58,15 @@ class UringStore(FileStore):
     def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer:
         check_range(self.name, ids, self._capacity, self.first_id)
         edges = run_edges(ids)
-        requests = len(edges) - 1
-        most = max(1, LARGEST_REQUEST_BYTES // self.record_bytes)
-        if len(ids) > most:
-            edges = _cut(edges, most)
+        requests = edges.size - 1
+        if ids.size > self._most:
+            edges = _cut(edges, self._most)
         rows = edges * self.record_bytes  # in `out`, in bytes
         addresses, lengths = rows[:-1] + out.data_ptr(), rows[1:] - rows[:-1]
-        first = ids if len(edges) > len(ids) else ids[edges[:-1]]
-        offsets = first * self.record_bytes
+        offsets = ids[edges[:-1]] * self.record_bytes
         try:
-            self._file.check()
+            if self._file.doubtful:
+                self._file.check()
             batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
@@ -90,7 +90,7 @@ class UringStore(FileStore):
     def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
         """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
         self._running.discard(batch)
-        for index in (batch.results != batch.lengths).nonzero()[0].tolist():
+        for index in (batch.results != batch.lengths).nonzero()[0]:
             start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
             try:
                 if result < 0 and -result not in _AGAIN:
@@ -102,7 +102,7 @@ class UringStore(FileStore):
                 raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
         if not self._file.direct:
             self._file.drop(0, 0)
-        self.count_read(requests, out.numel())
+        self.count_read(requests, out.nbytes)
         self._checked(ids, out)
 
     def share(self, ring: Ring | None = None) -> UringStore:
@@ -162,7 +162,8 @@ class _RingRead(Transfer):
 
     def finish(self) -> None:
         try:
-            self.wait()
+            if self._batch.finished_at is None:
+                self._ring.wait(self._batch)
         except OSError as error:
             assert self._store is not None
             raise self._store._failure(f"reading {self._store._describe(self._request[0])}", error) from error
