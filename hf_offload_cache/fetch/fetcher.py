@@ -13,7 +13,7 @@ from ..errors import CacheClosedError, StalledError
 from .areas import Areas
 from .choice import Choice, Extents
 from .fetched import Fetched, Source, valid_entries
-from .placing import Found, among, distinct, keep, take_resident
+from .placing import Found, among, distinct, keep, keep_in, take_resident
 from .rows import Rows
 from .staging import Staging
 from .storage import Storage
@@ -49,6 +49,7 @@ class Fetcher:
     ) -> None:
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_units = most_units
+        self._several = len(self.tiers) > 1
         self._layer_idx = layer_idx
         self._ahead: _Ahead | None = None
         self.latest: Choice | None = None
@@ -56,7 +57,8 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        return history.rows * min(self.most_units, history.units * 9 // 8 + 8)
+        soon = history.units * 9 // 8 + 8
+        return history.rows * (soon if soon < self.most_units else self.most_units)
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
@@ -71,7 +73,8 @@ class Fetcher:
         Does nothing where no area is free. What it raises has changed nothing; a read that fails is dropped when the
         gather comes to it. May outlive the step.
         """
-        self.drop_ahead()
+        if self._ahead is not None:
+            self.drop_ahead()
         room = self._room(history)
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
         if area is None:
@@ -158,9 +161,10 @@ class Fetcher:
         if places.size:
             ready = self._bring(history, found, records, places, view, room)
         else:
-            self.drop_ahead()
+            if self._ahead is not None:
+                self.drop_ahead()
             take_resident(found, view)
-            if len(found) > 1:
+            if self._several:  # what came from a farther one is to be nearer
                 keep(found, records, view)
         counters = self._storage.counters
         counters.units_selected += wanted
@@ -213,7 +217,11 @@ class Fetcher:
                 here = ~ready[each]
                 view.payloads.put(target[here], payloads, (~ready).cumsum()[each][here] - 1)
             self._areas.give_back(area)
-        keep(found, records, view)
+        if self._several:
+            keep(found, records, view)
+        else:
+            for tier, lies_in in found:
+                keep_in(tier, lies_in, places, missing, which, view)
         return came
 
     def _come(self) -> _Ahead | None:

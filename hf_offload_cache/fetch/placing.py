@@ -29,9 +29,15 @@ def keep(found: Found, records: np.ndarray, view: View) -> None:
     for tier, lies_in in found:
         places = ((lies_in < 0) & (records >= 0)).nonzero()[0]
         if places.size:
-            fresh, which = distinct(records[places])
-            first = places if which is None else places[np.unique(which, return_index=True)[1]]
-            tier.keep(fresh, lies_in[lies_in >= 0], view.payloads, view.target[first])
+            keep_in(tier, lies_in, places, *distinct(records[places]), view)
+
+
+def keep_in(
+    tier: Tier, lies_in: np.ndarray, places: np.ndarray, fresh: np.ndarray, which: np.ndarray | None, view: View
+) -> None:
+    """Let one tier keep the records `fresh`, which it does not have: those at `places`, as `distinct` says."""
+    first = places if which is None else places[np.unique(which, return_index=True)[1]]
+    tier.keep(fresh, lies_in[lies_in >= 0], view.payloads, view.target[first])
 
 
 def distinct(records: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

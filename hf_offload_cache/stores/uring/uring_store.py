@@ -42,7 +42,6 @@ class UringStore(FileStore):
     ) -> None:
         super().__init__(place, record_bytes, name, guard)
         self._own_ring: Ring | None = None
-        self._running: set[Batch] = set()
         self._most = max(1, LARGEST_REQUEST_BYTES // record_bytes)  # records of a request
         self._process = Process()
         try:
@@ -67,12 +66,9 @@ class UringStore(FileStore):
         try:
             if self._file.doubtful:
                 self._file.check()
-            batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
+            batch = self._ring.read(self._file.fd, offsets, addresses, lengths, out, self._file)
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
-        if self._running:  # of reads that were forgotten
-            self._running -= {one for one in list(self._running) if one.finished_at is not None}
-        self._running.add(batch)
         return _RingRead(self, self._ring, batch, ids, out, edges, requests)
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
@@ -89,7 +85,6 @@ class UringStore(FileStore):
 
     def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
         """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
-        self._running.discard(batch)
         for index in (batch.results != batch.lengths).nonzero()[0]:
             start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
             try:
@@ -113,13 +108,8 @@ class UringStore(FileStore):
         """Reads in flight are waited for. See `Store.close`."""
         ring = getattr(self, "_ring", None)  # a constructor that failed closes too
         if ring is not None and self._file.fd >= 0:
-            if not self._file.shared:
-                ring.release(self._file.fd)
-            elif self._process.is_here:  # the descriptor stays, and reads of others with it
-                for batch in [batch for batch in list(self._running) if batch.finished_at is None]:
-                    ring.drop(batch)
-                    ring.wait(batch)
-        self._running.clear()
+            # Where the descriptor is shared it stays, and reads of others with it.
+            ring.release(self._file.fd, self._file if self._file.shared else None)
         if self._own_ring is not None:
             self._own_ring.close()
         super().close()
