@@ -193,7 +193,8 @@ class Fetcher:
         rest = missing if ready is None else missing[~ready]
         if rest.size:
             try:
-                area = self._areas.borrow(max(room, rest.size) * form.record_bytes, history.device)
+                room = room if room > rest.size else rest.size
+                area = self._areas.borrow(room * form.record_bytes, history.device)
                 ticket = self._read(history, rest, area)
             except Exception:
                 if ahead is not None:

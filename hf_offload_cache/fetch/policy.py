@@ -21,7 +21,7 @@ class Policy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's own books."""
+        """Bytes of the policy's own books, the same all its life."""
 
 
 class FirstIn:

@@ -19,6 +19,7 @@ class SlotTable:
 
     Attributes:
         used: to be called with slots (int32) whose content was wanted again.
+        nbytes: bytes of the books.
     """
 
     def __init__(self, capacity: int, policy: Callable[[int], Policy] = FirstIn) -> None:
@@ -27,10 +28,7 @@ class SlotTable:
         self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
         self._policy = policy(capacity)
         self.used = self._policy.used
-
-    @property
-    def nbytes(self) -> int:
-        return self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
+        self.nbytes = self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
 
     @staticmethod
     def planned(records: int, capacity: int) -> int:
@@ -54,6 +52,7 @@ class SlotTable:
         if (last := int(np.maximum.reduce(records))) >= size - 1:
             grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
             grown[:size] = self._slot_of
+            self.nbytes += grown.nbytes - self._slot_of.nbytes
             self._slot_of = grown
 
     def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -112,7 +112,7 @@ class Ticket:
                 self.stalled, self._log.interrupted_by = True, stalled
                 return  # still under way: the log looks after it
         self._log.end(self)
-        self.release_all()
+        self.transfers, self.out = [], None
 
 
 class ReadLog:

@@ -42,7 +42,7 @@ class FileStore(FreezableStore):
 
     The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
     by `guard` (None: checksums, which every read checks), whose tags are this store's own. A subclass implements
-    `read`, which ends with `_checked`, and may override `_resized` to follow the file's size.
+    `read`, which ends with what `_checked` does, and may override `_resized` to follow the file's size.
     """
 
     def __init__(

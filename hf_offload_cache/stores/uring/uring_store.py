@@ -98,7 +98,9 @@ class UringStore(FileStore):
         if not self._file.direct:
             self._file.drop(0, 0)
         self.count_read(requests, out.nbytes)
-        self._checked(ids, out)
+        wrong = self._guard.check(ids, out)
+        if wrong.size:
+            self._refuse(wrong, ids, out)
 
     def share(self, ring: Ring | None = None) -> UringStore:
         """See `FreezableStore.share`; reads go through `ring`, the caller's (None: one of its own)."""
