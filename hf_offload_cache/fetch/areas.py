@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .staging import Staging
+from .view import View
 
 
 class Areas:
@@ -27,6 +30,7 @@ class Areas:
         self._free: list[Staging] = []
         self._borrowed: list[Staging] = []
         self._view: torch.Tensor | None = None
+        self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
 
     @staticmethod
     def planned(area_bytes: int, view_bytes: int, ahead: int, device_type: str) -> dict[str, int]:
@@ -35,10 +39,10 @@ class Areas:
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
-        fitting = [area for area in self._free if area.fits(nbytes, device)]
-        if fitting:
-            area = fitting[0]
-            self._free.remove(area)
+        for index, area in enumerate(self._free):
+            if area.fits(nbytes, device):
+                del self._free[index]
+                break
         else:
             if self._free:  # the old memory goes before the new one comes
                 self._free.pop().release()
@@ -60,18 +64,24 @@ class Areas:
         self._borrowed.remove(area)
         self._free.append(area)
 
-    def view(self, rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int) -> torch.Tensor:
-        """An uninitialised tensor (rows, width), valid until the next `view`; made with `room` elements at once.
-        Raises `BudgetError`."""
-        size, view = rows * width, self._view
-        if view is None or view.dtype != dtype or view.device != device or view.numel() < size:
+    def view(self, rows: int, width: int, behind: int, form: Any, device: torch.device, room: int) -> View:
+        """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. Raises
+        `BudgetError`."""
+        parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
+        if self._parted is not None and self._parted[0] == parts:
+            return self._parted[1]
+        size, memory = rows * (width + behind) * form.payload_width, self._view
+        if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             self._drop_view()
-            room = max(room, size)
-            self._account.hold("selection", room * dtype.itemsize)
-            view = self._view = lasting_empty(room, dtype=dtype, device=device)
-        return view[:size].view(rows, width)
+            room = max(room * form.payload_width, size)
+            self._account.hold("selection", room * form.dtype.itemsize)
+            memory = self._view = lasting_empty(room, dtype=form.dtype, device=device)
+        view = View(memory, rows, width, behind, form)
+        self._parted = parts, view
+        return view
 
     def _drop_view(self) -> None:
+        self._parted = None
         if self._view is not None:
             self._account.release("selection", self._view.nbytes)
             self._view = None

@@ -13,13 +13,13 @@ from ..errors import CacheClosedError, StalledError
 from .areas import Areas
 from .choice import Choice, Extents
 from .fetched import Fetched, Source, valid_entries
-from .placing import Found, distinct, keep, put, take_resident
-from .rows import copy_rows
-from .slot_table import ABSENT
+from .placing import Found, among, distinct, keep, keep_in, take_resident
+from .rows import Rows
 from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
 from .tier import Tier
+from .view import View
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Fetcher:
     ) -> None:
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_units = most_units
+        self._several = len(self.tiers) > 1
         self._layer_idx = layer_idx
         self._ahead: _Ahead | None = None
         self.latest: Choice | None = None
@@ -56,7 +57,8 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        return history.rows * min(self.most_units, history.units * 9 // 8 + 8)
+        soon = history.units * 9 // 8 + 8
+        return history.rows * (soon if soon < self.most_units else self.most_units)
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
@@ -71,30 +73,33 @@ class Fetcher:
         Does nothing where no area is free. What it raises has changed nothing; a read that fails is dropped when the
         gather comes to it. May outlive the step.
         """
-        self.drop_ahead()
+        if self._ahead is not None:
+            self.drop_ahead()
         room = self._room(history)
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
         if area is None:
             return
         records = self._absent(history, choice)[:room]
-        if others is not None and len(records) < room:
-            more = np.setdiff1d(self._absent(history, others), records, assume_unique=True)
-            records = np.sort(np.concatenate([records, more[: room - len(records)]]))
+        if others is not None and records.size < room:
+            more = self._absent(history, others)
+            if records.size:
+                more = more[~among(more, records)[0]]
+            records = np.concatenate([records, more[: room - records.size]])
+            records.sort()
         ticket = self._read(history, records, area, ahead=True)
         self._ahead = _Ahead(choice, records, ticket, area)
 
     def _absent(self, history: Source, choice: Choice) -> np.ndarray:
         """The records of a choice that no tier holds, ascending."""
-        records = np.unique(history.extents(choice.units).records)
-        records = records[records >= 0]
+        records = history.extents(choice.units).records.reshape(-1)
+        absent = records >= 0
         for tier in self.tiers:
-            records = records[tier.locate(records) == ABSENT]
-        return records
+            absent &= tier.locate(records) < 0
+        return distinct(records[absent])[0]
 
     def _read(self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False) -> Ticket:
         """Start to read into a borrowed area, which is given back where that raises."""
-        area.wait_uploaded()
-        rows = area.host_rows(len(records), history.form.record_bytes)
+        rows = area.host_rows(records.size, history.form.record_bytes)
         try:
             return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
         except StalledError:  # it may still write to the area
@@ -139,106 +144,98 @@ class Fetcher:
         Waits for what was read ahead, reads what is still missing, and keeps what was read. Raises `StoreError`,
         `BudgetError`; nothing has changed then.
         """
-        form, extents = history.form, history.extents(choice.units)
+        form, extents, recent = history.form, history.extents(choice.units), history.recent
         rows, width = extents.records.shape
-        records, recent = extents.records.reshape(-1), history.recent
-        stride = width - (-recent.shape[1] // form.group_size)  # units a row, those of the latest entries included
-        room = (self._room(history) + rows * (stride - width)) * form.payload_width
-        view = self._areas.view(rows * stride, form.payload_width, form.dtype, history.device, room)
-        target = np.arange(rows * width)
-        if rows > 1:
-            target += np.repeat(np.arange(rows) * (stride - width), width)
-
+        records, latest = extents.records.reshape(-1), recent.shape[1]
+        room, behind = self._room(history), -(-latest // form.group_size)
+        view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
         found = [(tier, tier.locate(records)) for tier in self.tiers]
-        absent = records >= 0
-        wanted = int(np.count_nonzero(absent))
-        if wanted < len(records):
-            view.view(rows, stride, -1)[:, :width][torch.from_numpy(extents.records < 0)] = 0
+        there = records >= 0
+        wanted = there.nonzero()[0].size
+        if wanted < records.size:
+            view.payloads.tensor[torch.from_numpy(view.target[~there])] = 0
+        absent = there
         for _, lies_in in found:
-            absent &= lies_in < 0
+            absent = absent & (lies_in < 0)
         places, ready = absent.nonzero()[0], 0
-        if len(places):
-            ready = self._bring(history, found, records, places, view, target)
+        if places.size:
+            ready = self._bring(history, found, records, places, view, room)
         else:
-            self.drop_ahead()
-            take_resident(found, records, view, target)
-            if len(found) > 1:
-                keep(found, records, view, target)
+            if self._ahead is not None:
+                self.drop_ahead()
+            take_resident(found, view)
+            if self._several:  # what came from a farther one is to be nearer
+                keep(found, records, view)
         counters = self._storage.counters
         counters.units_selected += wanted
-        counters.units_resident += wanted - len(places)
-        counters.units_ready += wanted - len(places) + ready
+        counters.units_resident += wanted - places.size
+        counters.units_ready += wanted - places.size + ready
         self.latest = choice
-        entries = view.view(rows, -1, form.entry_width)[:, : width * form.group_size + recent.shape[1]]
-        entries[:, width * form.group_size :] = recent
-        plain = wanted == len(records) and choice.keep is None and extents.count is None and extents.first is None
+        chosen = width * form.group_size
+        entries = view.entries[:, : chosen + latest]
+        entries[:, chosen:] = recent
+        plain = wanted == records.size and choice.keep is None and extents.count is None and extents.first is None
         valid = None if plain else valid_entries(choice, extents, form.group_size, wanted)
-        return Fetched(entries, width * form.group_size, valid)
+        return Fetched(entries, chosen, valid)
 
     def _bring(
-        self,
-        history: Source,
-        found: Found,
-        records: np.ndarray,
-        places: np.ndarray,
-        view: torch.Tensor,
-        target: np.ndarray,
+        self, history: Source, found: Found, records: np.ndarray, places: np.ndarray, view: View, room: int
     ) -> int:
         """Fill the view where some `records`, those at `places`, are in no tier, and let the tiers keep them. Returns
         how many of the places were filled from a read ahead."""
-        form = history.form
+        form, target = history.form, view.target[places]
         missing, which = distinct(records[places])
-        ahead, ready = self._ready(missing)
+        each = slice(missing.size) if which is None else which  # the missing record of each place
+        ahead = None if self._ahead is None else self._come()
+        ready, row = None, missing  # which of the missing records were read ahead, and where they lie
+        if ahead is not None and ahead.records.size:
+            ready, row = among(missing, ahead.records)
         rest = missing if ready is None else missing[~ready]
-        if len(rest):
+        if rest.size:
             try:
-                area, ticket = self._begin(history, rest)
+                room = room if room > rest.size else rest.size
+                area = self._areas.borrow(room * form.record_bytes, history.device)
+                ticket = self._read(history, rest, area)
             except Exception:
                 if ahead is not None:
                     self._areas.give_back(ahead.area, ahead=True)
                 raise
-        take_resident(found, records, view, target)  # while the read runs
-        if ahead is not None and ready is not None:
-            payload = form.payload(ahead.area.upload(len(ahead.records), form.record_bytes))
-            row = np.where(ready, np.searchsorted(ahead.records, missing), ABSENT)
-            put(payload, row if which is None else row[which], view, target[places])
+        take_resident(found, view)  # while the read runs
+        came = 0
         if ahead is not None:
-            self._areas.give_back(ahead.area, ahead=True)
-        if len(rest):
-            self._wait(ticket, area)
-            payload = form.payload(area.upload(len(rest), form.record_bytes))
-            row = np.arange(len(rest))
             if ready is not None:
-                row = np.full(len(missing), ABSENT)
-                row[~ready] = np.arange(len(rest))
-            put(payload, row if which is None else row[which], view, target[places])
+                here = ready[each].nonzero()[0]
+                came = here.size
+                if came:
+                    view.payloads.put(target[here], ahead.area.payloads(ahead.records.size, form), row[each][here])
+            self._areas.give_back(ahead.area, ahead=True)
+        if rest.size:
+            self._wait(ticket, area)
+            payloads = area.payloads(rest.size, form)
+            if ready is None:
+                view.payloads.put(target, payloads, each)
+            else:
+                here = ~ready[each]
+                view.payloads.put(target[here], payloads, (~ready).cumsum()[each][here] - 1)
             self._areas.give_back(area)
-        keep(found, records, view, target)
-        return 0 if ready is None else int(np.count_nonzero(ready if which is None else ready[which]))
+        if self._several:
+            keep(found, records, view)
+        else:
+            for tier, lies_in in found:
+                keep_in(tier, lies_in, places, missing, which, view)
+        return came
 
-    def _begin(self, history: Source, records: np.ndarray) -> tuple[Staging, Ticket]:
-        """Start to read into an area of its own."""
-        room = max(self._room(history), len(records))
-        area = self._areas.borrow(room * history.form.record_bytes, history.device)
-        return area, self._read(history, records, area)
-
-    def _ready(self, missing: np.ndarray) -> tuple[_Ahead | None, np.ndarray | None]:
-        """What was read ahead, and which of the records `missing` (ascending) are in it. A guess that failed is no
-        guess. Raises `StalledError`."""
-        if self._ahead is None:
-            return None, None
+    def _come(self) -> _Ahead | None:
+        """What was read ahead, whose area is the caller's to give back then. A guess that failed is no guess. Raises
+        `StalledError`."""
+        assert self._ahead is not None
         ticket = self._ahead.ticket
         try:
-            ahead = self._land()
+            return self._land()
         except OSError:
             if ticket.stalled:
                 raise
-            return None, None
-        if not len(ahead.records) or not len(missing):
-            return ahead, None
-        row = np.searchsorted(ahead.records, missing).clip(max=len(ahead.records) - 1)
-        ready = ahead.records[row] == missing
-        return ahead, ready if ready.any() else None
+            return None
 
     def look(self, history: Source, extents: Extents) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
@@ -249,11 +246,11 @@ class Fetcher:
         places = (records >= 0).nonzero()[0]
         wanted, which = distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
-        if len(wanted):
-            area, ticket = self._begin(history, wanted)
-            self._wait(ticket, area)
-            payload = form.payload(area.upload(len(wanted), form.record_bytes))
-            copy_rows(out, places, payload, np.arange(len(wanted)) if which is None else which)
+        if wanted.size:
+            area = self._areas.borrow(max(self._room(history), wanted.size) * form.record_bytes, history.device)
+            self._wait(self._read(history, wanted, area), area)
+            payloads = area.payloads(wanted.size, form)
+            Rows(out).put(places, payloads, slice(wanted.size) if which is None else which)
             self._areas.give_back(area)
         return out.view(rows, width, form.group_size, form.entry_width)
 
@@ -272,7 +269,10 @@ class Fetcher:
 
     @property
     def tables_nbytes(self) -> int:
-        return sum(tier.tables_nbytes for tier in self.tiers)
+        nbytes = 0
+        for tier in self.tiers:
+            nbytes += tier.tables_nbytes
+        return nbytes
 
     def close(self) -> None:
         """Give the tiers back; what is read ahead is waited for. Idempotent."""

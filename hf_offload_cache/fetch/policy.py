@@ -21,7 +21,7 @@ class Policy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's own books."""
+        """Bytes of the policy's own books, the same all its life."""
 
 
 class FirstIn:
@@ -36,10 +36,12 @@ class FirstIn:
 
     def evict(self, count: int, in_use: np.ndarray) -> np.ndarray:
         order = self._order
-        used = np.zeros(len(order), dtype=bool)
+        used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
         used = used[order]
-        slots = np.concatenate([order[~used], order[used]])[:count]
+        slots = order[~used][:count]
+        if slots.size < count:
+            slots = np.concatenate([slots, order[used][: count - slots.size]])
         self._behind(slots)
         return slots
 
@@ -52,7 +54,7 @@ class FirstIn:
         self._order = np.concatenate([slots, self._order[~chosen[self._order]]])
 
     def _behind(self, slots: np.ndarray) -> None:
-        chosen = np.zeros(len(self._order), dtype=bool)
+        chosen = np.zeros(self._order.size, dtype=bool)
         chosen[slots] = True
         self._order = np.concatenate([self._order[~chosen[self._order]], slots])
 

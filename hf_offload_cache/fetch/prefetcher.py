@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import weakref
 
 import numpy as np
@@ -103,14 +104,15 @@ class Prefetcher:
         drops what this raises; a failed write is then told to the next who asks.
         """
         check_batch(ids, out, store.record_bytes, aligned=True)
-        self._log.process.check("this prefetcher")
-        self.poll()
+        if self._log.process.id != os.getpid():
+            self._log.process.check("this prefetcher")
+        self._log.poll()
         missing = self._writes.copy_queued(store, ids, out, guess=guess)
-        records = sum(stop - start for start, stop in missing)
-        ticket = Ticket(self._log, self._writes, store, out, records, guess=guess)
+        ticket = Ticket(self._log, self._writes, store, out, guess=guess)
         try:
             for start, stop in missing:
-                part, rows = (ids, out) if stop - start == len(ids) else (ids[start:stop], out[start:stop])
+                ticket.records += stop - start
+                part, rows = (ids, out) if stop - start == ids.size else (ids[start:stop], out[start:stop])
                 ticket.transfers.append(store.start(part, rows) or self._readers.start(store, part, rows))
         except BaseException as error:
             if not isinstance(error, Exception):  # a signal's: a part may have begun that nobody knows of

@@ -6,16 +6,27 @@ import numpy as np
 import torch
 
 
-def copy_rows(out: torch.Tensor, target: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
-    """out[target] = source[rows], of tensors (n, width) of one type, contiguous in the last dimension.
+class Rows:
+    """The rows of a tensor (n, width), contiguous in the last dimension, in the tensor's memory.
 
-    On a CPU by numpy: a copy this small is done before torch's threads are awake.
+    On a CPU they are copied by numpy: a copy this small is done before torch's threads are awake.
     """
-    if not len(rows):
-        return
-    if out.device.type == "cpu" and source.device.type == "cpu":
-        out.view(torch.uint8).numpy()[target] = source.view(torch.uint8).numpy()[rows]
-        return
-    into = torch.from_numpy(np.ascontiguousarray(target, dtype=np.int64)).to(out.device)
-    of = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(source.device)
-    out.index_copy_(0, into, source.index_select(0, of).to(out.device))
+
+    __slots__ = ("_bytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._bytes = tensor.view(torch.uint8).numpy() if tensor.device.type == "cpu" else None
+
+    def put(self, target: np.ndarray, source: Rows, rows: np.ndarray | slice) -> None:
+        """self[target] = source[rows], of one type and width."""
+        if self._bytes is not None and source._bytes is not None:
+            self._bytes[target] = source._bytes[rows]
+            return
+        into, taken = self.tensor, source.tensor
+        taken = taken[rows] if isinstance(rows, slice) else taken.index_select(0, _index(rows, taken.device))
+        into.index_copy_(0, _index(target, into.device), taken.to(into.device))
+
+
+def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(device)

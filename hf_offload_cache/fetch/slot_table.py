@@ -16,6 +16,10 @@ class SlotTable:
 
     Records, not positions, are the keys: rows of a batch that share a record share its slot, and reordering beams
     changes nothing here.
+
+    Attributes:
+        used: to be called with slots (int32) whose content was wanted again.
+        nbytes: bytes of the books.
     """
 
     def __init__(self, capacity: int, policy: Callable[[int], Policy] = FirstIn) -> None:
@@ -23,10 +27,8 @@ class SlotTable:
         self._slot_of = np.full(64, ABSENT, dtype=np.int32)
         self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
         self._policy = policy(capacity)
-
-    @property
-    def nbytes(self) -> int:
-        return self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
+        self.used = self._policy.used
+        self.nbytes = self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
 
     @staticmethod
     def planned(records: int, capacity: int) -> int:
@@ -37,7 +39,7 @@ class SlotTable:
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot (int32) of each record, `ABSENT` for those that lie in none and for -1."""
         if not self.capacity:
-            return np.full(len(records), ABSENT, dtype=np.int32)
+            return np.full(records.size, ABSENT, dtype=np.int32)
         try:
             return self._slot_of[records]  # the last entry stays absent: it is that of -1
         except IndexError:
@@ -46,14 +48,12 @@ class SlotTable:
 
     def _grow(self, records: np.ndarray) -> None:
         """Make room in the books for these records, and one behind them."""
-        if (last := int(records.max())) >= len(self._slot_of) - 1:
-            grown = np.full(max(last + 2, len(self._slot_of) * 5 // 4), ABSENT, dtype=np.int32)
-            grown[: len(self._slot_of)] = self._slot_of
+        size = self._slot_of.size
+        if (last := int(np.maximum.reduce(records))) >= size - 1:
+            grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
+            grown[:size] = self._slot_of
+            self.nbytes += grown.nbytes - self._slot_of.nbytes
             self._slot_of = grown
-
-    def used(self, slots: np.ndarray) -> None:
-        """What lies in these slots was wanted again."""
-        self._policy.used(slots)
 
     def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give slots to distinct records that lie in none, as the policy says; `in_use` slots only after all others
@@ -62,11 +62,12 @@ class SlotTable:
         Returns the positions in `records` that got a slot (the last `capacity` of them, when there are more) and
         their slots. What lay there before is evicted.
         """
-        taken = np.arange(max(0, len(records) - self.capacity), len(records))
-        if not len(taken):
+        first = records.size - self.capacity if records.size > self.capacity else 0
+        taken = np.arange(first, records.size)
+        if not taken.size:
             return taken, taken
-        records = records[taken]
-        slots = self._policy.evict(len(taken), in_use)
+        records = records[first:]
+        slots = self._policy.evict(taken.size, in_use)
         evicted = self._record_in[slots]
         self._slot_of[evicted[evicted != ABSENT]] = ABSENT
         self._grow(records)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..memory.account import MemoryAccount
 from ..stores.base import aligned_empty
+from .rows import Rows
 
 
 class Staging:
@@ -25,6 +28,7 @@ class Staging:
         account.hold(owner, self._held_bytes)
         self._host = aligned_empty(1, nbytes, pinned=self._cuda)[0]
         self._device = self._host
+        self._payloads: dict[tuple[int, int, torch.dtype], Rows] = {}
         if self._cuda:
             with torch.inference_mode(False):
                 self._device = torch.empty_like(self._host, device=device)
@@ -41,7 +45,12 @@ class Staging:
         return self.nbytes >= nbytes and self._where == device
 
     def host_rows(self, count: int, record_bytes: int) -> torch.Tensor:
-        """The first `count` records, uint8 (count, record_bytes), to read into; the same memory at each call."""
+        """The first `count` records, uint8 (count, record_bytes), to read into; the same memory at each call.
+
+        Blocks until every `upload` before has read it.
+        """
+        if self._cuda:
+            self.wait_uploaded()
         return self._host[: count * record_bytes].view(count, record_bytes)
 
     def upload(self, count: int, record_bytes: int) -> torch.Tensor:
@@ -60,14 +69,27 @@ class Staging:
             current.wait_event(self._copied)
         return self._device[:size].view(count, record_bytes)
 
+    def payloads(self, count: int, form: Any) -> Rows:
+        """`upload`, looked at as payloads: row i is that of the record i, which is below `count`."""
+        if self._cuda:
+            self.upload(count, form.record_bytes)
+        shape = form.record_bytes, form.payload_width, form.dtype
+        if shape not in self._payloads:
+            size = self.nbytes // form.record_bytes
+            with torch.inference_mode(False):
+                records = self._device[: size * form.record_bytes].view(size, form.record_bytes)
+                self._payloads[shape] = Rows(form.payload(records))
+        return self._payloads[shape]
+
     def wait_uploaded(self) -> None:
-        """Block until every `upload` has read its host rows; call before reading into them again."""
+        """Block until every `upload` has read its host rows."""
         if self._cuda:
             self._copied.synchronize()
 
     def release(self) -> None:
         """Give both buffers back, after the copies under way. Idempotent; no call may follow but `release`."""
         self.wait_uploaded()
+        self._payloads = {}
         self._host = self._device = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0
         self._account.release(self._owner, self._held_bytes)

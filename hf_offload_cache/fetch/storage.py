@@ -121,16 +121,13 @@ class Storage:
             return
         buffers = self._buffers(len(parts[0]) * store.record_bytes, device)
         size = store.record_bytes
-        for buffer in buffers:
-            buffer.wait_uploaded()
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
         try:
             for index, part in enumerate(parts):
                 if index + 1 < len(parts):
                     following = parts[index + 1]
-                    behind = buffers[(index + 1) % 2]
-                    behind.wait_uploaded()
-                    tickets.append(self.prefetcher.read(store, following, behind.host_rows(len(following), size)))
+                    rows = buffers[(index + 1) % 2].host_rows(len(following), size)
+                    tickets.append(self.prefetcher.read(store, following, rows))
                 buffer = buffers[index % 2]
                 self.wait_for(tickets.pop(0))
                 yield buffer.upload(len(part), size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ class Ticket:
 
     Attributes:
         transfers: what is under way, each for a part of the records; none once all has ended.
+        records: how many of them are read.
         error: what `wait` raises.
         stalled: a wait for it took too long.
         out: the memory that is read into, as long as there are transfers.
@@ -32,11 +34,11 @@ class Ticket:
     """
 
     def __init__(
-        self, log: ReadLog, writes: WriteQueue, store: Store, out: torch.Tensor, records: int, *, guess: bool = False
+        self, log: ReadLog, writes: WriteQueue, store: Store, out: torch.Tensor, *, guess: bool = False
     ) -> None:
         self.name = store.name
-        self.records = records
-        self.bytes = records * store.record_bytes
+        self.records = 0
+        self.record_bytes = store.record_bytes
         self.transfers: list[Transfer] = []
         self.error: BaseException | None = None
         self.stalled = False
@@ -58,11 +60,12 @@ class Ticket:
         `StalledError`: it did not end in time, and may still write to `out`, which the ring or the thread that is stuck
         holds until it has. See `Prefetcher.interrupted_by` for what can be done then.
         """
-        self._log.process.check("this read")
+        if self._log.process.id != os.getpid():
+            self._log.process.check("this read")
         start = time.perf_counter()
         if self.transfers and self.error is None:
             self._finish()
-        if self.error is None and not self._guess and (store := self._store()) is not None:
+        if self._writes.unsettled and self.error is None and not self._guess and (store := self._store()) is not None:
             self.fail(self._writes.take_failure(store))
         if self.error is not None:
             raise self.error.with_traceback(self._traceback)
@@ -109,7 +112,7 @@ class Ticket:
                 self.stalled, self._log.interrupted_by = True, stalled
                 return  # still under way: the log looks after it
         self._log.end(self)
-        self.release_all()
+        self.transfers, self.out = [], None
 
 
 class ReadLog:
@@ -157,13 +160,16 @@ class ReadLog:
     def end(self, ticket: Ticket) -> None:
         """No part of `ticket` is under way any more."""
         known = self._running.pop(ticket, None) or self._advised.pop(ticket, None)
-        ends = [transfer.finished_at for transfer in ticket.transfers if transfer.finished_at is not None]
-        if known is None or not ends:
+        stop: float | None = None
+        for transfer in ticket.transfers:
+            end = transfer.finished_at
+            if end is not None and (stop is None or end > stop):
+                stop = end
+        if known is None or stop is None:
             return
-        stop = max(ends)
         self.seconds += stop - ticket.started
         if self._timeline is not None:
-            details = {"records": ticket.records, "bytes": ticket.bytes}
+            details = {"records": ticket.records, "bytes": ticket.records * ticket.record_bytes}
             self._timeline.add("reads", ticket.name, ticket.started, stop, **details)
 
     def end_all(self, tickets: Iterable[Ticket]) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .policy import FirstIn, Policy
-from .rows import copy_rows
+from .rows import Rows
 from .slot_table import SlotTable
 
 
@@ -24,17 +24,12 @@ class Tier(Protocol):
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record (int64 ids), -1 for those that are not resident."""
 
-    def take(self, slots: np.ndarray, out: torch.Tensor, target: np.ndarray) -> None:
-        """Copy the payloads in `slots` to rows `target` of `out` (n, payload width)."""
+    def take(self, slots: np.ndarray, out: Rows, target: np.ndarray) -> None:
+        """Copy the payloads in `slots` to rows `target` of `out`."""
 
-    def keep(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Make `records`, distinct and not resident, resident: their positions that got a slot, and the slots.
-
-        `in_use`: slots that this step takes from. `fill` has to follow before anything else.
-        """
-
-    def fill(self, slots: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
-        """Put rows of `source` (n, payload width) into slots that `keep` gave."""
+    def keep(self, records: np.ndarray, in_use: np.ndarray, source: Rows, rows: np.ndarray) -> None:
+        """Make `records`, distinct and not resident, resident as far as there are slots: the payload of `records[i]` is
+        `source[rows[i]]`. `in_use`: slots that this step takes from."""
 
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing kept of them is valid."""
@@ -68,6 +63,7 @@ class SlotTier:
         self._account, self._owner = account, owner
         account.hold(owner, capacity * width * dtype.itemsize)
         self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
+        self._rows = Rows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
 
@@ -76,15 +72,13 @@ class SlotTier:
         """The most that a tier of `capacity` takes, for a store of `records`."""
         return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity)}
 
-    def take(self, slots: np.ndarray, out: torch.Tensor, target: np.ndarray) -> None:
-        copy_rows(out, target, self._data, slots)
+    def take(self, slots: np.ndarray, out: Rows, target: np.ndarray) -> None:
+        out.put(target, self._rows, slots)
         self._table.used(slots)
 
-    def keep(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._table.insert(records, in_use)
-
-    def fill(self, slots: np.ndarray, source: torch.Tensor, rows: np.ndarray) -> None:
-        copy_rows(self._data, slots, source, rows)
+    def keep(self, records: np.ndarray, in_use: np.ndarray, source: Rows, rows: np.ndarray) -> None:
+        taken, slots = self._table.insert(records, in_use)
+        self._rows.put(slots, source, rows[taken])
 
     @property
     def tables_nbytes(self) -> int:
@@ -93,5 +87,6 @@ class SlotTier:
     def close(self) -> None:
         self._account.release(self._owner, self._data.nbytes)
         self._data = self._data[:0]
+        self._rows = Rows(self._data)
         self._table = SlotTable(0)
         self.locate, self.forget = self._table.locate, self._table.forget

@@ -7,7 +7,6 @@ import functools
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -38,6 +37,8 @@ class WriteQueue:
 
     Attributes:
         threads: the thread, once it was started.
+        unsettled: the stores for which something is queued, or of which a write failed and not all of that was told and
+            mended. One that is not in here has all that was written.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class WriteQueue:
         self._most_bytes = most_bytes
         self._timeline = timeline
         self._changed = threading.Condition()  # guards what follows, and the batches
-        self._by_store: weakref.WeakKeyDictionary[Store, StoreWrites] = weakref.WeakKeyDictionary()
+        self.unsettled: dict[Store, StoreWrites] = {}
         self._jobs: Jobs = queue.SimpleQueue()
         self._ended = 0  # batches that came to an end
 
@@ -66,15 +67,15 @@ class WriteQueue:
             self._check_open()
             if not self._alive:
                 self._fail_all()  # before there is another thread, which would not know of what this one had begun
-            writes = self._of(store)
-            self._raise_failure(writes)
+            self._raise_failure(store)
             if batch.nbytes == 0:
                 return
             while (queued := self._bytes) and queued + batch.nbytes > self._most_bytes:
                 self._wait(lambda: self._bytes < queued)
                 self._check_open()
-                self._raise_failure(writes)
+                self._raise_failure(store)
             self._need_writer(store)
+            writes = self.unsettled.setdefault(store, StoreWrites())
             self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
             try:
                 self._jobs.put(functools.partial(self._run, batch))  # does nothing where the next line fails
@@ -88,7 +89,7 @@ class WriteQueue:
     @property
     def _bytes(self) -> int:
         """Queued and being written. Counted anew each time: an exception of a signal cannot leave it wrong."""
-        return sum(batch.nbytes for writes in list(self._by_store.values()) for batch in writes.batches)
+        return sum(batch.nbytes for writes in list(self.unsettled.values()) for batch in writes.batches)
 
     @property
     def _alive(self) -> bool:
@@ -114,61 +115,64 @@ class WriteQueue:
         Raises what a write of this store failed with, when that was not reported yet or hit one of `ids`. `guess`: who
         asks drops errors, so that the failure counts as not reported.
         """
+        whole = [(0, ids.size)] if ids.size else []
+        if store not in self.unsettled and not self.closed:
+            return whole
         with self._changed:
             self._check_open()
-            writes = self._by_store.get(store)
+            writes = self.unsettled.get(store)
             if writes is None:
-                return [(0, len(ids))] if len(ids) else []
+                return whole
             failure = writes.failure
             try:
-                self._raise_failure(writes, ids)
+                self._raise_failure(store, ids)
             finally:
                 writes.failure = failure if guess else None
             queued = [(batch, batch.records) for batch in writes.batches]  # one that is done lets go of its records
-        return copy_rows(queued, ids, out) if queued else [(0, len(ids))] if len(ids) else []
+        return copy_rows(queued, ids, out) if queued else whole
 
     def flush(self, store: Store | None) -> None:
         """See `Prefetcher.flush`."""
         with self._changed:
             self._check_open()
-            waited = list(self._by_store.values()) if store is None else [self._of(store)]
+            stores = list(self.unsettled) if store is None else [store]
+            waited = [self.unsettled[each] for each in stores if each in self.unsettled]
             self._wait(lambda: self.closed or not any(each.batches for each in waited))
             self._check_open()
-            for each in waited:
+            for each in stores:
                 self._raise_failure(each)
 
     def check_written(self, store: Store, ids: np.ndarray) -> None:
         """Raises what a write of `store` failed with that was not reported yet, or that hit one of `ids`."""
         with self._changed:
             self._check_open()
-            writes = self._by_store.get(store)
-            if writes is not None:
-                self._raise_failure(writes, ids)
+            self._raise_failure(store, ids)
 
     def drop(self, store: Store) -> None:
         """Forget what is queued for `store` and has not begun. Does not block on a write."""
         with self._changed:
-            writes = self._of(store)
-            for batch in [batch for batch in writes.batches if not batch.started]:
-                self._finish(batch, writes)
+            writes = self.unsettled.get(store)
+            if writes is not None:
+                for batch in [batch for batch in writes.batches if not batch.started]:
+                    self._finish(store, batch, writes)
 
     def drop_all(self) -> None:
         """`drop` for every store."""
-        for store in list(self._by_store):
+        for store in list(self.unsettled):
             self.drop(store)
 
     def cancel(self, store: Store) -> None:
         """`drop`, wait for the write that has begun, and forget failures."""
         self.drop(store)
         with self._changed:
-            writes = self._of(store)
-            self._wait(lambda: not writes.batches)
-            writes.lost.clear()
-            writes.failure = None
+            writes = self.unsettled.get(store)
+            if writes is not None:
+                self._wait(lambda: not writes.batches)
+                self.unsettled.pop(store, None)
 
     def take_failure(self, store: Store) -> BaseException | None:
         """What a write of `store` failed with, when that was not reported yet."""
-        writes = self._by_store.get(store)
+        writes = self.unsettled.get(store)
         if writes is None or writes.failure is None:
             return None
         with self._changed:
@@ -193,12 +197,6 @@ class WriteQueue:
                 raise self.deadline.missed(self._work_text())
             self._fail_all()  # what a thread that died has left
 
-    def _of(self, store: Store) -> StoreWrites:
-        writes = self._by_store.get(store)
-        if writes is None:
-            writes = self._by_store[store] = StoreWrites()
-        return writes
-
     def _wait(self, over: Callable[[], bool]) -> None:
         """Block until `over()`, which a write that ends may bring about. With `_changed` held, which is let go."""
         expires, ended = None, -1
@@ -212,7 +210,7 @@ class WriteQueue:
                 self._fail_all()
 
     def _work_text(self) -> str:
-        batches = [batch for writes in self._by_store.values() for batch in writes.batches]
+        batches = [batch for writes in self.unsettled.values() for batch in writes.batches]
         batches.sort(key=lambda batch: batch.started)
         if not batches or batches[-1].store is None:
             return "writing"
@@ -222,21 +220,23 @@ class WriteQueue:
         """No thread is left: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
         self.deadline.answered()  # nothing is waited for any more
         why = self.threads[0].ended_by if self.threads else "it was not started"
-        for writes in list(self._by_store.values()):
+        for store, writes in list(self.unsettled.items()):
             for batch in list(writes.batches):
-                assert batch.store is not None
-                where = work_text("writing", batch.store, batch.ids)
+                where = work_text("writing", store, batch.ids)
                 error = StoreError(errno.EIO, f"{where}: no thread is left that could do it: {why}")
                 writes.failure = writes.failure or error
                 writes.lost.append((batch.ids, error))
-                self._finish(batch, writes)
+                self._finish(store, batch, writes)
 
     def _check_open(self) -> None:
         if self.closed:
             raise CacheClosedError("the cache was closed; make a new one")
 
-    def _raise_failure(self, writes: StoreWrites, ids: np.ndarray | None = None) -> None:
+    def _raise_failure(self, store: Store, ids: np.ndarray | None = None) -> None:
         """Raise for a failed write that was not reported yet, or that one of `ids` was part of."""
+        writes = self.unsettled.get(store)
+        if writes is None:
+            return
         failure, writes.failure = writes.failure, None
         if failure is not None:
             raise failure
@@ -250,7 +250,7 @@ class WriteQueue:
     def _run(self, batch: WriteBatch) -> None:
         with self._changed:
             store = batch.store
-            writes = None if store is None else self._of(store)
+            writes = None if store is None else self.unsettled.get(store)
             if store is None or writes is None or batch not in writes.batches:
                 return
             batch.started = True
@@ -269,11 +269,13 @@ class WriteQueue:
             if error is not None:
                 writes.failure = writes.failure or error
                 writes.lost.append((batch.ids, error))
-            self._finish(batch, writes)
+            self._finish(store, batch, writes)
 
-    def _finish(self, batch: WriteBatch, writes: StoreWrites) -> None:
+    def _finish(self, store: Store, batch: WriteBatch, writes: StoreWrites) -> None:
         """`batch` is done with, however it went. With `_changed` held."""
         writes.batches.remove(batch)
+        if not writes.batches and not writes.lost and writes.failure is None:
+            self.unsettled.pop(store, None)
         self._ended += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
         batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8)

@@ -146,12 +146,9 @@ def runs(ids: np.ndarray) -> list[tuple[int, int]]:
 def run_edges(ids: np.ndarray) -> np.ndarray:
     """`runs` as an array: run `i` is [edges[i], edges[i + 1]). One entry more than there are runs; [0] for none."""
     breaks = (ids[1:] - ids[:-1] != 1).nonzero()[0]
-    if len(breaks) == len(ids) - 1:  # no two are adjacent
-        return np.arange(len(ids) + 1)
-    edges = np.zeros(len(breaks) + (2 if len(ids) else 1), dtype=np.int64)
-    if len(ids):
-        edges[1:-1] = breaks + 1
-        edges[-1] = len(ids)
+    edges = np.zeros(breaks.size + (2 if ids.size else 1), dtype=np.int64)
+    edges[1:-1] = breaks + 1
+    edges[-1] = ids.size
     return edges
 
 

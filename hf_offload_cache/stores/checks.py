@@ -20,14 +20,14 @@ def check_batch(ids: np.ndarray, records: torch.Tensor, record_bytes: int, *, al
         raise TypeError(f"ids must be int64, got {ids.dtype}")
     if records.dtype != torch.uint8 or records.device.type != "cpu":
         raise TypeError(f"records must be uint8 in host memory, got {records.dtype} on {records.device}")
-    if ids.ndim != 1 or records.shape != (len(ids), record_bytes):
+    if ids.ndim != 1 or records.shape != (ids.size, record_bytes):
         raise ValueError(
             f"records must have shape (len(ids), record_bytes) = ({ids.size}, {record_bytes}) and ids one dimension, "
             f"got {tuple(records.shape)} and ids of shape {ids.shape}"
         )
     if not records.is_contiguous():
         raise ValueError("records must be contiguous; call .contiguous()")
-    if aligned and len(ids) and records.data_ptr() % DEVICE_BLOCK:
+    if aligned and ids.size and records.data_ptr() % DEVICE_BLOCK:
         raise ValueError(f"out must be aligned to {DEVICE_BLOCK} bytes; make it with aligned_empty")
 
 
@@ -36,7 +36,7 @@ def check_range(name: str, ids: np.ndarray, capacity: int, first_id: int = 0) ->
 
     The message counts records from `first_id`.
     """
-    if len(ids) and np.maximum.reduce(ids.view(np.uint64)) >= capacity:  # a negative one is above all others
+    if ids.size and np.maximum.reduce(ids.view(np.uint64)) >= capacity:  # a negative one is above all others
         outside = ids[(ids < 0) | (ids >= capacity)] + first_id
         exist = f"{capacity} records that exist" + (f" from {first_id} on" if first_id else "")
         raise StoreError(errno.EINVAL, f"{name}: {describe(outside)} outside the {exist}")

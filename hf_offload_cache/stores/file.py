@@ -42,7 +42,7 @@ class FileStore(FreezableStore):
 
     The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
     by `guard` (None: checksums, which every read checks), whose tags are this store's own. A subclass implements
-    `read`, which ends with `_checked`, and may override `_resized` to follow the file's size.
+    `read`, which ends with what `_checked` does, and may override `_resized` to follow the file's size.
     """
 
     def __init__(
@@ -174,7 +174,9 @@ class FileStore(FreezableStore):
         return self._guard.written
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        self._refuse(self._guard.recheck(ids, records), ids, records)
+        wrong = self._guard.recheck(ids, records)
+        if wrong.size:
+            self._refuse(wrong, ids, records)
 
     @property
     def inode(self) -> tuple[int, int] | None:
@@ -213,12 +215,12 @@ class FileStore(FreezableStore):
 
         Encrypted ones are plain when this returns.
         """
-        self._refuse(self._guard.check(ids, out), ids, out)
+        wrong = self._guard.check(ids, out)
+        if wrong.size:
+            self._refuse(wrong, ids, out)
 
     def _refuse(self, wrong: np.ndarray, ids: np.ndarray, out: torch.Tensor) -> None:
-        """Raise for the positions `wrong`, if there are any, and overwrite their rows."""
-        if len(wrong) == 0:
-            return
+        """Raise for the positions `wrong`, of which there is one at least, and overwrite their rows."""
         out[torch.from_numpy(wrong)] = WRONG
         verb = "is" if len(wrong) == 1 else "are"
         raise CorruptRecordError(

@@ -27,7 +27,7 @@ class FreeList:
     @property
     def capacity(self) -> int:
         """Records that exist, taken or not."""
-        return len(self._taken)
+        return self._taken.size
 
     @property
     def taken(self) -> np.ndarray:

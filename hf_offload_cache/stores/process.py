@@ -8,7 +8,10 @@ from ..errors import ForkedProcessError
 
 
 class Process:
-    """The process that made this object. Takes no lock, and costs one system call: any thread, any time."""
+    """The process that made this object. Takes no lock, and costs one system call: any thread, any time.
+
+    What runs often looks itself whether `id` is `os.getpid()` before it calls `check`.
+    """
 
     def __init__(self) -> None:
         self.id = os.getpid()

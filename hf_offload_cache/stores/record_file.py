@@ -43,6 +43,7 @@ class RecordFile:
         place: how errors say where it is.
         direct: transfers bypass the page cache; offsets, lengths and read buffers must be aligned.
         unsynced: bytes written that the page cache may still hold.
+        doubtful: what was written before may be lost already: `check` says so.
     """
 
     def __init__(self, fd: int, place: str) -> None:
@@ -54,7 +55,7 @@ class RecordFile:
         self.direct = False
         self.unsynced = 0
         self._sync_error: OSError | None = None
-        self._doubtful = False
+        self.doubtful = False
         self._lock = threading.Lock()
 
     def share(self) -> RecordFile:
@@ -100,7 +101,7 @@ class RecordFile:
 
     def check(self) -> None:
         """Raise `OSError` when what was written before may be lost already."""
-        if self._doubtful:
+        if self.doubtful:
             self._check_synced()
 
     def _check_synced(self) -> None:
@@ -183,7 +184,7 @@ class RecordFile:
             sync(self.fd)
         except OSError as error:
             self._sync_error = error  # the kernel says it once: a second try must not find all well
-            self._doubtful = self._doubtful or doubtful  # which pages failed is forgotten: any may be read as it was
+            self.doubtful = self.doubtful or doubtful  # which pages failed is forgotten: any may be read as it was
             raise
         self.drop(0, 0)
 

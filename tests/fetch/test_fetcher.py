@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -449,15 +450,37 @@ def test_areas_are_lent_once_and_given_back(storage: Storage) -> None:
 
 def test_the_view_grows_in_steps(storage: Storage) -> None:
     areas, account = Areas(storage.account), storage.account
-    first = areas.view(2, 3, torch.float32, CPU, room=100)
-    assert first.shape == (2, 3) and account.by_owner["selection"] == 400
-    assert areas.view(10, 10, torch.float32, CPU, room=1).data_ptr() == first.data_ptr()
-    assert areas.view(10, 11, torch.float32, CPU, room=1).shape == (10, 11)
-    assert account.by_owner["selection"] == 440
-    assert areas.view(10, 11, torch.bfloat16, CPU, room=1).dtype == torch.bfloat16
-    assert account.by_owner["selection"] == 220
+    first = areas.view(2, 3, 1, FORM, CPU, room=25)
+    assert first.payloads.tensor.shape == (2 * (3 + 1), 16) and first.entries.shape == (2, (3 + 1) * GROUP, WIDTH)
+    assert first.target.tolist() == [0, 1, 2, 4, 5, 6]
+    assert account.by_owner["selection"] == 25 * 64
+    assert areas.view(2, 3, 1, FORM, CPU, room=1) is first
+    same = areas.view(5, 3, 2, FORM, CPU, room=1)
+    assert same.entries.data_ptr() == first.entries.data_ptr() and same.entries.shape == (5, 5 * GROUP, WIDTH)
+    assert areas.view(2, 13, 0, FORM, CPU, room=1).entries.shape == (2, 13 * GROUP, WIDTH)
+    assert account.by_owner["selection"] == 26 * 64
+    narrow = dataclasses.replace(FORM, dtype=torch.bfloat16)
+    assert areas.view(2, 13, 0, narrow, CPU, room=1).entries.dtype == torch.bfloat16
+    assert account.by_owner["selection"] == 26 * 32
     areas.release()
     assert account.by_owner["selection"] == 0
+    assert areas.view(2, 3, 1, FORM, CPU, room=1) is not first
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_the_view_is_written_to_in_any_mode(storage: Storage, first: Any, then: Any) -> None:
+    """Whatever it was made in; so are slots and areas, which last as long."""
+    source, seen = Source(filled(storage), np.arange(10)[None]), fetcher(storage, 4)
+    for mode, wanted in ((first, [1, 2]), (then, [2, 5])):
+        with mode():
+            choice = Choice(units(wanted))
+            fetched = seen.gather(source, choice)
+            assert_holds(source, choice, fetched)
+            if mode is torch.enable_grad:
+                weight = torch.ones(WIDTH, requires_grad=True)
+                (fetched.entries * weight).sum().backward()
+                assert weight.grad is not None and torch.equal(weight.grad, fetched.entries.sum((0, 1)))
 
 
 def test_a_tier_replaces_as_its_policy_says(storage: Storage) -> None:

@@ -15,7 +15,7 @@ class Batch:
         base, end: the numbers of the first read and behind the last one, over the life of the ring.
         fd: the file's descriptor.
         entries: the reads as the kernel takes them.
-        keep: what has to live until the last read has ended: the memory that is read into, and the file.
+        keep, owner: what has to live until the last read has ended: the memory that is read into, and who reads.
         lengths: bytes asked for, one entry a read.
         results: bytes read or a negative errno, one entry a read; valid once `finished_at` is set. Fewer bytes than
             asked for are the caller's to complete.
@@ -25,18 +25,21 @@ class Batch:
     """
 
     __slots__ = (
-        "base", "dropped", "end", "entries", "fd", "finished_at", "keep", "lengths", "results", "unfinished",
+        "base", "dropped", "end", "entries", "fd", "finished_at", "keep", "lengths", "owner", "results", "unfinished",
     )  # fmt: skip
 
-    def __init__(self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object) -> None:
+    def __init__(
+        self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object, owner: object
+    ) -> None:
         self.base = base
-        self.end = base + len(entries)
+        self.end = base + entries.size
         self.lengths = lengths
-        self.results = np.empty(len(entries), dtype=np.int32)
-        self.results.fill(PENDING)
+        self.results = np.empty(entries.size, dtype=np.int32)
+        self.results[:] = PENDING
         self.finished_at: float | None = None
         self.dropped = False
-        self.unfinished = len(entries)
+        self.unfinished = entries.size
         self.fd = fd
         self.entries = entries
         self.keep = keep
+        self.owner = owner

@@ -72,7 +72,8 @@ class Waiter:
         self.timed = bool(parameters.features & _FEATURE_EXT_ARG)
         self._fd = fd
         self._time = _TimeSpec()
-        self._argument = _EnterArgument(time=ctypes.addressof(self._time))
+        self._held = _EnterArgument(time=ctypes.addressof(self._time))
+        self._argument = ctypes.addressof(self._held), ctypes.sizeof(self._held)
 
     def wait(self, submit: int, wanted: int, expires: float | None) -> int:
         """`enter`, which waits for `wanted` completions, or ends earlier: at `expires` (`time.monotonic()`; None: no
@@ -80,11 +81,12 @@ class Waiter:
         """
         if expires is None:
             return enter(self._fd, submit, wanted, GETEVENTS)
-        seconds = max(0.0, expires - time.monotonic())
+        seconds = expires - time.monotonic()
+        if seconds < 0:
+            seconds = 0.0
         if self.timed:
             self._time.seconds, self._time.nanoseconds = int(seconds), int(seconds % 1 * 1e9)
-            argument = ctypes.addressof(self._argument), ctypes.sizeof(self._argument)
-            done = enter(self._fd, submit, wanted, GETEVENTS | _EXT_ARG, *argument)
+            done = enter(self._fd, submit, wanted, GETEVENTS | _EXT_ARG, *self._argument)
             return 0 if done < 0 and ctypes.get_errno() == errno.ETIME else done
         done = enter(self._fd, submit, 0, 0) if submit else 0
         if done >= 0:

@@ -80,8 +80,7 @@ class Ring:
         self._depth = min(depth, parameters.sq_entries)
         self._put = 0  # entries ever put into the submission queue
         self._open: list[Batch] = []
-        self._lock = threading.Lock()
-        self._fence_lock = threading.Lock()
+        self._lock, self._fence_lock = threading.Lock(), threading.Lock()
         self._ordered = platform.machine() in ("x86_64", "AMD64")  # loads and stores keep their order among themselves
         exit_handler = self._deadline.shorten_for_exit
         orphans = OrphanedReads(fd, self._memory, self._waiter, self._open)
@@ -89,34 +88,44 @@ class Ring:
         atexit.register(exit_handler)  # after `finalize` has registered itself: it is called before
 
     def read(
-        self, fd: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray, keep: object
+        self,
+        fd: int,
+        offsets: np.ndarray,
+        addresses: np.ndarray,
+        lengths: np.ndarray,
+        keep: object,
+        owner: object = None,
     ) -> Batch:
         """Queue one read a position and submit as many as fit; the rest goes with the calls that follow.
 
-        Offsets, lengths (below 2 GiB) and addresses are in bytes; `keep` holds the memory at the addresses and the
-        descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
+        Offsets, lengths (below 2 GiB) and addresses are in bytes; `keep` holds the memory at the addresses, and `owner`
+        the descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
         """
-        self._process.check("this io_uring")
-        entries = np.zeros(len(offsets), io_uring.ENTRY)
+        if self._process.id != os.getpid():
+            self._process.check("this io_uring")
+        entries = np.zeros(offsets.size, io_uring.ENTRY)
         entries["opcode"] = io_uring.OP_READ
         entries["fd"] = fd
         entries["offset"] = offsets
         entries["address"] = addresses
         entries["length"] = lengths
         with self._lock:
-            memory = self._check()
+            memory = self._queues()
             self._reap(memory)
-            base = max(self._count_put(memory), self._open[-1].end if self._open else 0)
-            entries["serial"] = np.arange(base, base + len(entries))
-            batch = Batch(base, fd, entries, lengths, keep)
-            if len(entries) == 0:
+            base = self._put
+            if self._open and self._open[-1].end > base:
+                base = self._open[-1].end
+            batch = Batch(base, fd, entries, lengths, keep, owner)
+            entries["serial"] = np.arange(base, batch.end)
+            if entries.size == 0:
                 batch.finished_at = time.perf_counter()
                 return batch
             self._open.append(batch)
             try:
-                self._submit(memory)
+                if self._fill(memory):
+                    self._enter(memory, 0)
             except BaseException:
-                self._drop(batch, memory)
+                self._drop(batch, self._queues())
                 raise
         return batch
 
@@ -126,9 +135,9 @@ class Ring:
         if self._open and self._memory is not None and not self._lock.locked():
             self._process.check("this io_uring")
             with self._lock:
-                memory = self._check()
-                if self._reap(memory):
-                    self._submit(memory)
+                memory = self._queues()
+                if self._reap(memory) and self._fill(memory):
+                    self._enter(memory, 0)
 
     def wait(self, batch: Batch) -> None:
         """Block until `batch` has finished.
@@ -138,9 +147,10 @@ class Ring:
         """
         expires, begun = None, False
         while batch.finished_at is None:
-            self._process.check("this io_uring")
+            if self._process.id != os.getpid():
+                self._process.check("this io_uring")
             with self._lock:
-                memory = self._check()
+                memory = self._queues()
                 self._reap(memory)
                 if batch.finished_at is not None:
                     return
@@ -148,26 +158,29 @@ class Ring:
                     expires, begun = self._deadline.expires(), True
                 elif has_passed(expires):
                     raise self._deadline.missed()
-                self._fill(memory)
+                if self._open[-1].end > self._put:
+                    self._fill(memory)
                 # With some still to be put in, few enough that the device stays busy while that is done.
                 all_in = batch.end <= self._put
                 self._enter(memory, batch.unfinished if all_in else max(1, self._depth // 2), expires)
+                self._reap(memory)
 
     def drop(self, batch: Batch) -> None:
         """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
         self._process.check("this io_uring")
         with self._lock:
             if self._memory is not None:  # else `close` has given them up
-                self._drop(batch, self._memory)
+                self._drop(batch, self._queues())
 
-    def release(self, fd: int) -> None:
-        """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed."""
+    def release(self, fd: int, owner: object = None) -> None:
+        """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed. With
+        `owner`, who is not alone in using `fd`: for what it reads."""
         if self._memory is None or not self._process.is_here:
             return
         with self._lock:
-            batches = [batch for batch in self._open if batch.fd == fd]
+            batches = [one for one in self._open if one.fd == fd and (owner is None or one.owner is owner)]
             for batch in batches:
-                self._drop(batch, self._check())
+                self._drop(batch, self._queues())
         for batch in batches:
             self.wait(batch)
 
@@ -180,7 +193,7 @@ class Ring:
             with self._lock:
                 batches = list(self._open)
                 for batch in batches:
-                    self._drop(batch, self._memory)
+                    self._drop(batch, self._queues())
             try:
                 for batch in batches:
                     self.wait(batch)
@@ -197,48 +210,42 @@ class Ring:
         if account is not None:
             account.release(IO_RING, self._held)
 
-    def _check(self) -> io_uring.Queues:
-        if self._memory is None:
+    def _queues(self) -> io_uring.Queues:
+        """For who has taken the lock. `_put` is right from then on, wherever a signal's exception came before."""
+        memory = self._memory
+        if memory is None:
             raise OSError(errno.EBADF, "the ring was closed")
-        return self._memory
+        self._put += (memory.sq[memory.sq_tail] - self._put) & WRAP
+        return memory
 
     def _drop(self, batch: Batch, memory: io_uring.Queues) -> None:
-        begun = max(0, self._count_put(memory) - batch.base)
+        begun = max(0, self._put - batch.base)
         if begun < len(batch.entries):
             batch.dropped = True
             batch.entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
 
-    def _count_put(self, memory: io_uring.Queues) -> int:
-        self._put += (memory.sq[memory.sq_tail] - self._put) & WRAP
-        return self._put
-
-    def _fill(self, memory: io_uring.Queues) -> None:
-        """Put entries that wait into the submission queue, up to the depth."""
-        put = self._count_put(memory)
+    def _fill(self, memory: io_uring.Queues) -> bool:
+        """Put entries that wait into the submission queue, up to the depth; whether some are to be submitted."""
+        put = self._put
         room = self._depth - ((put - memory.cq[memory.cq_head]) & WRAP)
         if not self._open or self._open[-1].end <= put or room <= 0:
-            return
+            return bool(memory.sq[memory.sq_tail] != memory.sq[memory.sq_head])
         for batch in self._open:
             if batch.end <= put or room == 0:
                 continue
-            first = put - batch.base
-            count = min(room, len(batch.entries) - first)
-            at = put & memory.sq_mask
-            before_the_end = min(count, memory.sq_mask + 1 - at)
-            memory.entries[at : at + before_the_end] = batch.entries[first : first + before_the_end]
-            if before_the_end < count:
-                memory.entries[: count - before_the_end] = batch.entries[first + before_the_end : first + count]
-            put += count
-            room -= count
+            first, at = put - batch.base, put & memory.sq_mask
+            entries = batch.entries[first : first + room]
+            places = memory.entries[at : at + entries.size]
+            places[:] = entries[: places.size]
+            if places.size < entries.size:  # the rest goes to the queue's beginning
+                memory.entries[: entries.size - places.size] = entries[places.size :]
+            put += entries.size
+            room -= entries.size
         if not self._ordered:
             self._fence()
         memory.sq[memory.sq_tail] = put & WRAP
         self._put = put
-
-    def _submit(self, memory: io_uring.Queues) -> None:
-        self._fill(memory)
-        if memory.sq[memory.sq_tail] != memory.sq[memory.sq_head]:
-            self._enter(memory, 0)
+        return True
 
     def _enter(self, memory: io_uring.Queues, wanted: int, expires: float | None = None) -> None:
         """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
@@ -261,7 +268,8 @@ class Ring:
         head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
         if head == tail:
             return False
-        self._deadline.answered()
+        if self._deadline.stalled:
+            self._deadline.answered()
         if not self._ordered:
             self._fence()
         first, count = head & memory.cq_mask, (tail - head) & WRAP
@@ -272,12 +280,9 @@ class Ring:
         serials, results = found["serial"], found["result"]
         for batch in self._open:
             positions = serials - np.uint64(batch.base)  # of an earlier batch: wraps to a large number
-            if len(self._open) > 1:
-                mine = positions < len(batch.results)
-                batch.results[positions[mine]] = results[mine]
-            else:
-                batch.results[positions] = results
-            batch.unfinished = int(np.count_nonzero(batch.results == PENDING))
+            mine = positions < batch.results.size
+            batch.results[positions[mine]] = results[mine]
+            batch.unfinished = (batch.results == PENDING).nonzero()[0].size
             if batch.unfinished == 0 and batch.finished_at is None:
                 batch.finished_at = time.perf_counter()
         if not self._ordered:

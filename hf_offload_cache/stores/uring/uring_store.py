@@ -42,7 +42,7 @@ class UringStore(FileStore):
     ) -> None:
         super().__init__(place, record_bytes, name, guard)
         self._own_ring: Ring | None = None
-        self._running: set[Batch] = set()
+        self._most = max(1, LARGEST_REQUEST_BYTES // record_bytes)  # records of a request
         self._process = Process()
         try:
             if ring is None:
@@ -57,22 +57,18 @@ class UringStore(FileStore):
     def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer:
         check_range(self.name, ids, self._capacity, self.first_id)
         edges = run_edges(ids)
-        requests = len(edges) - 1
-        most = max(1, LARGEST_REQUEST_BYTES // self.record_bytes)
-        if len(ids) > most:
-            edges = _cut(edges, most)
+        requests = edges.size - 1
+        if ids.size > self._most:
+            edges = _cut(edges, self._most)
         rows = edges * self.record_bytes  # in `out`, in bytes
         addresses, lengths = rows[:-1] + out.data_ptr(), rows[1:] - rows[:-1]
-        first = ids if len(edges) > len(ids) else ids[edges[:-1]]
-        offsets = first * self.record_bytes
+        offsets = ids[edges[:-1]] * self.record_bytes
         try:
-            self._file.check()
-            batch = self._ring.read(self._file.fd, offsets, addresses, lengths, (out, self._file))
+            if self._file.doubtful:
+                self._file.check()
+            batch = self._ring.read(self._file.fd, offsets, addresses, lengths, out, self._file)
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
-        if self._running:  # of reads that were forgotten
-            self._running -= {one for one in list(self._running) if one.finished_at is not None}
-        self._running.add(batch)
         return _RingRead(self, self._ring, batch, ids, out, edges, requests)
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
@@ -89,8 +85,7 @@ class UringStore(FileStore):
 
     def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
         """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
-        self._running.discard(batch)
-        for index in (batch.results != batch.lengths).nonzero()[0].tolist():
+        for index in (batch.results != batch.lengths).nonzero()[0]:
             start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
             try:
                 if result < 0 and -result not in _AGAIN:
@@ -102,8 +97,10 @@ class UringStore(FileStore):
                 raise self._failure(f"reading {self._describe(ids[start:stop])}", error) from error
         if not self._file.direct:
             self._file.drop(0, 0)
-        self.count_read(requests, out.numel())
-        self._checked(ids, out)
+        self.count_read(requests, out.nbytes)
+        wrong = self._guard.check(ids, out)
+        if wrong.size:
+            self._refuse(wrong, ids, out)
 
     def share(self, ring: Ring | None = None) -> UringStore:
         """See `FreezableStore.share`; reads go through `ring`, the caller's (None: one of its own)."""
@@ -113,13 +110,8 @@ class UringStore(FileStore):
         """Reads in flight are waited for. See `Store.close`."""
         ring = getattr(self, "_ring", None)  # a constructor that failed closes too
         if ring is not None and self._file.fd >= 0:
-            if not self._file.shared:
-                ring.release(self._file.fd)
-            elif self._process.is_here:  # the descriptor stays, and reads of others with it
-                for batch in [batch for batch in list(self._running) if batch.finished_at is None]:
-                    ring.drop(batch)
-                    ring.wait(batch)
-        self._running.clear()
+            # Where the descriptor is shared it stays, and reads of others with it.
+            ring.release(self._file.fd, self._file if self._file.shared else None)
         if self._own_ring is not None:
             self._own_ring.close()
         super().close()
@@ -162,7 +154,8 @@ class _RingRead(Transfer):
 
     def finish(self) -> None:
         try:
-            self.wait()
+            if self._batch.finished_at is None:
+                self._ring.wait(self._batch)
         except OSError as error:
             assert self._store is not None
             raise self._store._failure(f"reading {self._store._describe(self._request[0])}", error) from error
