@@ -62,9 +62,9 @@ class Persistent:
             path: folder for what is added; None: the temporary folder.
             tokenizer: is compared with that of `save`, when both are given.
             **fields: fields of the configuration. Those that the stored format fixes (`group_size`, `rank`,
-                `summary_dtype`) are refused unless equal, and `adapter`, which is in the context, is always; those of a machine or a run (`engine`, `verify`,
-                `io_timeout`, `trace`, `encryption_key`, the limits) are not saved; others are as they were, or as
-                `memory` allows.
+                `summary_dtype`) are refused unless equal, and `adapter`, which is in the context, is always; those of a
+                machine or a run (`engine`, `verify`, `io_timeout`, `trace`, `encryption_key`, the limits) are not
+                saved; others are as they were, or as `memory` allows.
 
         Raises `ContextMismatchError` where the model is not the one it was saved with, naming the field and both
         values; `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for other
