@@ -139,9 +139,6 @@ class EveryOther:
     def learn(self, *given: Any) -> None:
         """Nothing to learn."""
 
-    def preview(self) -> None:
-        """Nothing to read."""
-
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         rows = query.recent().shape[0]
         every = np.stack([np.arange(row % 2, self.units, 2)[: self.units // 2] for row in range(rows)])

@@ -109,9 +109,6 @@ class ProjectedKeys:
                     flat = own[:, start : start + _PIECE].transpose(0, 1).float()
                     yield flat.flatten(1)[:, None] if self.joint else flat
 
-    def preview(self) -> None:
-        """Nothing: what decides is in memory."""
-
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         """Sinks, and the units with the most important token by attention weights, summed over the heads of a row."""
         assert self.compact is not None

@@ -12,10 +12,10 @@ import torch
 from ..config import OffloadConfig
 from ..core.offload_layer import OffloadLayer
 from ..core.pace import Pace
-from ..core.plan_selective import area_bytes
 from ..core.planned import LayerKind
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
+from ..core.selective_plan import area_bytes
 from ..errors import ConfigError
 from ..fetch.choice import Choice
 from ..history.record_format import RecordFormat

@@ -25,6 +25,8 @@ class CacheOperations(Cache):
     shared: Shared
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
+    _announced: bool | None = None
+    """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording began."""
     _tokens: TokenLog
     has_linear_state: bool
     """Some layer keeps a state whose length cannot be asked for."""
@@ -131,7 +133,7 @@ class CacheOperations(Cache):
     def activate_past_recording(self) -> None:
         """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
         super().activate_past_recording()
-        self.recording = True
+        self.recording, self._announced = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
         self.take_back()

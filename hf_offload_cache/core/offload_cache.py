@@ -76,7 +76,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
         self._tokens = TokenLog(self.storage.account, self.config.max_context)
-        self._prefilled = self._resumed = False  # a forward has ended since the prompt; nothing was compared yet
+        self._prefilled = self._resumed = False  # a forward ended since the prompt; opened, and not compared yet
         self._final: CacheReport | None = None
         token = -1
         try:
@@ -118,10 +118,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
-        if self.shared.step is None:  # another model has no seams, or none that tell this cache of a step
-            self.shared.check_open()
+        layer, step = self._by_index.get(layer_idx), self.shared.step
+        if step is None or (layer is not None and layer.length != step.history):
+            self.shared.check_open()  # another model has no seams, or none that tell this cache of a step
             check_model(self._model, self._model.stranger())
-        layer = self._by_index.get(layer_idx)
         if layer is None:
             self.shared.check_open()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -147,7 +147,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if not max(lengths, default=self._tokens.length):
             self.begin_context()
         batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
-        candidates = self.recording and self._prefilled
+        candidates = self.recording and self._prefilled and self._announced is not False
+        self._announced = None if self._announced is None else False
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
         )
@@ -191,9 +192,11 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if self.shared.step is not None:
             self.shared.step.entered = True
 
-    def begin_prompt(self) -> None:
-        """`generate` begins with a prompt, or a piece of one: what comes is no verification of candidates."""
-        self._prefilled = False
+    def prepare_step(self, *, first: bool) -> None:
+        """A prompt, or a piece of one, is no verification of candidates; nor is what a generation does not announce."""
+        self._announced = True
+        if first:
+            self._prefilled = False
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""

@@ -45,7 +45,7 @@ class OffloadLayer(LayerOperations):
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         """What one layer takes at most for sequences of `context` tokens."""
         stream = LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
-        return plan_history(kind, config, context) + stream
+        return cls.plan_history(kind, config, context) + stream
 
     @property
     def tables_nbytes(self) -> int:
@@ -58,6 +58,11 @@ class OffloadLayer(LayerOperations):
         return self.history.rows * self.length * self.history.form.entry_bytes if self.is_initialized else 0
 
     # --- taking in ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What `make_history` makes takes, and its store, and the buffers that it is streamed through in a prefill."""
+        return plan_history(kind, config, context)
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         """An empty history; a method whose order is its own overrides this and `restore_history`."""

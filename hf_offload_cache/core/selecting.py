@@ -23,6 +23,8 @@ class Selecting:
 
     settings: SelectiveConfig
     storage: Storage
+    reads_ahead: int = 1
+    """The most reads ahead that are under way at a time."""
     padded: bool = False
     """Some row has padding: its sinks may begin anywhere in a unit."""
     shares: dict[int, float] = field(default_factory=dict)
@@ -37,7 +39,7 @@ class Selecting:
     """Changes whenever a budget may have: what was derived from one is good as long as it stays."""
 
     def __post_init__(self) -> None:
-        self.areas = Areas(self.storage.account)
+        self.areas = Areas(self.storage.account, self.reads_ahead)
         self.workspace = Workspace(self.storage.account, "scores")
         self.generator = torch.Generator().manual_seed(0)
 

@@ -34,7 +34,9 @@ class SelectiveCache(OffloadCache):
         settings = self.config
         assert isinstance(settings, SelectiveConfig)
         self.look_ahead: LookAhead | None = None
-        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage)
+        ahead = 0 if settings.look_ahead is False else 1
+        ahead += sum(layer.reads_for_next_step for layer in self.selective)
+        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, ahead)
         self._pace = Pace(settings.look_ahead)
         self._selective: dict[int, SelectiveLayer] = {}
         if self.selecting is None:

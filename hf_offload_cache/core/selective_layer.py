@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, SelectiveConfig
 from ..errors import BudgetError
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.tier import SlotTier, Tier
 from ..history.base import Sealed
-from ..memory.plan import LayerPlan
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
 from ..predictors.base import Predictor, Query
-from ..predictors.sinks import sink_units
 from ..stores.freezable import FreezableStore
 from .gathered_mask import gathered_mask
-from .offload_layer import OffloadLayer, Output
-from .plan_selective import plan_selective
-from .planned import LayerKind
+from .offload_layer import Output
 from .selecting import Selecting
+from .selective_plan import SelectivePlan
 from .step import Step
 
 
-class SelectiveLayer(OffloadLayer):
+class SelectiveLayer(SelectivePlan):
     """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
 
     `selecting` is set by the cache; None: the cache is exact.
@@ -52,23 +50,6 @@ class SelectiveLayer(OffloadLayer):
         """The predictor of this layer's history, which has just been made."""
         raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What the predictor of one layer holds at most."""
-        raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
-
-    @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        """Units a row that a step of one layer wants at most, sinks of a padded row included."""
-        group = kind.form.group_size
-        return -(-config.num_selected // group) + sink_units(config.num_sinks, group, padded=True)
-
-    @classmethod
-    def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        """Slots a row, as a mean over the layers."""
-        group = kind.form.group_size
-        return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
-
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
         form, device = self.history.form, self.history.device
@@ -81,14 +62,6 @@ class SelectiveLayer(OffloadLayer):
         """What a step attends to was brought; for a method that learns from it."""
 
     # --- memory ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        if config.exact:
-            return super().planned(kind, config, context)
-        assert isinstance(config, SelectiveConfig)
-        most, slots = cls.most_units(kind, config), cls.most_slots(kind, config)
-        return plan_selective(kind, config, context, most, slots, cls.plan_predictor(kind, config, context))
 
     @property
     def tables_nbytes(self) -> int:
@@ -192,6 +165,8 @@ class SelectiveLayer(OffloadLayer):
         visible = None if call.mask is None else step.visible(call.mask)
         if selecting is None or not self.can_choose():
             return self.exact(call)
+        if call.mask is not None and call.query.shape[2] == 1 and not step.changes(call.mask):
+            call = replace(call, mask=None)
         if visible is not None:
             selecting.see_padding()
         if storage.stream_buffers:
@@ -227,16 +202,17 @@ class SelectiveLayer(OffloadLayer):
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
             keys, values = self.rows.unfold(keys), self.rows.unfold(values)
-        if call.query.shape[2] == 1 and visible is None and fetched.valid is None:
+        if call.mask is None and fetched.valid is None and call.query.shape[2] == 1:
             return call.attend(keys, values, None), None
         return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched)), None
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """Start reading what a guessed query (B, H, D) chooses and no tier holds."""
+        """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
         if self._sparse() and self.can_choose():
-            self.ahead(self.choose(self.query_of(states, visible), guess=True))
+            with contextlib.suppress(OSError, BudgetError):  # also what a predictor asks to look at on the way
+                self.ahead(self.choose(self.query_of(states, visible), guess=True))
 
     def prefetch_again(self) -> None:
         """Start reading what the last step chose and no tier holds: for a layer without a look-ahead."""
@@ -248,11 +224,9 @@ class SelectiveLayer(OffloadLayer):
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
-        try:
+        with contextlib.suppress(OSError, BudgetError):
             fetcher = self.fetcher
             fetcher.ahead(self.history, choice, fetcher.latest)
-        except (OSError, BudgetError):
-            pass
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..model.masks import shown
+
 MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
 
@@ -31,7 +33,7 @@ class Step:
     """What each layer that has a length held before it."""
     entered: bool = False
     """A decoder block was entered."""
-    _masks: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
 
     @classmethod
     def alone(cls, sequences: int, history: int, tokens: int) -> Step:
@@ -54,13 +56,19 @@ class Step:
         Looked at once a step for each mask that the model made: models hand one mask to all layers of a kind, and
         eager attention makes one that hides nothing.
         """
-        if mask is None:
-            return None
-        for known, seen in self._masks:
+        return None if mask is None else self._look(mask)[0]
+
+    def changes(self, mask: Any) -> bool:
+        """Whether a mask hides something of the last query, or has a bias for it: else attention is as well without."""
+        return mask is not None and self._look(mask)[1]
+
+    def _look(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+        for known, seen, changes in self._masks:
             if known is mask:
-                return seen
+                return seen, changes
         last = mask[:, 0, -1]
-        seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-        seen = None if bool(seen.all()) else seen
-        self._masks.append((mask, seen))
-        return seen
+        seen = shown(last)
+        hides = not bool(seen.all())
+        found = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
+        self._masks.append((mask, *found))
+        return found

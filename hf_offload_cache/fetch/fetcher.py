@@ -193,9 +193,8 @@ class Fetcher:
         rest = missing if ready is None else missing[~ready]
         if rest.size:
             try:
-                room = room if room > rest.size else rest.size
                 area = self._areas.borrow(room * form.record_bytes, history.device)
-                ticket = self._read(history, rest, area)
+                ticket = self._read(history, rest[:room], area)
             except Exception:
                 if ahead is not None:
                     self._areas.give_back(ahead.area, ahead=True)
@@ -210,20 +209,37 @@ class Fetcher:
                     view.payloads.put(target[here], ahead.area.payloads(ahead.records.size, form), row[each][here])
             self._areas.give_back(ahead.area, ahead=True)
         if rest.size:
-            self._wait(ticket, area)
-            payloads = area.payloads(rest.size, form)
-            if ready is None:
-                view.payloads.put(target, payloads, each)
-            else:
+            if ready is not None:
                 here = ~ready[each]
-                view.payloads.put(target[here], payloads, (~ready).cumsum()[each][here] - 1)
-            self._areas.give_back(area)
+                target, each = target[here], (~ready).cumsum()[each][here] - 1
+            self._fill(history, view.payloads, target, rest, each, ticket, area, room)
         if self._several:
             keep(found, records, view)
         else:
             for tier, lies_in in found:
                 keep_in(tier, lies_in, places, missing, which, view)
         return came
+
+    def _fill(
+        self, history: Source, into: Rows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
+        ticket: Ticket, area: Staging, room: int,
+    ) -> None:  # fmt: skip
+        """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `ticket` reads the
+        first `room` records; more than that, which a union of choices may be, come in parts, one after the other."""
+        count = records.size
+        for start in range(0, count, room):
+            part = records[start : start + room]
+            if start:
+                ticket = self._read(history, part, area)
+            self._wait(ticket, area)
+            payloads = area.payloads(part.size, history.form)
+            if part.size == count:
+                into.put(target, payloads, which)
+            else:
+                rows = np.arange(count)[which]
+                here = ((rows >= start) & (rows < start + room)).nonzero()[0]
+                into.put(target[here], payloads, rows[here] - start)
+        self._areas.give_back(area)
 
     def _come(self) -> _Ahead | None:
         """What was read ahead, whose area is the caller's to give back then. A guess that failed is no guess. Raises
@@ -247,11 +263,10 @@ class Fetcher:
         wanted, which = distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if wanted.size:
-            area = self._areas.borrow(max(self._room(history), wanted.size) * form.record_bytes, history.device)
-            self._wait(self._read(history, wanted, area), area)
-            payloads = area.payloads(wanted.size, form)
-            Rows(out).put(places, payloads, slice(wanted.size) if which is None else which)
-            self._areas.give_back(area)
+            room, each = self._room(history), slice(wanted.size) if which is None else which
+            area = self._areas.borrow(room * form.record_bytes, history.device)
+            ticket = self._read(history, wanted[:room], area)
+            self._fill(history, Rows(out), places, wanted, each, ticket, area, room)
         return out.view(rows, width, form.group_size, form.entry_width)
 
     # --- changes -----------------------------------------------------------------------------------------------

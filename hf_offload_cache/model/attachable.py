@@ -46,8 +46,8 @@ class Attachable:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold; or of embeddings (B, P,
         hidden), where the prompt was given as these."""
 
-    def begin_prompt(self) -> None:
-        """`generate` begins with a prompt, or with a piece of one; not called for the steps that follow."""
+    def prepare_step(self, *, first: bool) -> None:
+        """`generate` is about to call the model; `first`: with a prompt, or a piece of one."""
 
     def close(self) -> None:
         """The cache is not to be used any more."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import BudgetError
 from ..memory.account import MemoryAccount
 from .query_recipe import QueryRecipe, find_recipe
 
@@ -40,8 +41,8 @@ class LookAhead:
     """One a cache, used on the thread that runs the model. Holds copies of the latest token's stream for one step.
 
     Args:
-        account: where the copies are booked, as "look-ahead". `hold` may raise `BudgetError` in `enter_block` and
-            `enter_attention`, before anything is kept.
+        account: where the copies are booked, as "look-ahead". What does not fit its budget is not kept, and nothing is
+            guessed of it.
         source: "attended": the residual stream after the previous layer's attention; "input": before it (the paper's).
     """
 
@@ -77,7 +78,8 @@ class LookAhead:
         sight.rotary = rotary if isinstance(rotary, tuple) and len(rotary) == 2 else None
         if not sight.learned:
             self._drop_normed()
-            self._normed = layer_idx, self._copy(hidden)
+            normed = self._copy(hidden)
+            self._normed = None if normed is None else (layer_idx, normed)
 
     def learn(self, layer_idx: int, query: torch.Tensor) -> None:
         """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it."""
@@ -128,10 +130,13 @@ class LookAhead:
         self._account.release(_OWNER, self._held)
         self._held = 0
 
-    def _copy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The latest token alone: a view would keep a whole prompt's activations."""
+    def _copy(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The latest token alone: a view would keep a whole prompt's activations. None: there is no room."""
         latest = hidden[:, -1:].detach()
-        self._account.hold(_OWNER, latest.nbytes)
+        try:
+            self._account.hold(_OWNER, latest.nbytes)
+        except BudgetError:
+            return None
         self._held += latest.nbytes
         return latest.clone()
 

@@ -57,10 +57,11 @@ class PrepareInputs:
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         cache = cache_among((), kwargs)
-        if cache is not None and kwargs.get("is_first_iteration"):
-            if kwargs.get("next_sequence_length") is not None:
+        if cache is not None:
+            first = bool(kwargs.get("is_first_iteration"))
+            if first and kwargs.get("next_sequence_length") is not None:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
-            cache.begin_prompt()
+            cache.prepare_step(first=first)
         return self._method()(input_ids, **kwargs)
 
     def _method(self) -> Callable[..., Any]:

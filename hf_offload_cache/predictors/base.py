@@ -42,9 +42,6 @@ class Predictor(Protocol):
         """Units were sealed. `queries` (B, H, q, D) are those of the call that brought them; `visible` as in `Query`.
         What it raises leaves it as it was, or not `ready`."""
 
-    def preview(self) -> Extents | None:
-        """What to read before there is a query; begun a layer early."""
-
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         """At most `budget` of the units it is ready for, in each row, sinks among them.
 

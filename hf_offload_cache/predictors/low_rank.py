@@ -122,9 +122,6 @@ class LowRankPredictor:
         if self.rules.measures_density and queries.shape[2] > 1 and length >= _MEASURE_AGAIN * self._measured_at:
             self.latest_queries = queries[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
 
-    def preview(self) -> None:
-        """Nothing: what decides is in memory."""
-
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:

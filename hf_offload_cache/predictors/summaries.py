@@ -91,9 +91,6 @@ class SummaryPredictor:
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
-    def preview(self) -> None:
-        """Nothing: what decides is in memory."""
-
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         """The `budget` most important units of each row, the sinks' among them."""
         assert self._held is not None

@@ -21,6 +21,7 @@ from hf_offload_cache.caches.disk_swap import DiskSwapLayer
 from hf_offload_cache.core.hybrid_layer import hybrid
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.errors import PromptError
 from hf_offload_cache.fetch import areas
 
 EXACT: dict[str, Any] = {"exact": True, "engine": "memory", **SMALL}
@@ -186,3 +187,26 @@ def test_books_are_in_the_account_after_every_step(exact: bool) -> None:
         cache.reset()
         step(2, 5)
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("exact", [True, "bitwise", False])
+def test_another_model_is_refused_while_a_step_has_failed(exact: Any) -> None:
+    """What the failed step had begun does not make another model's forward one of the cache's own."""
+    model, other = long_fresh("llama"), long_fresh("llama", seed=1)
+    fields = {"exact": exact} if exact else {"group_size": 4, "num_selected": 40}
+    with DiskSwapCache(model, engine="memory", **fields) as cache, torch.no_grad():
+        model(prompt(model, 1, 600), past_key_values=cache)
+
+        def fail(*_: Any) -> None:
+            raise ValueError("of the model itself")
+
+        hook = model.model.norm.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="of the model itself"):
+            model(prompt(model, 1, 1), past_key_values=cache)
+        hook.remove()
+        with pytest.raises(PromptError, match="this cache was made for"):
+            other(prompt(model, 1, 1), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="an earlier forward was interrupted"):
+            model(prompt(model, 1, 1), past_key_values=cache)
+        model(prompt(model, 1, 1), past_key_values=cache)
+        assert cache.get_seq_length() == 601

@@ -14,14 +14,16 @@ import pytest
 import torch
 from gathers import Gathers
 from harness import Decoded, assert_exact, compare, generate, prompt
-from long_models import long_tiny, sparse
+from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache
 
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig
 from hf_offload_cache.core import selective_layer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
 from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.model.geometry import Geometry
 
 LENGTH, NEW = 1500, 24
 FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}
@@ -215,3 +217,58 @@ def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers)
         assert compare(expected, result).exact
         assert cache.report().selected_fraction == 1
     assert len(checked_gathers) > 0
+
+
+def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gathers: Gathers) -> None:
+    """Only what `generate` announces is a verification, once it has announced any: here it has ended."""
+    model = long_tiny("llama")
+    with sparse(model, **FIELDS) as cache, torch.no_grad():
+        generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+        verified, selected = len(checked_gathers), cache.report().decode_steps
+        plain = DynamicCache(config=model.config)
+        for layer_idx, layer in enumerate(cache.offloaded):
+            plain.update(*layer.whole(), layer_idx)
+        question = prompt(model, 1, 9, 3)
+        answer, expected = (model(question, past_key_values=each).logits for each in (cache, plain))
+        torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)  # of float32, merged block by block
+        assert (len(checked_gathers), cache.report().decode_steps) == (verified, selected)
+        cache.activate_past_recording()  # whoever verifies by hand says so again
+        model(prompt(model, 1, 4, 4), past_key_values=cache)
+        assert cache.report().decode_steps == selected + 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"reuse_capacity": 40}, {"group_size": 4}], ids=["none", "slots", "small"])
+def test_a_budget_is_kept_by_verifications_too(fields: dict[str, Any]) -> None:
+    """Steps of one query and of many, in turns, within what the plan says, to the byte: what a union wants beyond a
+    staging area comes in parts."""
+    sizes = {"num_key_value_heads": 4, "hidden_size": 256, "num_attention_heads": 8}
+    model = long_fresh("llama", max_position_embeddings=4096, **sizes)
+    fields = {"num_selected": 400, "num_recent": 32, "look_ahead": True, "write_queue": "64KiB", "rank": 16, **fields}
+    plan = DiskSwapCache.plan(Geometry.of(model), DiskSwapConfig(block_tokens=64, **fields), 3200, 1)
+    limits = {"memory": plan.peak_bytes, "max_context": 3200, "max_batch": 1, "block_tokens": 64}
+    staged, widest = 0, 0
+    with DiskSwapCache(model, **fields, **limits) as cache, torch.no_grad():
+        cache.activate_past_recording()
+        assert cache.selecting is not None
+        model(prompt(model, 1, 3000), past_key_values=cache)
+        hold = cache.storage.account.hold
+
+        def watched(owner: str, nbytes: int) -> None:
+            nonlocal staged
+            hold(owner, nbytes)
+            staged = max(staged, cache.storage.account.by_owner["staging"])
+
+        def chosen(layer_idx: int, choice: Choice) -> None:
+            nonlocal widest
+            widest = max(widest, choice.units.shape[1] * cache.selective[0].history.form.group_size)
+
+        cache.storage.account.hold = watched  # type: ignore[method-assign]
+        cache.selecting.watch = chosen
+        for seed in range(5):
+            model(prompt(model, 1, 24, seed), past_key_values=cache)
+            cache.crop(-20)
+            model(prompt(model, 1, 1, seed), past_key_values=cache)
+        report = cache.report()
+    assert 0 < staged <= plan.decode["staging"]
+    assert report.peak_memory_bytes <= plan.peak_bytes
+    assert widest > 1.5 * 400, "some union is beyond an area"

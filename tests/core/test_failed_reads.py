@@ -204,5 +204,5 @@ def test_a_write_that_failed_is_not_dropped_with_a_guess(
         cache.storage.prefetcher.flush()
         for store in faulty:
             store._failing = range(store.calls + 1, store.calls + 2)
-        with pytest.raises(StoreFullError, match=r"layer 0: .*No space left"):
+        with pytest.raises(StoreFullError, match=r"layer \d: .*No space left"):  # of the write that ended first
             follow(model, cache, tokens(model, 1, 12))

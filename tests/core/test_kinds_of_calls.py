@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,26 @@ def test_a_mask_that_hides_nothing_is_none(eager: Any, checked_gathers: Gathers)
     for without, with_mask in zip(*chosen, strict=True):
         assert without.shape == with_mask.shape == (2, 32 // 4 + 1)
         assert np.array_equal(without, with_mask)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_bias_is_attended_with(exact: bool, checked_gathers: Gathers) -> None:
+    """A finite additive mask hides nothing, so that it is no padding; what it adds to the scores counts."""
+    model = long_fresh("llama")
+    ids, token = prompt(model, 1, LENGTH), prompt(model, 1, 1, 3)
+    bias = torch.zeros(1, 1, 1, LENGTH + 1)
+    bias[..., :300] = -2.0
+    plain = dynamic(model)
+    step(model, plain, ids)
+    unbiased = copy.deepcopy(plain)
+    expected = step(model, plain, token, attention_mask=bias).logits
+    with sparse(model, **(EXACT if exact else {"num_selected": 2048})) as cache:
+        step(model, cache, ids)
+        found = step(model, cache, token, attention_mask=bias).logits
+        assert cache.selecting is None or not cache.selecting.padded
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32, in another order
+    assert (step(model, unbiased, token).logits - expected).abs().max() > 0.1, "the bias counts"
+    assert bool(checked_gathers) is not exact
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -41,6 +41,21 @@ def test_what_the_last_query_sees(dtype: torch.dtype) -> None:
     assert one.visible(causal) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_hides_nothing_and_changes_attention(dtype: torch.dtype) -> None:
+    """A finite additive mask is no padding, and is not to be left out either."""
+    one, mask = step(), torch.zeros(2, 1, 1, 6, dtype=dtype)
+    assert not one.changes(None) and not one.changes(mask)
+    biased = mask.clone()
+    biased[1, ..., 2] = -2.0
+    assert one.visible(biased) is None and one.changes(biased)
+    hidden = mask.clone()
+    hidden[0, ..., 0] = torch.finfo(dtype).min
+    assert one.visible(hidden) is not None and one.changes(hidden)
+    assert not one.changes(torch.ones(2, 1, 1, 6, dtype=torch.bool))
+    assert one.changes(torch.tensor([True, False])[None, None, None])
+
+
 def test_each_mask_is_looked_at_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of layers with a mask each: not once a layer."""
     looks: list[torch.Tensor] = []

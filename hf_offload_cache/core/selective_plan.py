@@ -1,0 +1,78 @@
+"""What a layer that selects will hold, beside its history: areas, slots, and what its predictor says."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..fetch.areas import Areas
+from ..fetch.staging import Staging
+from ..fetch.tier import SlotTier
+from ..history.packing import sealed_groups
+from ..memory.plan import LayerPlan, Planned
+from ..predictors.sinks import sink_units
+from .offload_layer import OffloadLayer
+from .planned import LayerKind
+
+
+class SelectivePlan(OffloadLayer):
+    """The side of `SelectiveLayer` that is asked before there is a layer: each hook beside that of what it plans."""
+
+    reads_for_next_step: ClassVar[bool] = False
+    """`combine` says what the same layer's next step will want: each layer has a read of its own under way."""
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What the predictor of one layer holds at most."""
+        raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Units a row that a step of one layer wants at most, sinks of a padded row included."""
+        group = kind.form.group_size
+        return -(-config.num_selected // group) + sink_units(config.num_sinks, group, padded=True)
+
+    @classmethod
+    def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Slots a row, as a mean over the layers."""
+        group = kind.form.group_size
+        return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
+
+    @classmethod
+    def plan_tiers(cls, kind: LayerKind, slots: int, units: int) -> Planned:
+        """What `make_tiers` makes of `slots` slots in all, over a history of `units` units a row."""
+        form = kind.form
+        return Planned.always(SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * units))
+
+    @classmethod
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return super().planned(kind, config, context)
+        assert isinstance(config, SelectiveConfig)
+        form, plan = kind.form, cls.plan_history(kind, config, context)
+        predictor, most_units = cls.plan_predictor(kind, config, context), cls.most_units(kind, config)
+        units = sealed_groups(form, config, context)
+        payload = form.payload_width * form.dtype.itemsize
+        tail_units = -(-(config.num_recent + form.group_size) // form.group_size)
+        candidates = min(2 * most_units, units * 9 // 8 + 8)  # the view is as large as a verification of several needs
+        ahead = 0 if config.look_ahead is False else 1
+        view = kind.rows * (candidates + tail_units) * payload
+        area = area_bytes(kind, config, context, most_units)
+        areas = Areas.planned(area, view, ahead, kind.device)
+        slots = kind.rows * min(cls.most_slots(kind, config), 1 << max(units - 1, 0).bit_length())
+        own = predictor.own + cls.plan_tiers(kind, slots, units)
+        if cls.reads_for_next_step:
+            own = own + Planned(decode={"staging": area * Staging.sides(kind.device)})
+        prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
+        if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
+            prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])
+        for owner in {"moving rows"} & prefill.keys():  # one thing is moved at a time
+            prefill[owner] = max(0, prefill[owner] - plan.shared.prefill.get(owner, 0))
+            decode[owner] = max(0, decode[owner] - plan.shared.decode.get(owner, 0))
+        return plan + LayerPlan(own, Planned(prefill, decode) + Planned(decode=areas))
+
+
+def area_bytes(kind: LayerKind, config: SelectiveConfig, context: int, most_units: int) -> int:
+    """Bytes of one staging area on one side: a record for each unit that a query of one layer wants."""
+    units = sealed_groups(kind.form, config, context)
+    return kind.rows * min(most_units, units * 9 // 8 + 8) * kind.form.record_bytes

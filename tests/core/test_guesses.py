@@ -1,0 +1,161 @@
+"""What a method guesses: a guess that fails costs no step, and each layer may have one for its next step."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gathers import Gathers
+from harness import generate, prompt
+from long_models import long_fresh
+
+from examples.own_method import PageCache, PageLayer, PagePredictor
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.errors import BudgetError, StoreError
+from hf_offload_cache.fetch.choice import Choice, Extents
+from hf_offload_cache.fetch.fetcher import Fetcher
+from hf_offload_cache.fetch.tier import SlotTier, Tier
+from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.predictors.base import Query
+
+LENGTH = 700
+FIELDS: dict[str, Any] = {"engine": "memory", "num_selected": 64}
+
+
+class LookingPredictor(PagePredictor):
+    """Looks at two records before it decides as it would have without."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Generator[Extents, torch.Tensor, Choice]:
+        decided = super().select(query, budget, guess)
+
+        def looking() -> Generator[Extents, torch.Tensor, Choice]:
+            yield Extents(np.array([[0, 1]]))
+            return decided
+
+        return looking()
+
+
+class LookingLayer(PageLayer):
+    def make_predictor(self) -> Any:
+        made = super().make_predictor()
+        made.__class__ = LookingPredictor
+        return made
+
+
+class LookingCache(PageCache):
+    layer_class = LookingLayer
+
+
+def test_a_guess_whose_look_fails_is_dropped(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:
+    """The predictor asks to look at records for a guessed query, and that read fails: the step is as without it."""
+    model = long_fresh("llama")
+    look, prefetch_for = Fetcher.look, LookingLayer.prefetch_for
+    guessing, failed = [False], [0]
+
+    def guess(layer: Any, *args: Any) -> None:
+        guessing[0] = True
+        try:
+            prefetch_for(layer, *args)
+        finally:
+            guessing[0] = False
+
+    def failing(fetcher: Fetcher, *args: Any) -> torch.Tensor:
+        if guessing[0]:
+            failed[0] += 1
+            raise StoreError(errno.EIO, "layer 1: read was made to fail")
+        return look(fetcher, *args)
+
+    logits = []
+    for fails in (False, True):
+        if fails:
+            monkeypatch.setattr(LookingLayer, "prefetch_for", guess)
+            monkeypatch.setattr(Fetcher, "look", failing)
+        with LookingCache(model, look_ahead=True, **FIELDS) as cache, torch.no_grad():
+            model(prompt(model, 1, LENGTH), past_key_values=cache)
+            logits.append([model(prompt(model, 1, 1, n), past_key_values=cache).logits for n in range(4)])
+            assert cache.get_seq_length() == LENGTH + 4
+    assert failed[0] > 0
+    assert all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+def test_a_look_ahead_beyond_the_budget_is_left_out(checked_gathers: Gathers) -> None:
+    """The copy of a residual stream that does not fit is not made, and the step goes on."""
+    model = long_fresh("llama")
+    logits = []
+    for refuses in (False, True):
+        with DiskSwapCache(model, group_size=4, look_ahead=True, **FIELDS) as cache, torch.no_grad():
+            model(prompt(model, 1, LENGTH), past_key_values=cache)
+            hold, refused = cache.storage.account.hold, 0
+
+            def watched(owner: str, nbytes: int, *, hold: Any = hold, refuses: bool = refuses) -> None:
+                nonlocal refused
+                if refuses and owner == "look-ahead" and nbytes > 0:
+                    refused += 1
+                    raise BudgetError("was made to be full")
+                hold(owner, nbytes)
+
+            cache.storage.account.hold = watched  # type: ignore[method-assign]
+            logits.append([model(prompt(model, 1, 1, n), past_key_values=cache).logits for n in range(4)])
+            assert (refused > 0) is refuses
+            cache.storage.account.hold = hold  # type: ignore[method-assign]
+    assert all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+class NextStepLayer(PageLayer):
+    """Wants in the next step what it wants in this one, and says so."""
+
+    reads_for_next_step = True
+
+    def combine(self, call: Any, choice: Choice, fetched: Any, visible: Any) -> Any:
+        output, _ = super().combine(call, choice, fetched, visible)
+        return output, choice
+
+
+class NextStepCache(PageCache):
+    layer_class = NextStepLayer
+
+
+def test_every_layer_reads_for_its_next_step(checked_gathers: Gathers) -> None:
+    """Not the first alone: between two steps each has a read of its own under way, in memory that is planned."""
+    model = long_fresh("llama", num_hidden_layers=4)
+    fields: dict[str, Any] = {**FIELDS, "look_ahead": False, "reuse_capacity": 0, "write_queue": "64KiB"}
+    with NextStepCache(model, **fields) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
+        assert all(layer._fetcher is not None and layer._fetcher.guess is not None for layer in cache.selective)
+        staged = cache.storage.account.by_owner["staging"]
+        plan = NextStepCache.plan(Geometry.of(model), cache.config, LENGTH + 8, 1)
+        plain = PageCache.plan(Geometry.of(model), cache.config, LENGTH + 8, 1)
+    assert plain.decode["staging"] < staged <= plan.decode["staging"] == 5 * plain.decode["staging"]
+
+
+class TwoTiersLayer(PageLayer):
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        form = self.history.form
+        account = self.shared.storage.account
+        near, far = ((capacity // 2, form.payload_width, form.dtype, self.history.device, account) for _ in range(2))
+        return [SlotTier(*near), SlotTier(*far)]
+
+    @classmethod
+    def plan_tiers(cls, kind: Any, slots: int, units: int) -> Any:
+        half = super().plan_tiers(kind, slots // 2, units)
+        return half + half
+
+
+class TwoTiersCache(PageCache):
+    layer_class = TwoTiersLayer
+
+
+def test_what_a_method_says_of_its_tiers_is_planned(checked_gathers: Gathers) -> None:
+    """Two tiers have two tables: planned, and no less than what is held of them."""
+    model = long_fresh("llama")
+    with TwoTiersCache(model, reuse_capacity=96, **FIELDS) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
+        held = cache.storage.account.by_owner["reuse slots"]
+        geometry = Geometry.of(model)
+        plan, one = (cls.plan(geometry, cache.config, LENGTH + 8, 1) for cls in (TwoTiersCache, PageCache))
+    assert 0 < held <= plan.decode["reuse slots"]
+    assert plan.decode["tables"] > one.decode["tables"]
