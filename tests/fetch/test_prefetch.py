@@ -612,8 +612,11 @@ def test_the_interpreter_ends(closed: bool) -> None:
         from hf_offload_cache.testing import LatencyStore, WrapperStore, fill, pattern
         from hf_offload_cache.stores.base import aligned_empty
 
+        began = threading.Event()
+
         class Stuck(WrapperStore):
             def write(self, ids, records):
+                began.set()
                 threading.Event().wait()
 
         prefetcher = Prefetcher(MemoryAccount(), 2**20)
@@ -634,6 +637,7 @@ def test_the_interpreter_ends(closed: bool) -> None:
         else:
             stuck = Stuck(store.inner)
             prefetcher.write(stuck, ids[:1], pattern(1, record_bytes=4096))
+            began.wait()  # what has not begun is dropped, and stalls nobody
         print("end")
     """
     done = subprocess.run(
