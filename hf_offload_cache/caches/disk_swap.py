@@ -27,8 +27,7 @@ from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from ..predictors.base import Query
 from ..predictors.layer_budgets import MOST, spread
-from ..predictors.low_rank import LowRankPredictor, Rules
-from ..predictors.low_rank import Shared as PredictorShared
+from ..predictors.low_rank import LowRankPredictor, LowRankShared, Rules
 from ..predictors.low_rank_keys import default_rank
 from ..stores.freezable import FreezableStore
 from .adapter import Adapter, adapter_rank
@@ -64,7 +63,7 @@ class DiskSwapLayer(SelectiveLayer):
     def make_predictor(self) -> LowRankPredictor:
         selecting, storage = self.selecting, self.shared.storage
         assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
-        shared = PredictorShared(
+        shared = LowRankShared(
             storage.account, selecting.workspace, selecting.generator, lambda: storage.counters
         )
         rules = rules_of(selecting.settings)

@@ -62,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from . import load_model, named_cache
     from .answer import check_length, generate_answer
-    from .comparison import comparison
     from .prefill import prefilled_tokens
     from .prefill_bar import PrefillBar
     from .prompt import build_prompt, document_part, question_part
+    from .side_by_side import comparison
 
     fields = dict(arguments.fields)
     if arguments.trace is not None:

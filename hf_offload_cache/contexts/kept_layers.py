@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .captured import is_of_kind, not_whole, shortened
+from .captured_trees import is_of_kind, not_whole, shortened
 
 _LATE = (torch.dtype, torch.device)
 """Kinds of what a new layer has not yet and one that holds something has; beside tensors."""

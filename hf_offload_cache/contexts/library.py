@@ -20,7 +20,7 @@ from ..stores.encryption import KeySource, key_check, load_key
 from .configuration import form_fields, saved_fields
 from .folder import remove
 from .listing import Entry, evict, listing, look, touch
-from .prefixes import NAME, Known, PrefixIndex, model_digest, name_of, pass_over
+from .prefixes import NAME, Known, PrefixIndex, model_digest, pass_over, prefix_name
 from .prompts import common_prefix, encode, placeholders, prompt_of
 from .protocol import ContextCache
 from .sizes import bytes_of
@@ -191,7 +191,7 @@ class ContextLibrary:
                 "save it in a folder of its own with cache.save"
             )
         form = form_fields(cache.config_class, saved_fields(cache.config))
-        name = name_of(type(cache).__name__, model_digest(full_fingerprint(cache.model)), form, held, self._key)
+        name = prefix_name(type(cache).__name__, model_digest(full_fingerprint(cache.model)), form, held, self._key)
         path = self.folder / name
         there = look(path)
         if there is None or there.damage is not None or not (touch(path) or look(path)):

@@ -17,7 +17,7 @@ from ..model.fingerprint import check_fingerprint
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
 from ..stores.freezable import FreezableStore
-from .captured import check_kinds, check_layer, not_whole, token_ids
+from .captured_trees import check_kinds, check_layer, not_whole, token_ids
 from .configuration import opened_config
 from .folder import reading
 from .kept_layers import restore_kept

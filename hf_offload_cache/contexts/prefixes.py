@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ContextError, EncryptionKeyError
 from ..model.fingerprint import EVERY_BYTE
 from ..stores.encryption import key_check
-from .captured import token_ids
+from .captured_trees import token_ids
 from .data_files import MANIFEST_NAME
 from .folder import entries, reading
 from .listing import look
@@ -89,7 +89,7 @@ class PrefixIndex:
         try:
             ids = read_ids(known.path, known, self._key)
             key = None if known.key_check is None else self._key
-            if name_of(known.cache, known.model, form, ids, key) != known.path.name:
+            if prefix_name(known.cache, known.model, form, ids, key) != known.path.name:
                 raise ContextError("its name does not follow from what it holds: it was not saved here; move it away")
         except (ContextError, OSError) as error:
             pass_over(known.path, error)
@@ -138,7 +138,7 @@ def model_digest(fingerprint: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def name_of(cache: str, model: str, form: Mapping[str, Any], ids: np.ndarray, key: bytes | None) -> str:
+def prefix_name(cache: str, model: str, form: Mapping[str, Any], ids: np.ndarray, key: bytes | None) -> str:
     """What a context is called in a library; with a key, nobody without it can tell the name from the tokens."""
     digest = hashlib.blake2b(digest_size=16, key=key or b"", person=b"context name")
     digest.update(json.dumps([cache, model, dict(form), list(ids.shape)], sort_keys=True).encode())

@@ -57,7 +57,7 @@ class StoredLayer(Protocol):
         """
 
 
-class Storage(Protocol):
+class ContextStorage(Protocol):
     """What the layers of one cache store their records with."""
 
     @property
@@ -94,7 +94,7 @@ class ContextCache(Protocol):
     def config(self) -> OffloadConfig: ...
 
     @property
-    def storage(self) -> Storage: ...
+    def storage(self) -> ContextStorage: ...
 
     @property
     def layers(self) -> list[Any]:

@@ -16,7 +16,7 @@ from ..stores.base import aligned_empty
 from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
-from .captured import token_ids
+from .captured_trees import token_ids
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
 from .findings import Finding, Kind, VerifyResult

@@ -9,7 +9,7 @@ import torch
 from ..config import OffloadConfig
 from ..errors import BudgetError, PromptError
 from ..model.masks import shown
-from ..model.own_model import OwnModel, name_of
+from ..model.own_model import OwnModel, model_text
 from .token_log import TokenLog
 
 
@@ -97,8 +97,8 @@ def check_model(own: OwnModel, other: torch.nn.Module | None) -> None:
     if other is not None and not own.includes(other):
         mine = own()
         raise PromptError(
-            f"this cache was made for {'a model that is gone' if mine is None else name_of(mine)} and was given to "
-            f"{name_of(other)}: what it holds means nothing there; make a cache with that model"
+            f"this cache was made for {'a model that is gone' if mine is None else model_text(mine)} and was given to "
+            f"{model_text(other)}: what it holds means nothing there; make a cache with that model"
         )
 
 

@@ -18,7 +18,8 @@ class Choice:
     units: np.ndarray
     """(rows, M) int64, ascending in each row up to the first -1."""
     keep: np.ndarray | None = None
-    """(rows, M, entries a unit) bool: which entries of the units are attended; None: all."""
+    """(rows, M, entries a unit) bool: which entries of the units are attended, in the order of each unit's runs; None:
+    all."""
     importance: np.ndarray | None = None
     """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all alike."""
 
@@ -65,4 +66,4 @@ class Extents:
     count: np.ndarray | None = None
     """(rows, E): entries in the run; None: as many as a record holds."""
     unit: np.ndarray | None = None
-    """(rows, E): which of the units that were asked for the run belongs to; None: one extent a unit, in order."""
+    """(rows, E): which of the units that were asked for the run belongs to, ascending; None: one extent a unit."""

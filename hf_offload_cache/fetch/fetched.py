@@ -46,13 +46,21 @@ def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int)
     """Which entries of the units are there, and are to be attended; `there`: extents that are a record."""
     rows, width = extents.records.shape
     valid: np.ndarray | None = None
+    offset = np.arange(group_size)
+    first = np.zeros_like(extents.records) if extents.first is None else extents.first
+    count = np.full_like(extents.records, group_size) if extents.count is None else extents.count
     if there < extents.records.size or extents.count is not None or extents.first is not None:
-        offset = np.arange(group_size)
-        first = np.zeros_like(extents.records) if extents.first is None else extents.first
-        count = np.full_like(extents.records, group_size) if extents.count is None else extents.count
         valid = (offset >= first[..., None]) & (offset < (first + count)[..., None])
         valid &= extents.records[..., None] >= 0
     if choice.keep is not None:
-        keep = choice.keep if extents.unit is None else np.take_along_axis(choice.keep, extents.unit[..., None], 1)
+        keep = choice.keep
+        if extents.unit is not None or extents.first is not None:
+            unit = np.broadcast_to(np.arange(width), (rows, width)) if extents.unit is None else extents.unit
+            before = np.cumsum(count, 1) - count  # entries of the row in earlier runs, and so of the unit, by its first
+            begins = np.diff(unit, axis=1, prepend=-1) != 0
+            before -= np.maximum.accumulate(np.where(begins, before, 0), 1)
+            entry = (before - first)[..., None] + offset
+            whole = np.take_along_axis(keep, unit[..., None], 1)
+            keep = np.take_along_axis(whole, entry.clip(0, whole.shape[2] - 1), 2)
         valid = keep if valid is None else valid & keep
     return None if valid is None else valid.reshape(rows, -1)

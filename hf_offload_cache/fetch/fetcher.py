@@ -11,10 +11,10 @@ import torch
 
 from ..errors import CacheClosedError, StalledError
 from .areas import Areas
+from .byte_rows import ByteRows
 from .choice import Choice, Extents
 from .fetched import Fetched, Source, valid_entries
 from .placing import Found, among, distinct, keep, keep_in, take_resident
-from .rows import Rows
 from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
@@ -221,7 +221,7 @@ class Fetcher:
         return came
 
     def _fill(
-        self, history: Source, into: Rows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
+        self, history: Source, into: ByteRows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
         ticket: Ticket, area: Staging, room: int,
     ) -> None:  # fmt: skip
         """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `ticket` reads the
@@ -266,13 +266,13 @@ class Fetcher:
             room, each = self._room(history), slice(wanted.size) if which is None else which
             area = self._areas.borrow(room * form.record_bytes, history.device)
             ticket = self._read(history, wanted[:room], area)
-            self._fill(history, Rows(out), places, wanted, each, ticket, area, room)
+            self._fill(history, ByteRows(out), places, wanted, each, ticket, area, room)
         return out.view(rows, width, form.group_size, form.entry_width)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def rows_changed(self) -> None:
-        """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
+        """ByteRows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
         self.latest = None
         self.drop_ahead()
 

@@ -8,7 +8,7 @@ import torch
 
 from ..memory.account import MemoryAccount
 from ..stores.base import aligned_empty
-from .rows import Rows
+from .byte_rows import ByteRows
 
 
 class Staging:
@@ -28,7 +28,7 @@ class Staging:
         account.hold(owner, self._held_bytes)
         self._host = aligned_empty(1, nbytes, pinned=self._cuda)[0]
         self._device = self._host
-        self._payloads: dict[tuple[int, int, torch.dtype], Rows] = {}
+        self._payloads: dict[tuple[int, int, torch.dtype], ByteRows] = {}
         if self._cuda:
             with torch.inference_mode(False):
                 self._device = torch.empty_like(self._host, device=device)
@@ -69,7 +69,7 @@ class Staging:
             current.wait_event(self._copied)
         return self._device[:size].view(count, record_bytes)
 
-    def payloads(self, count: int, form: Any) -> Rows:
+    def payloads(self, count: int, form: Any) -> ByteRows:
         """`upload`, looked at as payloads: row i is that of the record i, which is below `count`."""
         if self._cuda:
             self.upload(count, form.record_bytes)
@@ -78,7 +78,7 @@ class Staging:
             size = self.nbytes // form.record_bytes
             with torch.inference_mode(False):
                 records = self._device[: size * form.record_bytes].view(size, form.record_bytes)
-                self._payloads[shape] = Rows(form.payload(records))
+                self._payloads[shape] = ByteRows(form.payload(records))
         return self._payloads[shape]
 
     def wait_uploaded(self) -> None:

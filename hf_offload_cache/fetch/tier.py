@@ -10,8 +10,8 @@ import torch
 
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
+from .byte_rows import ByteRows
 from .policy import FirstIn, Policy
-from .rows import Rows
 from .slot_table import SlotTable
 
 
@@ -24,10 +24,10 @@ class Tier(Protocol):
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record (int64 ids), -1 for those that are not resident."""
 
-    def take(self, slots: np.ndarray, out: Rows, target: np.ndarray) -> None:
+    def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         """Copy the payloads in `slots` to rows `target` of `out`."""
 
-    def keep(self, records: np.ndarray, in_use: np.ndarray, source: Rows, rows: np.ndarray) -> None:
+    def keep(self, records: np.ndarray, in_use: np.ndarray, source: ByteRows, rows: np.ndarray) -> None:
         """Make `records`, distinct and not resident, resident as far as there are slots: the payload of `records[i]` is
         `source[rows[i]]`. `in_use`: slots that this step takes from."""
 
@@ -63,7 +63,7 @@ class SlotTier:
         self._account, self._owner = account, owner
         account.hold(owner, capacity * width * dtype.itemsize)
         self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
-        self._rows = Rows(self._data)
+        self._rows = ByteRows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
 
@@ -72,11 +72,11 @@ class SlotTier:
         """The most that a tier of `capacity` takes, for a store of `records`."""
         return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity)}
 
-    def take(self, slots: np.ndarray, out: Rows, target: np.ndarray) -> None:
+    def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         out.put(target, self._rows, slots)
         self._table.used(slots)
 
-    def keep(self, records: np.ndarray, in_use: np.ndarray, source: Rows, rows: np.ndarray) -> None:
+    def keep(self, records: np.ndarray, in_use: np.ndarray, source: ByteRows, rows: np.ndarray) -> None:
         taken, slots = self._table.insert(records, in_use)
         self._rows.put(slots, source, rows[taken])
 
@@ -87,6 +87,6 @@ class SlotTier:
     def close(self) -> None:
         self._account.release(self._owner, self._data.nbytes)
         self._data = self._data[:0]
-        self._rows = Rows(self._data)
+        self._rows = ByteRows(self._data)
         self._table = SlotTable(0)
         self.locate, self.forget = self._table.locate, self._table.forget

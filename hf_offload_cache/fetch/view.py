@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rows import Rows
+from .byte_rows import ByteRows
 
 
 class View:
@@ -24,5 +24,5 @@ class View:
         with torch.inference_mode(False):  # it is written to in any mode
             payloads = memory[: rows * stride * form.payload_width].view(rows * stride, form.payload_width)
             self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
-            self.payloads = Rows(payloads)
+            self.payloads = ByteRows(payloads)
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)

@@ -19,7 +19,7 @@ from ..stores.freezable import FreezableStore, require_freezable
 from ..stores.layered import LayeredStore
 from .base import Block, Sealed, joined
 from .block_table import BlockTable
-from .captured import check_captured
+from .captured_history import check_captured
 from .packing import packing_bytes, piece_groups, sealed_groups
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail

@@ -48,7 +48,7 @@ class OwnModel:
         return found
 
 
-def name_of(model: Any) -> str:
+def model_text(model: Any) -> str:
     """A model as a message names it: its class and, if it has one, the name that it was loaded by."""
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
     return f"{type(model).__name__} {path!r}" if path else f"{type(model).__name__} (at {id(model):#x})"

@@ -45,7 +45,7 @@ class Rules:
     """Tokens to make room for at once."""
 
 
-class Shared(NamedTuple):
+class LowRankShared(NamedTuple):
     """What the predictors of a cache have in common."""
 
     account: MemoryAccount
@@ -67,7 +67,7 @@ class LowRankPredictor:
         form: RecordFormat,
         rows: int,
         rules: Rules,
-        shared: Shared,
+        shared: LowRankShared,
         name: str,
         adapter: torch.Tensor | None = None,
     ) -> None:

@@ -34,7 +34,7 @@ MakeCache = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseResult:
     """One case in one mode."""
 
     case: str
@@ -57,21 +57,21 @@ def make_disk_swap(model: Any, exact: bool | str) -> DiskSwapCache:
 
 def walk_model(
     model: Any, prompt_tokens: int = 56, new_tokens: int = 16, make: MakeCache = make_disk_swap
-) -> list[Finding]:
+) -> list[CaseResult]:
     """Compares a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step.
 
     "bitwise" must be bitwise equal. "streamed" must be exact within `comparison.TOLERANCE` where the model is float32;
     narrower types round more than that, and a tie then decides a token: its deviation is told and not judged. A case
     that `DynamicCache` does not run is not compared; an error of ours is a failure. The model is as before afterwards.
     """
-    found: list[Finding] = []
+    found: list[CaseResult] = []
     for case, options in CASES.items():
         try:
             reference = decode(model, dynamic_cache(model), prompt_tokens, new_tokens, **options)
             if not reference.logits.isfinite().any():
                 raise ValueError("the logits are not finite")
         except Exception as error:  # a model may refuse a case in any way
-            found.append(Finding(case, "-", None, f"DynamicCache: {_one_line(error)}", failed=case == "greedy"))
+            found.append(CaseResult(case, "-", None, f"DynamicCache: {_one_line(error)}", failed=case == "greedy"))
             continue
         for mode, exact in MODES.items():
             new = functools.partial(make, model, exact=exact)
@@ -87,7 +87,7 @@ def _compare(
     make: Callable[[], Any],
     prompt_tokens: int,
     new_tokens: int,
-) -> Finding:
+) -> CaseResult:
     cache = None
     try:
         with warnings.catch_warnings():
@@ -96,15 +96,15 @@ def _compare(
             result = decode(model, cache, prompt_tokens, new_tokens, **CASES[case])
         comparison = compare(reference, result)
     except Exception as error:
-        return Finding(case, mode, None, _one_line(error), failed=True)
+        return CaseResult(case, mode, None, _one_line(error), failed=True)
     finally:
         if cache is not None:
             cache.close()
     if mode == "bitwise":
-        return Finding(case, mode, comparison, failed=not comparison.bitwise)
+        return CaseResult(case, mode, comparison, failed=not comparison.bitwise)
     if model.dtype != torch.float32:
-        return Finding(case, mode, comparison, f"not judged: {model.dtype} rounds more than the tolerance")
-    return Finding(case, mode, comparison, failed=not comparison.exact)
+        return CaseResult(case, mode, comparison, f"not judged: {model.dtype} rounds more than the tolerance")
+    return CaseResult(case, mode, comparison, failed=not comparison.exact)
 
 
 def decode(
@@ -133,7 +133,7 @@ def decode(
     return Decoded(out.sequences.cpu(), torch.stack([step.float().cpu() for step in out.logits]))
 
 
-def as_table(findings: Iterable[Finding]) -> str:
+def as_table(findings: Iterable[CaseResult]) -> str:
     """A line a finding; deviations are in standard deviations of the logits."""
     return "\n".join([f"{'case':24} {'mode':10} {'':14} deviation", *map(str, findings)])
 

@@ -320,13 +320,35 @@ def test_an_area_that_the_budget_does_not_allow(storage: Storage) -> None:
     small = Choice(units([1, 2]))
     assert_holds(source, small, seen.gather(source, small))
     assert_areas_are_back(seen._areas)
-    storage.account.limit = storage.account.current + 20 * FORM.payload_width * 4  # room for a view, not for an area
+    seen._areas.release()
     seen.ahead(source, Choice(units([1])))
+    view = (20 + -(-source.recent.shape[1] // GROUP)) * FORM.payload_width * FORM.dtype.itemsize
+    storage.account.limit = storage.account.current + view  # and nothing for an area
     with pytest.raises(BudgetError, match="staging"):
         seen.gather(source, many)
     assert_areas_are_back(seen._areas)
     storage.account.limit = None
     assert_holds(source, many, seen.gather(source, many))
+
+
+def test_more_than_an_area_holds_comes_in_parts(storage: Storage) -> None:
+    """A union of choices, with something of it read ahead, in an area for one choice; and as much to look at."""
+    source, seen = Source(filled(storage), np.arange(30)[None]), fetcher(storage, 3, most=4)
+    most = storage.account.by_owner["staging"]
+    for first, count in ((0, 4), (2, 13), (5, 20), (0, 30), (3, 4)):
+        seen.ahead(source, Choice(units([first + 1, first + 2])))
+        choice = Choice(first + np.arange(count)[None])
+        assert_holds(source, choice, seen.gather(source, choice))
+        most = max(most, storage.account.by_owner["staging"])
+    looked = seen.look(source, Extents(np.array([[5, -1, 9, 5, *range(10, 29)]])))
+    assert looked.shape[1] == 23 and torch.equal(looked[0, 0], looked[0, 3]) and not looked[0, 1].any()
+    small = Choice(units([5, 9, 10]))
+    assert torch.equal(
+        seen.gather(source, small).entries[0, : 3 * FORM.group_size].reshape(3, -1),
+        looked[0][[0, 2, 4]].reshape(3, -1),
+    )
+    assert most == 2 * 4 * FORM.record_bytes, "an area for a gather and one ahead, of one choice each"
+    assert_areas_are_back(seen._areas)
 
 
 def test_a_read_that_does_not_begin(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from harness import fresh, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.look_ahead import LookAhead
 
@@ -177,12 +176,15 @@ def test_what_is_planned_is_what_is_held() -> None:
 
 
 def test_what_no_memory_is_left_for_is_not_kept() -> None:
+    """Without an error: there is no guess of it."""
     account = MemoryAccount(limit=40)
     ahead = LookAhead(account)
     block = torch.nn.Linear(4, 4)
     ahead.enter_block(0, block, torch.ones(2, 1, 4))
-    with pytest.raises(BudgetError, match="look-ahead"):
-        ahead.enter_block(1, block, torch.ones(2, 1, 4))
+    ahead.enter_block(1, block, torch.ones(2, 1, 4))
+    assert ahead.sights[0].residual is not None and ahead.sights[1].residual is None
+    ahead.enter_attention(1, block, torch.ones(2, 1, 4), None)
+    assert account.current == 2 * 4 * 4
     ahead.end_step()
     assert account.current == 0
 

@@ -9,7 +9,7 @@ from examples.own_method import PageConfig, PagePredictor
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.low_rank import LowRankPredictor, Rules, Shared
+from hf_offload_cache.predictors.low_rank import LowRankPredictor, LowRankShared, Rules
 from hf_offload_cache.report.counters import Counters
 from hf_offload_cache.testing import PredictorTests
 
@@ -19,7 +19,8 @@ class TestLowRankPredictor(PredictorTests):
 
     def make_predictor(self, rows: int, account: MemoryAccount) -> LowRankPredictor:
         counters = Counters()
-        shared = Shared(account, Workspace(account, "scores"), torch.Generator().manual_seed(0), lambda: counters)
+        generator = torch.Generator().manual_seed(0)
+        shared = LowRankShared(account, Workspace(account, "scores"), generator, lambda: counters)
         return LowRankPredictor(self.form, rows, self.rules, shared, "layer 0")
 
     def planned(self, context: int, rows: int) -> LayerPlan:

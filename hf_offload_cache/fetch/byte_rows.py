@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-class Rows:
+class ByteRows:
     """The rows of a tensor (n, width), contiguous in the last dimension, in the tensor's memory.
 
     On a CPU they are copied by numpy: a copy this small is done before torch's threads are awake.
@@ -18,7 +18,7 @@ class Rows:
         self.tensor = tensor
         self._bytes = tensor.view(torch.uint8).numpy() if tensor.device.type == "cpu" else None
 
-    def put(self, target: np.ndarray, source: Rows, rows: np.ndarray | slice) -> None:
+    def put(self, target: np.ndarray, source: ByteRows, rows: np.ndarray | slice) -> None:
         """self[target] = source[rows], of one type and width."""
         if self._bytes is not None and source._bytes is not None:
             self._bytes[target] = source._bytes[rows]
