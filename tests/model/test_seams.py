@@ -810,11 +810,11 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
-    """With the setting that the README names, which makes a layer's number no constant: twelve layers are compiled into
-    as many graphs as three."""
+    """With the setting that the README names, which makes a layer's number no constant: nine layers, one more than
+    torch's limit, are compiled into as many graphs as three."""
     fields = {"exact": True} if exact else {"group_size": 4, "num_selected": 40, "rank": 8, "look_ahead": False}
     compiled = {}
-    for layers in (3, 12):
+    for layers in (3, 9):
         model = long_fresh("llama", num_hidden_layers=layers)
         ids, answers = prompt(model, 1, 600), []
         for call in (model.forward, torch.compile(model.forward, backend="eager")):
@@ -831,4 +831,4 @@ def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, An
                 assert exact or cache.report().selected_fraction < 0.5, "ranked and selected"
         assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
         compiled[layers] = (dynamo["frames"]["ok"], dynamo["stats"]["unique_graphs"])
-    assert compiled[3] == compiled[12] and compiled[3][1] > 0
+    assert compiled[3] == compiled[9] and compiled[3][1] > 0
