@@ -58,10 +58,10 @@ class PrepareInputs:
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         cache = cache_among((), kwargs)
         if cache is not None:
-            first = bool(kwargs.get("is_first_iteration"))
-            if first and kwargs.get("next_sequence_length") is not None:
+            first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
+            if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
-            cache.prepare_step(first=first)
+            cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
         return self._method()(input_ids, **kwargs)
 
     def _method(self) -> Callable[..., Any]:

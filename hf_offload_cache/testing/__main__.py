@@ -5,29 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..console.arguments import add_cache_argument
 from ..console.load_model import load
-from .model_walk import as_table, walk_model
+from ..registry import CACHES, cache_class
+from .model_walk import as_table, maker, walk_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Walks over the model that is named and prints a table. 0: all is exact; 1: something is not; 2: no model."""
+    """Walks over the model that is named and prints a table. 0: all is exact; 1: something is not; 2: no model, or
+    no such cache."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_offload_cache.testing",
-        description="Compare an exact DiskSwapCache with DynamicCache on a model: greedy, beams, padding, chunked "
-        "prefill; tokens and the logits of every step.",
+        description="Compare an exact cache with DynamicCache on a model: greedy, beams, padding, chunked prefill; "
+        "tokens and the logits of every step.",
     )
     parser.add_argument("model", help="a folder, or a name of the hub")
+    add_cache_argument(parser)
     parser.add_argument("--dtype", default="float32", help="of the weights; only float32 judges streamed attention")
     parser.add_argument("--device", help="by default CUDA where there is one")
     parser.add_argument("--prompt-tokens", type=int, default=56)
     parser.add_argument("--new-tokens", type=int, default=16)
     given = parser.parse_args(arguments)
     try:
+        make = maker(cache_class(given.cache or next(iter(CACHES))))
         model, _ = load(given.model, given.dtype, given.device)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    findings = walk_model(model, given.prompt_tokens, given.new_tokens)
+    findings = walk_model(model, given.prompt_tokens, given.new_tokens, make)
     wrong = [finding for finding in findings if finding.failed]
     print(as_table(findings))
     print(f"{type(model).__name__}: {f'{len(wrong)} wrong' if wrong else 'exact'}")

@@ -50,21 +50,23 @@ class CaseResult:
         return f"{self.case:24} {self.mode:10} {verdict:14} {far:10} {self.reason}".rstrip()
 
 
-def make_disk_swap(model: Any, exact: bool | str) -> DiskSwapCache:
-    """The cache that is walked with, without a disk."""
-    return DiskSwapCache(model, exact=exact, engine="memory", **SMALL)
+def maker(cache: Callable[..., Any]) -> MakeCache:
+    """What makes a cache of that class for the walk, without a disk."""
+    return functools.partial(cache, engine="memory", **SMALL)
 
 
 def walk_model(
-    model: Any, prompt_tokens: int = 56, new_tokens: int = 16, make: MakeCache = make_disk_swap
+    model: Any, prompt_tokens: int = 56, new_tokens: int = 16, make: MakeCache | None = None
 ) -> list[CaseResult]:
-    """Compares a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step.
+    """Compares a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step. `make` None:
+    a `DiskSwapCache`.
 
     "bitwise" must be bitwise equal. "streamed" must be exact within `comparison.TOLERANCE` where the model is float32;
     narrower types round more than that, and a tie then decides a token: its deviation is told and not judged. A case
     that `DynamicCache` does not run is not compared; an error of ours is a failure. The model is as before afterwards.
     """
     found: list[CaseResult] = []
+    make = maker(DiskSwapCache) if make is None else make
     for case, options in CASES.items():
         try:
             reference = decode(model, dynamic_cache(model), prompt_tokens, new_tokens, **options)

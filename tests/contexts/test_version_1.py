@@ -49,11 +49,11 @@ def ids() -> torch.Tensor:
 @pytest.fixture
 def context(tmp_path: Path) -> Path:
     found: Path = shutil.copytree(Path(__file__).parent / "version_1", tmp_path / "context")
+    if transformers.__version__ != WRITTEN_WITH:
+        rewrite_values(found, lambda values: values.update(identity=full_fingerprint(model())))
     found.chmod(0o700)
     for path in found.iterdir():
         path.chmod(0o600)
-    if transformers.__version__ != WRITTEN_WITH:
-        rewrite_values(found, lambda values: values.update(identity=full_fingerprint(model())))
     return found
 
 

@@ -21,6 +21,7 @@ REPRESENTATIVES = (*walk.REPRESENTATIVES, "jamba", "opt", "phi", "stablelm", "gp
 NAMES = [
     pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in walk.architectures()
 ]
+_TIES = harness.since("5.23", "two blocks tie in the indexer of that model itself, and rounding decides")
 
 
 def all_selected(model: Any, exact: bool | str) -> DiskSwapCache:
@@ -39,7 +40,10 @@ def check(result: walk.Result) -> None:
     assert result.bitwise, result
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(*each.values, marks=[*each.marks, _TIES]) if "minimax_m3_vl_text" in each.values else each
+             for each in NAMES],
+)  # fmt: skip
 def test_everything_selected(name: str) -> None:
     """Greedy, beams and left padding as with `DynamicCache`; tagged layers gather, in every step."""
     with checking() as seen:

@@ -35,6 +35,7 @@ from harness import (
     unchanged,
 )
 from long_models import long_fresh
+from packaging.version import Version
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -378,10 +379,14 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
         assert cache.report().layers["tagged"] == 3
         if mode == "sparse":
             assert {index for index, sight in cache.look_ahead.sights.items() if sight.recipe} == {0, 1, 2}
+    known = ["Seam.__call__", "Cache.update", "_attend"]
+    older = Version(torch.__version__) < Version("2.13")
+    if older:
+        known.append("AttentionName")  # 2.11 cannot compare the name of an implementation that is no plain string
     for reason in dynamo["graph_break"]:
-        assert any(name in reason for name in ("Seam.__call__", "Cache.update", "_attend")), reason
+        assert any(name in reason for name in known), reason
     if how == "compiled forward":  # `generate` calls the model under the wrapper, which nobody compiled
-        assert 0 < dynamo["frames"]["ok"] <= 60
+        assert 0 < dynamo["frames"]["ok"] <= (70 if older else 60)
 
 
 def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
@@ -769,6 +774,7 @@ def test_batch_operations_beside_sliding_layers(operation: str) -> None:
             pair.step(tokens)
 
 
+@harness.RECORDED_WINDOWS
 def test_crop_beside_sliding_layers() -> None:
     """A window that slid can be cropped after `activate_past_recording`, as with transformers' own cache."""
     model = tiny("gemma3")

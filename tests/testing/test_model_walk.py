@@ -74,6 +74,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "nothing" in capsys.readouterr().err
 
 
+def test_the_command_takes_a_cache_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By "module:Class"; 2 for one that there is not."""
+    model = fresh("llama")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer(harness.vocabulary(model)).save_pretrained(tmp_path / "model")
+    command = [str(tmp_path / "model"), "--new-tokens", "4", "--device", "cpu", "--cache"]
+    assert main([*command, "examples.own_method:PageCache"]) == 0
+    assert capsys.readouterr().out.endswith("LlamaForCausalLM: exact\n")
+    assert main([*command, "disk-swop"]) == 2
+    assert "did you mean 'disk-swap'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("version", "said"), [("5.17.0", 0), ("5.23.4", 0), ("5.24.0", 1), ("6.0.0.dev0", 1)])
 def test_a_newer_transformers_is_told_once(version: str, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the first cache of the process, and the command that checks it."""
