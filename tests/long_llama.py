@@ -32,7 +32,8 @@ def long_model() -> Any:
 
 
 def sparse(**fields: Any) -> DiskSwapCache:
-    return DiskSwapCache(long_model(), **{**SPARSE, **fields})
+    """A cache whose every step chooses anew."""
+    return DiskSwapCache(long_model(), **{**SPARSE, "steps_per_selection": 1, **fields})
 
 
 def dynamic() -> DynamicCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -26,28 +27,37 @@ from ..model.config_values import config_value
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from ..predictors.base import Query
+from ..predictors.coding import default_summary_bytes
+from ..predictors.kept_choice import NEVER
 from ..predictors.layer_budgets import MOST, spread
-from ..predictors.low_rank import LowRankPredictor, LowRankShared, Rules
+from ..predictors.learnt_keys import LowRankShared, Rules
+from ..predictors.low_rank import LowRankPredictor
 from ..predictors.low_rank_keys import default_rank
 from ..stores.freezable import FreezableStore
 from .adapter import Adapter, adapter_rank
 from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
+from .summary_bytes import RETRIEVES
 
-_LEARNT = ("summary", "adapter", "fitted_at", "measured_at", "latest_queries")
+_LEARNT = ("summary", "sinks", "adapter", "fitted_at", "measured_at", "latest_queries", "kept")
 """What of a captured layer is its predictor's."""
+_NOTHING = {"fitted_at": 0, "measured_at": 0, "kept": {"usual": NEVER, "choice": None}}
+"""Those that are there of a layer that has learnt nothing."""
 
 
 def rules_of(settings: DiskSwapConfig) -> Rules:
     """How units are ranked and chosen."""
+    kind = settings.summaries
     return Rules(
-        settings.rank,
-        getattr(torch, settings.summary_dtype),
+        None if kind == "coded" else getattr(torch, kind),
         settings.num_sinks,
+        settings.rank,
+        settings.summary_bytes,
         settings.selection,
         settings.target_mass,
         settings.measures_budgets,
         settings.max_context or 0,
+        settings.steps_per_selection,
     )
 
 
@@ -73,7 +83,8 @@ class DiskSwapLayer(SelectiveLayer):
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         assert isinstance(config, DiskSwapConfig)
         rank = config.rank or (None if config.adapter is None else adapter_rank(config.adapter))
-        return LowRankPredictor.planned(kind.form, rules_of(config), rank, kind.num_heads, context, kind.rows)
+        wanted = cls.most_units(kind, config)
+        return LowRankPredictor.planned(kind.form, rules_of(config), rank, kind.num_heads, context, kind.rows, wanted)
 
     @classmethod
     def most_units(cls, kind: LayerKind, config: Any) -> int:
@@ -133,8 +144,12 @@ class DiskSwapLayer(SelectiveLayer):
         tree = super().capture()
         learnt = tree.pop("predictor")
         if learnt is None:
-            learnt = {**dict.fromkeys(_LEARNT), "adapter": self.adapter, "fitted_at": 0, "measured_at": 0}
+            learnt = {**dict.fromkeys(_LEARNT), "adapter": self.adapter, **_NOTHING}
         return {**tree, **learnt}
+
+    @classmethod
+    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        return {"kept": _NOTHING["kept"], "sinks": None, **tree}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         learnt = {name: tree[name] for name in _LEARNT}
@@ -204,11 +219,30 @@ class DiskSwapCache(SelectiveCache):
         return fit_disk_swap(search, forms, area)
 
     @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry) -> list[str]:
+        width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
+        found = super().shortfalls(config, geometry)
+        if config.exact or config.summaries != "coded" or not width:
+            return found
+        nbytes, needed = config.summary_bytes or default_summary_bytes(width), math.ceil(RETRIEVES * width)
+        if nbytes >= needed:
+            return found
+        return [
+            *found,
+            f"compact keys of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any "
+            "was lost (measured on SmolLM2-135M): give more memory, or fewer tokens",
+        ]
+
+    @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
         found = super().stored_fields(config, geometry)
         forms = geometry.forms(config.group_size)
         if not config.exact and forms:
-            found.setdefault("rank", max(default_rank(form.key_width) for form in forms))
+            width = max(form.key_width for form in forms)
+            if config.summaries == "coded":
+                found.setdefault("summary_bytes", default_summary_bytes(width))
+            else:
+                found.setdefault("rank", default_rank(width))
         return found
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:

@@ -14,17 +14,27 @@ from ..errors import ConfigError
 class DiskSwapConfig(SelectiveConfig):
     """KVSwap's fields (paper sections 3.2 to 3.4)."""
 
-    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "rank", "summary_dtype", "adapter")
+    stored_format: ClassVar[tuple[str, ...]] = (
+        *SelectiveConfig.stored_format, "summary_bytes", "rank", "summary_dtype",
+        "adapter",
+    )  # fmt: skip
     of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "rank", "summary_dtype", "selection", "target_mass",
+        *SelectiveConfig.kept_on_open, "summary_bytes", "rank", "summary_dtype", "selection", "target_mass",
+        "steps_per_selection",
     )  # fmt: skip
     not_beside_exact: ClassVar[tuple[str, ...]] = ("selection", "adapter")
 
+    summary_bytes: int | None = None
+    """Bytes a token and layer of the compact keys, where they are coded. None: a sixteenth of a key in 16 bits, from 8
+    to 128."""
     rank: int | None = None
-    """Width of a compact key. None: a quarter of the joined key width, from 16 to 160."""
-    summary_dtype: str = "int8"
-    """Type of the compact keys: "int8", "bfloat16" or "float32"."""
+    """Components of a compact key that is truncated, as in the paper. None: a quarter of the joined key width, from 16
+    to 160."""
+    summary_dtype: str | None = None
+    """"coded": compact keys whose components have 8, 4, 2 or no bits, as the prompt says; "int8", "bfloat16",
+    "float32": truncated ones of that type. None: coded, or "int8" where `rank` or an `adapter` is given, or
+    `selection` is "paper"."""
     selection: str = "default"
     """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
     "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
@@ -37,12 +47,30 @@ class DiskSwapConfig(SelectiveConfig):
     target_mass: float | None = None
     """Share of the estimated attention mass at which a step stops to select, below its layer's budget. None: never."""
 
+    steps_per_selection: int = 8
+    """The most steps that attend to one choice of groups: a layer whose query has hardly moved goes on with what it
+    chose, and one that has sealed a group chooses anew. 1: every step has its own, as in the paper. Only with
+    `selection="default"`."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._at_least("steps_per_selection", 1)
         if self.rank is not None:
             self._at_least("rank", 1)
-        self._one_of("summary_dtype", ("int8", "bfloat16", "float32"))
+        self._one_of("summary_dtype", (None, "coded", "int8", "bfloat16", "float32"))
         self._one_of("selection", ("default", "paper", "random"))
+        if self.summary_bytes is not None:
+            self._at_least("summary_bytes", 4)
+            if self.summaries != "coded":
+                raise ConfigError(
+                    f"summary_bytes is for coded compact keys, got {self.summary_bytes!r} beside {self.summaries} ones:"
+                    " leave it out, or leave out rank, adapter and summary_dtype"
+                )
+        if self.summary_dtype == "coded" and (self.rank is not None or self.adapter is not None):
+            raise ConfigError(
+                'summary_dtype="coded" finds its own components, got a rank or an adapter beside it: leave them out, '
+                "or use summary_bytes"
+            )
         if isinstance(self.layer_budgets, list):  # as JSON gives it
             object.__setattr__(self, "layer_budgets", tuple(self.layer_budgets))
         if isinstance(self.layer_budgets, tuple):
@@ -62,6 +90,14 @@ class DiskSwapConfig(SelectiveConfig):
                 f"exact={self.exact!r} attends to everything, so adapter and selection have no effect: "
                 "leave them out, or use exact=False"
             )
+
+    @property
+    def summaries(self) -> str:
+        """What `summary_dtype` comes to."""
+        if self.summary_dtype is not None:
+            return self.summary_dtype
+        truncated = self.rank is not None or self.adapter is not None or self.selection == "paper"
+        return "int8" if truncated else "coded"
 
     @property
     def measures_budgets(self) -> bool:

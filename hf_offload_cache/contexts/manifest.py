@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the console lists contexts without loading torch
     from ..stores.guard import RecordGuard
 
 FORMAT: Final = "hf_offload_cache context"
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_MANIFEST_BYTES = 16 * 2**20
 
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -82,7 +82,7 @@ class Manifest(_Checked):
     """What `manifest.json` says. Instances are valid: `parse` raises `ContextError` for everything else."""
 
     format: Literal["hf_offload_cache context"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     library: str
     """The version of this library that wrote it."""
     created: Annotated[str, AfterValidator(_check_date)]
@@ -117,9 +117,9 @@ class Manifest(_Checked):
         values = found.get("manifest") if isinstance(found, dict) else None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ContextError(f"{place}: this is no manifest of a saved context")
-        if type(values.get("version")) is not int or values["version"] != VERSION:
+        if type(values.get("version")) is not int or values["version"] not in range(1, VERSION + 1):
             raise ContextError(
-                f"{place}: the format's version is {values.get('version')!r} and this library reads {VERSION}: "
+                f"{place}: the format's version is {values.get('version')!r} and this library reads 1 to {VERSION}: "
                 "open it with the library that wrote it, or save the context anew"
             )
         if found.get("digest") != _digest(values):

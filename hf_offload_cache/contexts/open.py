@@ -21,7 +21,7 @@ from .captured_trees import check_kinds, check_layer, not_whole, token_ids
 from .configuration import opened_config
 from .folder import reading
 from .kept_layers import restore_kept
-from .manifest import LayerEntry, Manifest, records_name
+from .manifest import VERSION, LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
 from .reader import ContextReader, check_key, manifest_in
 
@@ -83,6 +83,8 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
             tree = reader.state(entry.state, name, device)
             check_layer(tree, entry, name)
             if isinstance(layer, StoredLayer):
+                if manifest.version < VERSION:
+                    tree["layer"] = layer.upgraded(tree["layer"])
                 check_kinds(tree["layer"], layer.capture(), name)
                 _fill_layer(layer, tree, _open_stores(cache, reader, entry, tree["tags"], name), device)
             else:

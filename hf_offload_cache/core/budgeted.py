@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -55,7 +56,15 @@ class Budgeted:
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields)
+        for shortfall in cls.shortfalls(config, geometry):
+            warnings.warn(shortfall, UserWarning, stacklevel=2)
         return cls(model, path=path, config=config)  # type: ignore[call-arg]
+
+    @classmethod
+    def shortfalls(cls, config: OffloadConfig, geometry: Geometry) -> list[str]:
+        """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
+        `for_budget` to tell."""
+        return []
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:

@@ -193,6 +193,8 @@ class SelectiveLayer(SelectivePlan):
             output, following = self.combine(call, choice, fetched, visible)
         if following is not None:
             self.ahead(following)
+        elif selecting.after is not None:
+            selecting.after(self.layer_idx)
         return output
 
     def combine(
@@ -215,7 +217,7 @@ class SelectiveLayer(SelectivePlan):
                 self.ahead(self.choose(self.query_of(states, visible), guess=True))
 
     def prefetch_again(self) -> None:
-        """Start reading what the last step chose and no tier holds: for a layer without a look-ahead."""
+        """Start reading what the last step chose and no tier holds: most of it is chosen again."""
         if self._sparse() and self._fetcher is not None and self._fetcher.latest is not None:
             self.ahead(self._fetcher.latest)
 
@@ -226,7 +228,7 @@ class SelectiveLayer(SelectivePlan):
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
         with contextlib.suppress(OSError, BudgetError):
             fetcher = self.fetcher
-            fetcher.ahead(self.history, choice, fetcher.latest)
+            fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""

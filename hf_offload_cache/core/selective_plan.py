@@ -40,9 +40,10 @@ class SelectivePlan(OffloadLayer):
 
     @classmethod
     def plan_tiers(cls, kind: LayerKind, slots: int, units: int) -> Planned:
-        """What `make_tiers` makes of `slots` slots in all, over a history of `units` units a row."""
+        """What `make_tiers` makes of `slots` slots in all, over a history of `units` units a row. A prefill gives it
+        back before it begins."""
         form = kind.form
-        return Planned.always(SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * units))
+        return Planned(decode=SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * units))
 
     @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:

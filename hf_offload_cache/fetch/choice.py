@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,21 @@ class Choice:
     def all_of(cls, rows: int, count: int) -> Choice:
         """Units 0 to `count` - 1 in every row."""
         return cls(np.broadcast_to(np.arange(count), (rows, count)))
+
+    def of_rows(self, rows: np.ndarray) -> Choice:
+        """Row i is what row `rows[i]` is here."""
+        keep, importance = self.keep, self.importance
+        return Choice(
+            self.units[rows],
+            None if keep is None else keep[rows],
+            None if importance is None else importance[rows],
+        )
+
+    def with_rows(self, rows: Sequence[int], anew: Choice) -> Choice:
+        """Row `rows[i]` is row i of `anew`, which is as wide, and of whole units as this one; the others stay."""
+        units = self.units.copy()
+        units[rows] = anew.units
+        return Choice(units)
 
     @classmethod
     def union(cls, choices: list[Choice], most: int) -> Choice:

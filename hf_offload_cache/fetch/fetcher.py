@@ -75,11 +75,13 @@ class Fetcher:
         """
         if self._ahead is not None:
             self.drop_ahead()
-        room = self._room(history)
+        room, records = self._room(history), self._absent(history, choice)
+        if not records.size and others is None:
+            return
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
         if area is None:
             return
-        records = self._absent(history, choice)[:room]
+        records = records[:room]
         if others is not None and records.size < room:
             more = self._absent(history, others)
             if records.size:
@@ -141,8 +143,8 @@ class Fetcher:
     def gather(self, history: Source, choice: Choice) -> Fetched:
         """The entries of `choice`, row by row and unit by unit, and behind them `history.recent`.
 
-        Waits for what was read ahead, reads what is still missing, and keeps what was read. Raises `StoreError`,
-        `BudgetError`; nothing has changed then.
+        Waits for what was read ahead, reads what is still missing, and keeps what was read. A choice that is gathered
+        again is counted once. Raises `StoreError`, `BudgetError`; nothing has changed then.
         """
         form, extents, recent = history.form, history.extents(choice.units), history.recent
         rows, width = extents.records.shape
@@ -166,10 +168,11 @@ class Fetcher:
             take_resident(found, view)
             if self._several:  # what came from a farther one is to be nearer
                 keep(found, records, view)
-        counters = self._storage.counters
-        counters.units_selected += wanted
-        counters.units_resident += wanted - places.size
-        counters.units_ready += wanted - places.size + ready
+        if choice is not self.latest:
+            counters = self._storage.counters
+            counters.units_selected += wanted
+            counters.units_resident += wanted - places.size
+            counters.units_ready += wanted - places.size + ready
         self.latest = choice
         chosen = width * form.group_size
         entries = view.entries[:, : chosen + latest]

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 _OTHER_QUERIES = 0.3
-"""Times the queries' mean energy, in every direction, is added to what was seen of them."""
+"""Times the queries' mean energy, in every direction, is added to what was seen of them: for truncated keys."""
 QUERIES_SEEN, _APART = 512, 8
 """The latest of a call that tell in what metric keys are best approximated, and how far apart they are taken."""
 LEAST_QUERIES = 32
@@ -43,15 +43,20 @@ def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
     return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
 
 
-def roots_of(moment: torch.Tensor) -> torch.Tensor:
+def identity_roots(num_key_heads: int, dim: int, device: torch.device) -> torch.Tensor:
+    """The metric (Hk, D, D) in which all directions count alike."""
+    return torch.eye(dim, device=device).expand(num_key_heads, dim, dim)
+
+
+def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
     """Square roots (Hk, D, D) of the second moment of queries: the metric that keys are to be approximated in.
 
-    A rank spent where queries never point is lost, however large the keys are there. A part of the identity is mixed
-    in, for what other queries may ask.
+    A rank spent where queries never point is lost, however large the keys are there. A part of the identity, `others`
+    times the queries' mean energy, is mixed in, for what other queries may ask.
     """
     moment = moment.clone()
     level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    moment += _OTHER_QUERIES * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device)
+    moment += others * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device)
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
 

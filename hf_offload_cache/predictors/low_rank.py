@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,53 +12,23 @@ from ..errors import ContextError
 from ..fetch.choice import Choice
 from ..history.base import Sealed
 from ..history.record_format import RecordFormat
-from ..memory.account import MemoryAccount
-from ..memory.buffers import Workspace
-from ..memory.plan import LayerPlan, Planned
-from ..report.counters import Counters
+from ..memory.plan import LayerPlan
 from .base import Query
-from .directions import LEAST_QUERIES, Directions, fitting_bytes
+from .captured_mass import curve, enough
+from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES, SPACING
-from .low_rank_keys import LowRankKeys, default_rank
-from .ranking import rank_among, rank_units
+from .learnt_keys import LearntKeys, LowRankShared, Rules
 from .sinks import largest, with_sinks
 
-_REFIT = 8
-"""An adapter from the prompt, and the 8-bit scale, are remade when the length has grown this many times."""
 _MEASURE_AGAIN = 2
 """Density is measured anew when the length has grown this many times."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What of a configuration decides how units are ranked and chosen."""
-
-    rank: int | None
-    dtype: torch.dtype
-    num_sinks: int
-    selection: str = "default"
-    """"default": heads normalised before they are summed; "paper": raw sums; "random": a floor to compare with."""
-    target_mass: float | None = None
-    measures_density: bool = False
-    reserve: int = 0
-    """Tokens to make room for at once."""
-
-
-class LowRankShared(NamedTuple):
-    """What the predictors of a cache have in common."""
-
-    account: MemoryAccount
-    workspace: Workspace
-    generator: torch.Generator
-    counters: Callable[[], Counters]
 
 
 class LowRankPredictor:
     """Of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
 
     Args:
-        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
-            metric of its queries.
+        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys.
     """
 
     def __init__(
@@ -72,198 +41,142 @@ class LowRankPredictor:
         adapter: torch.Tensor | None = None,
     ) -> None:
         self.form, self.rows, self.rules = form, rows, rules
-        self.adapter = adapter
-        self.keys: LowRankKeys | None = None
+        self.learnt = LearntKeys(form, rows, rules, shared, adapter)
         self.latest_queries: torch.Tensor | None = None
         self._shared, self._name = shared, name
-        self._fitted_at = self._measured_at = 0
+        self._measured_at = 0
         self._candidates: np.ndarray | None = None
+        self._kept = KeptChoice(rules.steps_per_selection if rules.estimates else 1)
 
     @staticmethod
-    def planned(form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int) -> LayerPlan:
-        """What one layer of `heads` query heads takes; `rank` is the rules', or the adapter's."""
-        rank = min(form.key_width, rank or default_rank(form.key_width))
-        plan = LowRankKeys.planned(form.key_width, rank, rules.dtype, context, rows, heads, form.group_size)
-        queries = rows * LATEST_QUERIES * heads * form.key_dim * form.dtype.itemsize if rules.measures_density else 0
-        fitting = Planned({"fitting": fitting_bytes(form.key_width, rows)})
-        return plan + LayerPlan(Planned({"tables": queries}), fitting)
+    def planned(
+        form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
+    ) -> LayerPlan:
+        """See `LearntKeys.planned`."""
+        return LearntKeys.planned(form, rules, rank, heads, context, rows, wanted)
 
     # --- learning ----------------------------------------------------------------------------------------------
 
     def ready(self, units: int) -> bool:
-        return self.keys is not None and self.keys.tokens == units * self.form.group_size
+        return self.learnt.keys is not None and self.learnt.units == units
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """As `Predictor.learn`. Keys are projected; where there is no projection yet, or the history has grown much,
-        one is made of all of them: two passes."""
-        rank, grown = self.rules.rank or default_rank(self.form.key_width), sealed.tokens >= _REFIT * self._fitted_at
-        if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
-            for part in sealed.keys:
-                self.keys.append(part)
-        elif self.adapter is not None or sealed.tokens >= max(4 * rank, 512):
-            keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
-            seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.selection == "default" else None
-            with self._shared.account.holding("fitting", fitting_bytes(self.form.key_width, self.rows)):
-                found = Directions.of(
-                    keys(), self.form.key_width, self.form.num_key_heads, visible, rank, self.adapter, seen
-                )
-            self.close_keys()
-            self.keys = LowRankKeys(
-                found.adapter, found.deviation, self.rules.dtype, self.form.num_key_heads, self.rows,
-                self._shared.account, self._shared.workspace, found.queries,
-            )  # fmt: skip
-            self.keys.reserve(max(sealed.tokens, self.rules.reserve))
-            for part in keys():
-                self.keys.append(part)
-            self._fitted_at = sealed.tokens
+        self._kept.drop()
+        self.learnt.learn(sealed, queries, visible)
 
     def watch(self, queries: torch.Tensor, length: int) -> None:
-        """Keep some of a prompt's latest queries (B, H, q, D), if density is to be measured with them."""
+        """A prompt's queries (B, H, q, D) come: keep some of the latest, if density is to be measured with them."""
+        self._kept.watch(queries)
         if self.rules.measures_density and queries.shape[2] > 1 and length >= _MEASURE_AGAIN * self._measured_at:
             self.latest_queries = queries[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
-        """As `Predictor.select`. A guess looks only at what was a candidate in the last step."""
-        keys, group, rules = self.keys, self.form.group_size, self.rules
-        assert keys is not None
-        count = keys.tokens // group
-        if guess and self._candidates is not None and rules.selection == "default":
-            among = rank_among(keys, query.states, query.scaling, group, self._candidates)
+        """As `Predictor.select`. Rows whose query has hardly moved go on with what they chose. A guess looks only at
+        what was a candidate in the last step."""
+        rules = self.rules
+        kept, moved = self._kept.moved(query.states, budget)
+        if kept is not None and not moved:
+            if not guess:
+                self._kept.went_on()
+            return kept
+        if guess and self._candidates is not None and rules.estimates:
+            among = self.learnt.rank_among(query, self._candidates)
             best = largest(among, min(budget, among.shape[1]))
             return Choice(np.sort(np.take_along_axis(self._candidates, best, 1), 1))
-        seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
         if rules.selection == "random":
-            importance = torch.rand(self.rows, count, generator=self._shared.generator).numpy()
-            return _best(with_sinks(importance, rules.num_sinks, group, seen), budget)
-        tail = None if rules.target_mass is None else self._recent_scores(query)
-        ranking = rank_units(keys, query.states, query.scaling, group, budget, rules.selection, seen, tail)
-        self._candidates = ranking.candidates
-        if rules.target_mass is None or rules.selection != "default":
-            return _best(with_sinks(ranking.importance, rules.num_sinks, group, seen), budget)
-        mass = ranking.importance.copy()
-        importance = with_sinks(ranking.importance, rules.num_sinks, group, seen)
-        enough = self._enough(largest(importance, budget), importance, mass, ranking.rest, query.states.shape[1])
-        return Choice(np.sort(enough, 1))
+            importance = torch.rand(self.rows, self.learnt.units, generator=self._shared.generator).numpy()
+            return _best(with_sinks(importance, rules.num_sinks, self.form.group_size, self.learnt.seen(query)), budget)
+        if kept is None or rules.target_mass is not None:
+            choice, rows = self._chosen(query, budget, list(range(self.rows))), None
+        else:
+            choice, rows = kept.with_rows(moved, self._chosen(query, budget, moved)), moved
+        if not guess:
+            self._kept.keep(choice, query.states, budget, rows)
+        return choice
 
-    def _enough(
-        self, chosen: np.ndarray, importance: np.ndarray, mass: np.ndarray, rest: np.ndarray, heads: int
-    ) -> np.ndarray:
-        """As many of the units `chosen` (B, M), most important first, as every row needs for `target_mass`."""
-        assert self.rules.target_mass is not None
-        order = np.argsort(-np.take_along_axis(importance, chosen, 1), 1, kind="stable")
-        chosen = np.take_along_axis(chosen, order, 1)
-        captured = rest[:, None] + np.cumsum(np.take_along_axis(mass, chosen, 1).clip(min=0), 1)
-        reached = captured >= self.rules.target_mass * heads
-        needed = np.where(reached.any(1), reached.argmax(1) + 1, chosen.shape[1]).max()
+    def _chosen(self, query: Query, budget: int, rows: list[int]) -> Choice:
+        """What the query of each of `rows` chooses, one row of the choice for each."""
+        rules, seen = self.rules, self.learnt.seen(query)
+        ranking = self.learnt.rank(query, budget, rows)
+        if len(rows) == self.rows:
+            self._candidates = ranking.candidates
+        elif self._candidates is not None:
+            self._candidates[rows] = ranking.candidates
+        seen = None if seen is None else seen[rows]
+        importance = ranking.importance if rules.target_mass is None else ranking.importance.copy()
+        importance = with_sinks(importance, rules.num_sinks, self.form.group_size, seen)
+        if rules.target_mass is None or not rules.estimates:
+            return _best(importance, budget)
+        heads = query.states.shape[1]
+        chosen, captured = enough(largest(importance, budget), importance, ranking, rules.target_mass, heads)
         counters = self._shared.counters()
-        counters.mass_captured += float(captured[:, needed - 1].sum()) / heads
-        counters.mass_steps += len(chosen)
-        return chosen[:, :needed]
-
-    def _recent_scores(self, query: Query) -> np.ndarray:
-        """Scaled scores (B, H, t), float32, of the query against the latest tokens' keys."""
-        keys = query.recent()
-        grouped = query.states.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)
-        scores = (grouped @ keys.transpose(-1, -2)).float().flatten(1, 2) * query.scaling
-        if query.visible is not None:
-            scores = scores.masked_fill(~query.visible[:, query.visible.shape[1] - keys.shape[2] :][:, None], -1e30)
-        return scores.cpu().numpy()
+        counters.mass_captured += float(captured.sum())
+        counters.mass_steps += len(captured)
+        return Choice(np.sort(chosen, 1))
 
     def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
-        """(most + 1,): the share of attention mass that the tail and the m best units capture, by the prompt's latest
-        queries and the compact keys, mean over queries, heads and rows. None where there is nothing to tell by.
+        """(most + 1,): the share of attention mass that the tail, the sinks and the m best other units capture, by the
+        prompt's latest queries and the compact keys, mean over queries, heads and rows. None where there is nothing to
+        tell by.
 
         Forgets those queries. `query_of` makes a `Query` of states (B, H, D).
         """
         queries, self.latest_queries = self.latest_queries, None
-        if queries is None or self.keys is None or queries.shape[0] != self.rows:
+        if queries is None or self.learnt.keys is None or queries.shape[0] != self.rows:
             return None
         self._measured_at = length
-        group, curves = self.form.group_size, []
-        count = self.keys.tokens // group
-        for states in queries.unbind(2):
-            query = query_of(states)
-            tail = self._recent_scores(query)
-            seen = None if query.visible is None else query.visible[:, : count * group].expand(self.rows, -1)
-            ranking = rank_units(self.keys, states, query.scaling, group, min(most, count), "default", seen, tail)
-            mass = -np.sort(-np.take_along_axis(ranking.importance, ranking.candidates, 1), 1)[:, :most]
-            captured = (ranking.rest[:, None] + np.cumsum(mass, 1)).mean(0) / states.shape[1]
-            captured = np.concatenate([[ranking.rest.mean() / states.shape[1]], captured])
-            curves.append(np.pad(captured, (0, most + 1 - len(captured)), "edge"))
-        return np.mean(curves, 0)
+        wanted, heads = min(most, self.learnt.units), queries.shape[1]
+        rankings = [self.learnt.rank(query_of(states), wanted) for states in queries.unbind(2)]
+        return np.mean([curve(ranking, most, heads) for ranking in rankings], 0)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
         self._candidates = None
-        if self.keys is not None:
-            self.keys.truncate(units * self.form.group_size)
+        self._kept.drop()
+        self.learnt.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         self._candidates = None
+        self._kept.select_rows(rows)
         self.rows = len(rows)
         if self.latest_queries is not None:
             self.latest_queries = self.latest_queries[rows.to(self.latest_queries.device)]
-        if self.keys is not None:
-            self.keys.select_rows(rows)
+        self.learnt.select_rows(rows)
 
     @property
     def tables_nbytes(self) -> int:
-        return 0 if self.latest_queries is None else self.latest_queries.nbytes
+        return self._kept.nbytes + (0 if self.latest_queries is None else self.latest_queries.nbytes)
 
     def close(self) -> None:
-        self.close_keys()
-        self._fitted_at = self._measured_at = 0
+        self.learnt.close()
+        self._measured_at = 0
         self.latest_queries = self._candidates = None
-
-    def close_keys(self) -> None:
-        """Give the compact keys back."""
-        if self.keys is not None:
-            self.keys.close()
-            self.keys = None
+        self._kept = KeptChoice(self._kept.steps)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        return {
-            "summary": None if self.keys is None else self.keys.capture(),
-            "adapter": self.adapter,
-            "fitted_at": self._fitted_at,
-            "measured_at": self._measured_at,
-            "latest_queries": self.latest_queries,
-        }
+        queries = {"measured_at": self._measured_at, "latest_queries": self.latest_queries}
+        return {**self.learnt.capture(), **queries, "kept": self._kept.capture()}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
-        summary, heads, dim = tree["summary"], self.form.num_key_heads, self.form.key_dim
-        if summary is not None:
-            keys, adapter, sealed = summary["keys"], summary["adapter"], tree["units"] * self.form.group_size
-            if keys.shape != (self.rows, sealed, keys.shape[-1]) or adapter.shape != (heads, dim, keys.shape[-1]):
-                raise self._wrong(
-                    f"its compact keys are {tuple(keys.shape)}, by an adapter of {tuple(adapter.shape)}, for "
-                    f"{self.rows} x {sealed} tokens"
-                )
-        adapter, queries = tree["adapter"], tree["latest_queries"]
-        right = adapter is None or (adapter.ndim == 2 and adapter.shape[0] == heads * dim)
+        queries, form = tree["latest_queries"], self.form
         if queries is not None:
-            right = right and queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (self.rows, dim)
-            right = right and queries.shape[1] % heads == 0
-        if not right:
-            shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (adapter, queries)]
-            raise self._wrong(
-                f"adapter and latest queries are {shapes}, for {self.rows} sequences and {heads} key heads of {dim}"
-            )
-        if summary is not None:
-            self.keys = LowRankKeys.restore(summary, self._shared.account, self._shared.workspace)
-            self.keys.reserve(self.rules.reserve)
-        self.adapter = adapter
+            right = queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (self.rows, form.key_dim)
+            if not right or queries.shape[1] % form.num_key_heads:
+                raise ContextError(
+                    f"{self._name} of the context does not hold together: its latest queries are "
+                    f"{tuple(queries.shape)}, for {self.rows} sequences and {form.num_key_heads} key heads of "
+                    f"{form.key_dim}"
+                )
+        self.learnt.restore(tree)
         self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
-        self._fitted_at, self._measured_at = tree["fitted_at"], tree["measured_at"]
-
-    def _wrong(self, what: str) -> ContextError:
-        return ContextError(f"{self._name} of the context does not hold together: {what}")
+        self._measured_at = tree["measured_at"]
+        self._kept.restore(tree["kept"], self.rows, tree["units"])
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:

@@ -9,9 +9,12 @@ import torch
 
 from ..errors import ContextError
 from ..memory.account import MemoryAccount
-from ..memory.buffers import Workspace, lasting_empty
+from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
-from .directions import PART, parts
+from .compact_keys import BLOCK, CompactKeys, Scores
+from .directions import parts
+from .integer_product import multiplied
+from .token_rows import TokenRows
 
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
@@ -19,8 +22,7 @@ _CLIP = 5.0
 _WIDE = 2**16
 """Elements of a projection above which expanding it to float32 takes longer than the rest of the product."""
 
-EXPANDED = 4096
-"""Compact keys that are taken to a wider type at a time, where the product is none of integers."""
+_ZERO = np.zeros((1, 1), dtype=np.float32)
 
 
 def default_rank(key_width: int) -> int:
@@ -28,8 +30,8 @@ def default_rank(key_width: int) -> int:
     return min(key_width, max(16, min(160, key_width // 4)))
 
 
-class LowRankKeys:
-    """The compact keys of one layer: (B, tokens, r) in `dtype`, on the device of the keys.
+class LowRankKeys(CompactKeys):
+    """`CompactKeys` as in the paper: (B, tokens, r) in `dtype`, on the device of the keys.
 
     Args:
         adapter: (Hk D, r) float32, the projection; kept by reference.
@@ -56,6 +58,7 @@ class LowRankKeys:
         workspace: Workspace | None = None,
         queries: torch.Tensor | None = None,
     ) -> None:
+        super().__init__(TokenRows((batch, 0, adapter.shape[-1]), 1, dtype, adapter.device, account))
         kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
         shape = (num_key_heads, -1, adapter.shape[-1])
         self.adapter = adapter.to(kept).view(shape)
@@ -65,24 +68,23 @@ class LowRankKeys:
         self._set_scale(
             (deviation * (_CLIP / 127)).clamp_min(1e-12) if dtype == torch.int8 else torch.ones_like(deviation)
         )
-        self.tokens = 0
         self._account = account
         self._workspace = Workspace(account, "scores") if workspace is None else workspace
-        self._keys = lasting_empty(batch, 0, adapter.shape[-1], dtype=dtype, device=adapter.device)
         self._adapter_bytes = self.adapter.nbytes + (0 if self._queries is self.adapter else self._queries.nbytes)
         account.hold("adapters", self._adapter_bytes)
-        self._lent = 0  # so many first tokens of `_keys` are looked at by others too, and are not to be written to
 
     @staticmethod
     def planned(
-        width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, group_size: int
+        width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
     ) -> LayerPlan:
-        """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements."""
+        """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements;
+        `wanted` units are looked at closely."""
         keys = rows * tokens * rank * dtype.itemsize
         kept = 4 if dtype == torch.float32 else 2
         own = Planned.always({"compact keys": keys, "adapters": 2 * width * rank * kept})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
-        scores = {"scores": heads * (tokens + -(-tokens // group_size)) * 4}
+        most = max(min(tokens, BLOCK), wanted * unit_size)
+        scores = {"scores": 4 * heads * (most + -(-tokens // unit_size))}
         return LayerPlan(own, Planned(moving, {**moving, **scores}))
 
     def _set_scale(self, scale: torch.Tensor) -> None:
@@ -90,13 +92,11 @@ class LowRankKeys:
         self._host_scale = scale.float().cpu().numpy()
 
     def capture(self) -> dict[str, Any]:
-        """What is held, as a tree for `restore`: no copies, not to be changed. Who holds it sees no later change."""
-        self._lent = max(self._lent, self.tokens)
         return {
             "adapter": self.adapter,
             "queries": None if self._plain else self._queries,
             "scale": self.scale,
-            "keys": self._keys[:, : self.tokens],
+            "keys": self._rows.lend(),
         }
 
     @classmethod
@@ -116,59 +116,29 @@ class LowRankKeys:
             )
         flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
         compact = cls(
-            flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], keys.shape[0],
-            account, workspace, flat.get("queries"),
+            flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], 0, account,
+            workspace, flat.get("queries"),
         )  # fmt: skip
         compact._set_scale(tree["scale"])
-        account.hold("compact keys", keys.nbytes)
-        compact._keys = keys
-        compact._lent = compact.tokens = keys.shape[1]
+        compact._rows = TokenRows.shared(keys, 1, account)
         return compact
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
-        if tokens > self._keys.shape[1] or (tokens > self.tokens and self.tokens < self._lent):
-            room = tokens if not self.tokens else tokens + max(128, tokens // 32)
-            shape = (self._keys.shape[0], room, self._keys.shape[2])
-            self._account.hold("compact keys", shape[0] * shape[1] * shape[2] * self._keys.element_size())
-            grown = lasting_empty(*shape, dtype=self._keys.dtype, device=self._keys.device)
-            grown[:, : self.tokens] = self._keys[:, : self.tokens]
-            self._account.release("compact keys", self._keys.nbytes)
-            self._keys, self._lent = grown, 0
-
     def append(self, keys: torch.Tensor) -> None:
-        """Project keys (B, Hk, t, D) and add them."""
         self.reserve(self.tokens + keys.shape[2])
         for part in parts(keys):
-            stop = self.tokens + part.shape[2]
             flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
-            if self._keys.dtype == torch.int8:
+            if self._rows.data.dtype == torch.int8:
                 flat = flat.div_(self.scale).round_().clamp_(-127, 127)
-            self._keys[:, self.tokens : stop] = flat
-            self.tokens = stop
-
-    def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` of every row."""
-        self.tokens = min(self.tokens, tokens)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
-        rows = rows.to(self._keys.device)
-        if len(rows) == self._keys.shape[0] and not self._lent:
-            for part in self._keys[:, : self.tokens].split(PART, 1):
-                part.copy_(part.index_select(0, rows))
-            return
-        old, shape = self._keys, (len(rows), *self._keys.shape[1:])
-        self._account.hold("compact keys", len(rows) * old[0].nbytes)
-        self._keys = lasting_empty(*shape, dtype=old.dtype, device=old.device)
-        torch.index_select(old, 0, rows, out=self._keys)
-        self._lent = 0
-        self._account.release("compact keys", old.nbytes)
+            self._rows.append(flat)
 
     def close(self) -> None:
-        self._account.release("compact keys", self._keys.nbytes)
+        super().close()
         self._account.release("adapters", self._adapter_bytes)
-        self._keys, self.tokens = self._keys.new_empty(self._keys.shape[0], 0, self._keys.shape[2]), 0
+        self._adapter_bytes = 0
+
+    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
+        held = (*self._rows.data.shape[:2], *self.adapter.shape[:2])
+        return held == (rows, tokens, num_key_heads, key_dim)
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
         """query (B, H, D) times the projection of its key head (equation 1) and the 8-bit scale: (B, H, r) float32."""
@@ -182,38 +152,12 @@ class LowRankKeys:
         states = query.float().numpy(force=True).reshape(batch, key_heads, -1, dim)
         return (np.matmul(states, self._queries.float().numpy()) * self._host_scale).reshape(batch, heads, -1)
 
-    def scores(self, low: np.ndarray, keys: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-        """Low-rank queries (h, r) against compact keys (n, r): raw scores (h, n), in `out` if given, and factors (h, 1)
-        float32 that they are to be multiplied by. 8-bit keys on a CPU are multiplied as integers, by the query in 8
-        bits."""
-        if keys.dtype == torch.int8 and keys.device.type == "cpu":
-            unit = np.maximum(np.maximum.reduce(np.abs(low), -1, keepdims=True), 1e-30) / 127
-            query8 = torch.from_numpy(np.rint(low / unit).astype(np.int8))
-            return torch._int_mm(query8, keys.t(), **({} if out is None else {"out": out})), unit
-        dtype = torch.bfloat16 if keys.dtype == torch.int8 else keys.dtype
-        raw = expanded_product(torch.from_numpy(low).to(keys.device, dtype), keys, out)
-        return raw, np.ones((len(low), 1), dtype=np.float32)
-
-    def row_scores(self, low: np.ndarray, row: int, visible: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        """As `scores`, of low-rank queries (h, r) against all keys of one row: (h, tokens), valid until the next call.
-        `visible` (·, tokens) puts padding below everything."""
-        keys, out = self._keys[row, : self.tokens], None
-        if keys.dtype == torch.int8:
-            kind = torch.int32 if keys.device.type == "cpu" else torch.bfloat16
-            out = self._workspace.take(low.shape[0], self.tokens, dtype=kind, device=keys.device)
-        raw, unit = self.scores(low, keys, out)
-        if visible is not None:
-            least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
-            raw.masked_fill_(~visible[min(row, len(visible) - 1), : self.tokens], least)
-        return raw, unit
-
-    def of_units(self, row: int, units: torch.Tensor, unit_size: int) -> torch.Tensor:
-        """Compact keys (n * unit_size, r) of one row's `units` (n,), a copy."""
-        return self._keys[row, : self.tokens].unflatten(0, (-1, unit_size)).index_select(0, units).flatten(0, 1)
-
-    @property
-    def device(self) -> torch.device:
-        return self._keys.device
+    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
+        if some.dtype == torch.int8:
+            memory = self._workspace.take(4 * len(low) * len(some), dtype=torch.uint8, device=some.device)
+            return *multiplied(low, some.t(), memory)[:2], _ZERO
+        raw = torch.from_numpy(low).to(some.device, some.dtype) @ some.t()
+        return raw, np.ones((len(low), 1), dtype=np.float32), _ZERO
 
 
 def multiplies_bfloat16() -> bool:
@@ -222,17 +166,3 @@ def multiplies_bfloat16() -> bool:
     With AVX-512 in 0.5 to 0.8 of the time, with AVX2 alone in 4 to 7 times as much.
     """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
-def expanded_product(queries: torch.Tensor, keys: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """queries (h, r) times keys (n, r), maybe of a narrower type: (h, n) in the queries' type, in `out` if given.
-
-    Keys are taken to the queries' type some at a time: a copy of all would be twice as large, and in no account.
-    """
-    if keys.dtype == queries.dtype:
-        return torch.mm(queries, keys.t())
-    raw = queries.new_empty(len(queries), len(keys)) if out is None else out
-    for start in range(0, len(keys), EXPANDED):
-        part = keys[start : start + EXPANDED]
-        raw[:, start : start + len(part)] = queries @ part.to(queries.dtype).t()
-    return raw

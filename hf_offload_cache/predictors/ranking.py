@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from .low_rank_keys import LowRankKeys
+from .compact_keys import CompactKeys
 from .sinks import largest
 
-_CANDIDATES = 4
+CANDIDATES = 4
 """Times the groups wanted: of how many the mass is estimated."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
+_NOTHING = np.float32(-1e30)
+"""The score of what counts for nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,16 @@ class Ranking:
 
 
 def rank_units(
-    keys: LowRankKeys,
+    keys: CompactKeys,
     query: torch.Tensor,
     scaling: float,
     group_size: int,
     wanted: int,
     rule: str = "default",
     visible: torch.Tensor | None = None,
-    tail: np.ndarray | None = None,
+    exact: np.ndarray | None = None,
+    apart: np.ndarray | None = None,
+    only: Sequence[int] | None = None,
 ) -> Ranking:
     """How much each group matters to query (B, H, D), by the compact `keys` of B rows: the order is right among the
     `wanted` best.
@@ -49,8 +54,9 @@ def rank_units(
     "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
     the sum is linear, so one vector stands for all heads.
 
-    `visible` (·, tokens) leaves padding out of all of it. `tail` (B, H, t) float32: scaled scores of tokens that
-    are in no group, which share the softmax.
+    `visible` (·, tokens) leaves padding out of all of it. `exact` (B, H, t) float32: scaled scores of tokens that share
+    the softmax and are not ranked: the tail, and those of the groups `apart` (B, n), which come out below all others.
+    `only` those rows are ranked, and in the ranking; None: all.
 
     The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
     the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
@@ -58,38 +64,44 @@ def rank_units(
     low = keys.low_rank_query(query)
     if rule == "paper":
         low = low.sum(1, keepdims=True)
-    rows, groups = low.shape[0], keys.tokens // group_size
-    count = min(_CANDIDATES * wanted, groups)
-    importance = np.empty((rows, groups), dtype=np.float32)
-    candidates = np.empty((rows, count), dtype=np.int64)
-    rest = np.zeros(rows, dtype=np.float32)
-    for row in range(rows):
-        raw, unit = keys.row_scores(low[row], row, visible)
-        grouped = raw.view(raw.shape[0], groups, group_size)
-        best = _host(grouped.amax(2))  # (h, groups)
+    rows, groups = range(low.shape[0]) if only is None else only, keys.tokens // group_size
+    count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
+    importance = np.empty((len(rows), groups), dtype=np.float32)
+    candidates = np.empty((len(rows), count), dtype=np.int64)
+    rest = np.zeros(len(rows), dtype=np.float32)
+    for place, row in enumerate(rows):
+        best = keys.best_of_units(low[row], row, group_size, visible)
         if rule == "paper":
-            importance[row] = best[0]
-            candidates[row] = largest(best[:1], count)[0]
+            importance[place] = best[0]
+            candidates[place] = largest(best[:1], count)[0]
             continue
-        factor = unit * np.float32(scaling)
-        best *= factor
+        best *= np.float32(scaling)
+        others = None if apart is None else apart[row]
+        if others is not None:
+            best[:, others] = _NOTHING
         top = np.maximum.reduce(best, -1, keepdims=True)
-        last = None if tail is None else tail[row]
+        last = None if exact is None else exact[row]
         if last is not None and last.size:
-            top = np.maximum(top, last.max(-1, keepdims=True))
-        peaks = _exp(best - top)
+            top = np.maximum(top, np.maximum.reduce(last, -1, keepdims=True))
+        best -= top
+        peaks = _exp(best)
         total = of_peaks = _sum(peaks)
         if last is not None:
             rest_of_head = _sum(_exp(last - top))
             total = of_peaks + rest_of_head
         rough = (1 / total[:, 0]) @ peaks
-        chosen = candidates[row] = largest(rough[None], count)[0]
-        mass = _sum(_exp(_columns(grouped, chosen) * factor[..., None] - top[..., None]))[..., 0]
+        if others is not None:
+            rough[others] = -1
+        chosen = candidates[place] = largest(rough[None], count)[0]
+        scores = keys.of_units(low[row], row, chosen, group_size, visible)
+        scores *= np.float32(scaling)
+        scores -= top[..., None]
+        mass = _sum(_exp(scores))[..., 0]
         total = total + _missing_mass(of_peaks, _sum(peaks[:, chosen]), _sum(mass))
-        importance[row] = rough - _BELOW
-        importance[row, chosen] = (1 / total[:, 0]) @ mass
+        importance[place] = rough - _BELOW
+        importance[place, chosen] = (1 / total[:, 0]) @ mass
         if last is not None:
-            rest[row] = (rest_of_head / total).sum()
+            rest[place] = (rest_of_head / total).sum()
     return Ranking(importance, candidates, rest)
 
 
@@ -101,29 +113,18 @@ def _missing_mass(of_peaks: np.ndarray, of_chosen: np.ndarray, known: np.ndarray
 
 
 def rank_among(
-    keys: LowRankKeys, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray
+    keys: CompactKeys, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray
 ) -> np.ndarray:
     """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
     part of the bytes that `rank_units` reads, for a query that is a guess."""
     low = keys.low_rank_query(query)
     importance = np.empty(candidates.shape, dtype=np.float32)
-    for row, chosen in enumerate(torch.from_numpy(candidates).to(keys.device)):
-        raw, unit = keys.scores(low[row], keys.of_units(row, chosen, group_size))
-        scores = _host(raw.unflatten(1, (-1, group_size))) * (unit * np.float32(scaling))[..., None]
+    for row, chosen in enumerate(candidates):
+        scores = keys.of_units(low[row], row, chosen, group_size, None)
+        scores *= np.float32(scaling)
         mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
         importance[row] = (1 / mass.sum(-1)) @ mass
     return importance
-
-
-def _columns(grouped: torch.Tensor, chosen: np.ndarray) -> np.ndarray:
-    """grouped[:, chosen] as float32 on the host."""
-    if grouped.device.type == "cpu" and grouped.dtype == torch.int32:
-        return grouped.numpy()[:, chosen].astype(np.float32)
-    return _host(grouped.index_select(1, torch.from_numpy(chosen).to(grouped.device)))
-
-
-def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.float().numpy(force=True)
 
 
 _sum = partial(np.add.reduce, axis=-1, keepdims=True)

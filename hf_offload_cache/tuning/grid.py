@@ -55,7 +55,7 @@ def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
 
 def ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
     """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
-    component = getattr(torch, settings.summary_dtype).itemsize
+    component = getattr(torch, settings.summaries).itemsize
     most = default_rank(form.key_width)
     least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
     least = min(least, most)

@@ -82,7 +82,8 @@ class Reader:
 
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
         fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
-        fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summary_dtype}
+        fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summaries}
+        fields["steps_per_selection"] = 1  # what is reused is told by steps that choose
         with self._cache_class(
             self._model, group_size=group_size, reuse_capacity=0, layer_budgets="uniform", look_ahead=False,
             engine="memory", **fields,
@@ -114,7 +115,7 @@ class Reader:
         """For `ranks`, descending, and compact keys of the configured type."""
         assert self.form is not None
         energy = self.moments.energy(ranks)
-        component = getattr(torch, self._settings.summary_dtype).itemsize
+        component = getattr(torch, self._settings.summaries).itemsize
         mean, least = (part.tolist() for part in (energy.mean(0), energy.amin(0)))
         return CompressionTable(self.form.key_width * self.form.dtype.itemsize, component, list(ranks), mean, least)
 

@@ -222,7 +222,8 @@ def _rest(
     found, refusals = {}, []
     names = ("write_queue", "block_tokens", "num_recent", "layer_budgets", "summary_dtype")
     for size in limits.group_sizes:
-        given = {"look_ahead": None, **fields, "num_selected": limits.num_selected, "group_size": size}
+        given = {"look_ahead": None, "summary_dtype": "int8", **fields}
+        given |= {"num_selected": limits.num_selected, "group_size": size}
         try:
             fitted = measured.fit(geometry, share, context, batch, given)
         except BudgetError as error:
@@ -266,7 +267,9 @@ def _settings(measured: type[DiskSwapCache], fields: dict[str, Any]) -> DiskSwap
         raise ConfigError('selection="random" has nothing to tune: leave it out')
     if fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    settings = measured.config_class.load(None, fields)
+    settings = measured.config_class.load(None, {"summary_dtype": "int8", **fields})
+    if fields.get("summary_dtype") == "coded":
+        raise ConfigError('summary_dtype="coded" is not tuned: the prompt decides what its bits are for; leave it out')
     assert isinstance(settings, DiskSwapConfig)
     return settings
 

@@ -120,7 +120,8 @@ def test_a_loaded_adapter_selects_well(
     monkeypatch.setattr(layer_class, "choose", watched)
     with DiskSwapCache(model, adapter=str(path), summary_dtype=dtype, **FIELDS) as cache, torch.no_grad():
         model(prompt(model, 1, 350), past_key_values=cache)
-        assert all(layer.predictor.keys is not None and layer.predictor.keys.tokens == 340 for layer in cache.offloaded)
+        learnt = [layer.predictor.learnt.keys for layer in cache.offloaded]
+        assert all(keys is not None and keys.tokens == 340 for keys in learnt)
         monkeypatch.setattr(cache.look_ahead, "predict", lambda *_: None)
         model(prompt(model, 1, 1, seed=3), past_key_values=cache)
     assert [index for index, *_ in seen] == [0, 1, 2]

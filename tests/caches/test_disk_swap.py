@@ -134,13 +134,13 @@ def test_everything_is_attended_until_the_adapter_is_made() -> None:
             one, other = (Decoded(token, long_model()(token, past_key_values=held).logits) for held in (plain, cache))
             layer = cache.offloaded[0]
             sealed = layer.history.units * 4
-            if layer.predictor.keys is None:
+            if layer.predictor.learnt.keys is None:
                 assert sealed < 512
                 assert_exact(one, other)
                 continue
-            assert layer.predictor.keys.tokens == sealed >= 512
-            first = layer.predictor.keys if first is None else first
-            assert layer.predictor.keys is first
+            assert layer.predictor.learnt.keys.tokens == sealed >= 512
+            first = layer.predictor.learnt.keys if first is None else first
+            assert layer.predictor.learnt.keys is first
             differences.append(compare(one, other).deviation)
         assert len(differences) == 560 - 519
         assert np.median(differences) > 0.01
@@ -151,7 +151,7 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
     """r bytes a token with 8 bits; nothing below 512 sealed tokens."""
     with sparse(rank=rank) as cache:
         feed(cache, prompt(long_model(), 2, needed + 8 - 1))
-        assert cache.offloaded[1].predictor.keys is None
+        assert cache.offloaded[1].predictor.learnt.keys is None
         feed(cache, prompt(long_model(), 2, 1))
         assert cache.storage.account.by_owner["compact keys"] == 3 * 2 * needed * rank
         assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 2)
@@ -160,17 +160,17 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
     """From the store, of all keys: then it is what a prefill in one piece would have made."""
     ids = prompt(long_model(), 1, 8 * 560 + 8)
-    with sparse() as cache:
+    with sparse(summary_dtype="int8") as cache:
         layer = cache.offloaded[1]
         feed(cache, ids[:, :568], 568)
-        first = layer.predictor.keys
+        first = layer.predictor.learnt.keys
         feed(cache, ids[:, 568:-4])
-        assert layer.predictor.keys is first
+        assert layer.predictor.learnt.keys is first
         assert first.tokens == 8 * 560 - 4
         feed(cache, ids[:, -4:], 1)
-        assert layer.predictor.keys is not first
-        assert layer.predictor.keys.tokens == 8 * 560
-        remade = layer.predictor.keys.adapter.flatten(0, 1)
+        assert layer.predictor.learnt.keys is not first
+        assert layer.predictor.learnt.keys.tokens == 8 * 560
+        remade = layer.predictor.learnt.keys.adapter.flatten(0, 1)
         keys = layer.history.whole()[0][:, :, : 8 * 560].transpose(1, 2).flatten(2)[0].double()
         true = torch.linalg.svd(keys, full_matrices=False)[2][:16].T
         energy = [(keys @ part.double()).square().sum() for part in (remade, true, first.adapter.flatten(0, 1))]
@@ -337,7 +337,7 @@ def test_prefill_in_inference_mode_then_generate() -> None:
         with sparse() as cache:
             with torch.no_grad(), torch.inference_mode(first):
                 long_model()(ids[:, :-1], past_key_values=cache)
-                assert cache.offloaded[0].predictor.keys is not None
+                assert cache.offloaded[0].predictor.learnt.keys is not None
             with torch.inference_mode(second):
                 results.append(generate(long_model(), cache, ids, max_new_tokens=8))
                 cache.batch_repeat_interleave(2)
@@ -397,11 +397,11 @@ def test_crop_into_groups_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         feed(cache, ids[:, :5], 1)
         cache.crop(-65)
         layer = cache.offloaded[0]
-        assert layer.predictor.keys.tokens == layer.history.units * 4 == 632
+        assert layer.predictor.learnt.keys.tokens == layer.history.units * 4 == 632
         feed(cache, other, 30)
         feed(cache, ids[:, -3:], 1)
         assert len(seen) == 8 * 3
-        assert layer.predictor.keys.tokens == layer.history.units * 4 == 692
+        assert layer.predictor.learnt.keys.tokens == layer.history.units * 4 == 692
         late = [groups[groups >= 632 // 4].size for _, groups in seen[-9:]]
         assert min(late) > 3
         assert cache.report().hit_rate > 0.5

@@ -60,7 +60,7 @@ def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, 
     """Filled from one prefill, a cache has the summary and the budgets of its own, and gives its logits and tokens:
     whether single steps follow at once, by budgets of the prefill's last queries, or the rest of a prompt."""
     model, ids = tiny(dtype), some_ids(700)
-    for layer, factor in zip(model.model.layers, (0.1, 1, 4), strict=True):  # from dense attention to sharp
+    for layer, factor in zip(model.model.layers, (0.1, 1, 30), strict=True):  # from dense attention to sharp
         layer.self_attn.q_proj.weight.data.mul_(factor)
     start = contexts.prefill(model, ids[:, :684])
     found = []
@@ -71,7 +71,7 @@ def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, 
             else:
                 with torch.no_grad():
                     model(input_ids=start.ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            compact = [layer.predictor.keys.capture()["keys"].clone() for layer in cache.offloaded]
+            compact = [layer.predictor.learnt.keys.capture()["keys"].clone() for layer in cache.offloaded]
             text = contexts.answer(model, Words(), cache, ids, 12) if asked else ""  # type: ignore[arg-type]
             logits = contexts.follow(model, cache, some_ids(4, seed=1))
             selected = [layer.budget for layer in cache.offloaded]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache
+from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.memory.account import MemoryAccount
@@ -111,7 +112,8 @@ def test_a_plan_by_hand() -> None:
     assert "stream buffers" not in plan.decode
     assert plan.disk_bytes == 30 * 63 * unit
     assert plan.full_kv_bytes == 30 * 1040 * 768
-    assert plan.peak_bytes == sum(plan.prefill.values()) == plan.to_dict()["peak_bytes"]
+    assert "reuse slots" not in plan.prefill  # a prefill gives them back
+    assert plan.peak_bytes == sum(plan.decode.values()) == plan.to_dict()["peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -169,32 +171,44 @@ def test_what_reads_are_held_in() -> None:
 @pytest.mark.parametrize("part", ["1/13", "1/34"])
 @pytest.mark.parametrize(("geometry", "context"), [(SMOL, 7168), (SMOL, 32768), (LLAMA_8B, 32768)])
 def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, batch: int) -> None:
-    """Nearly all of the budget is used, and no rank is below the limit of compression."""
+    """Nearly all of the budget is used, and no compact keys are below the limit of compression."""
     memory = parse_memory(part, geometry.full_kv_bytes(context, batch))
     config = DiskSwapCache.fit(geometry, memory, context, batch, {})
     plan = DiskSwapCache.plan(geometry, config, context, batch)
     assert 0.93 * memory < plan.peak_bytes <= memory
     assert (config.memory, config.max_context, config.max_batch) == (memory, context, batch)
     width = geometry.forms(None)[0].key_width
-    assert config.rank is not None and 2 * width <= 32 * config.rank
+    assert config.summary_bytes is not None and width <= 32 * config.summary_bytes
     assert parse_size(config.write_queue) <= min(2**24, memory // 10)
     if part == "1/13":
         assert config.num_selected == 400
         assert config.block_tokens >= 256  # a prefill in pieces over blocks of 64 takes two thirds more time
-        assert config.rank >= min(width // 4, 160) * 5 // 6  # facts are lost with less
+        assert config.summary_bytes >= width // 8  # facts are lost with less
     else:
         assert config.num_selected >= 128
 
 
 def test_what_more_memory_buys() -> None:
-    """Look-ahead, slots up to twice the selection, the rank to half the width, then slots again."""
+    """Look-ahead, bytes of compact keys and slots; never a worse division than for less."""
     full = SMOL.full_kv_bytes(7168, 1)
     configs = [DiskSwapCache.fit(SMOL, full * n // 100, 7168, 1, {}) for n in (5, 7, 15, 30, 60, 150)]
-    assert [config.rank for config in configs[1:]] == sorted(config.rank or 0 for config in configs[1:])
-    assert [config.reuse_capacity for config in configs] == sorted(config.reuse_capacity for config in configs)
-    assert [config.look_ahead for config in configs] == [False, False, None, None, None, None]
-    assert configs[-1].rank == 96 and configs[-1].reuse_capacity == 7168
+    values = [worth(config.summary_bytes or 0, 192, config.reuse_capacity, 400) for config in configs]
+    assert values == sorted(values)
+    assert [config.look_ahead for config in configs] == [False, None, None, None, None, None]
+    assert configs[-1].summary_bytes == 48 and configs[-1].reuse_capacity == 7168
     assert [config.block_tokens for config in configs][-1] == 1024
+
+
+def test_a_budget_below_what_retrieval_needs_is_told() -> None:
+    """At a twentieth of a 4,000 tokens' KV, and not at a thirteenth of 32,000; nor where keys are truncated."""
+    for context, part, told in ((4096, 20, True), (32768, 13, False)):
+        config = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(context, 1) // part, context, 1, {})
+        (*said,) = DiskSwapCache.shortfalls(config, SMOL)
+        assert bool(said) is told
+        if told:
+            assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "with 20" in said[0]
+    assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL) == []
+    assert DiskSwapCache.shortfalls(DiskSwapConfig(exact=True), SMOL) == []
 
 
 def test_the_users_fields_stay() -> None:
@@ -216,7 +230,7 @@ def test_the_least_that_would_do_does() -> None:
         DiskSwapCache.fit(SMOL, 1000, 7168, 1, {})
     least = int(str(caught.value).partition("at least ")[2].split()[0].replace(",", ""))
     config = DiskSwapCache.fit(SMOL, least, 7168, 1, {})
-    assert (config.num_recent, config.rank, config.reuse_capacity) == (8, 12, 0)
+    assert (config.num_recent, config.summary_bytes, config.reuse_capacity) == (8, 6, 0)
     with pytest.raises(BudgetError):
         DiskSwapCache.fit(SMOL, least - 1, 7168, 1, {})
 

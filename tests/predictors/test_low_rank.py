@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
 from hf_offload_cache.predictors import low_rank_keys
+from hf_offload_cache.predictors.compact_keys import BLOCK
 from hf_offload_cache.predictors.directions import (
     principal_directions,
     query_moment,
@@ -19,7 +20,7 @@ from hf_offload_cache.predictors.directions import (
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.predictors.low_rank_keys import EXPANDED, LowRankKeys, expanded_product
+from hf_offload_cache.predictors.low_rank_keys import LowRankKeys
 from hf_offload_cache.predictors.ranking import rank_among, rank_units
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
@@ -71,9 +72,9 @@ def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, ru
 def all_scores(summary: LowRankKeys, query: torch.Tensor) -> torch.Tensor:
     """Scores (B, tokens, H) in units of exact ones."""
     rows = []
-    for low, keys in zip(summary.low_rank_query(query), summary._keys[:, : summary.tokens], strict=True):
-        raw, unit = summary.scores(low, keys)
-        rows.append((raw * torch.from_numpy(unit)).T)
+    for row, low in enumerate(summary.low_rank_query(query)):
+        scores = summary.of_units(low, row, np.arange(summary.tokens), 1, None)
+        rows.append(torch.from_numpy(scores[..., 0].T))
     return torch.stack(rows)
 
 
@@ -185,7 +186,7 @@ def test_the_tail_shares_the_softmax() -> None:
     summary = predictor(keys[:, :, :200], WIDTH)
     summary.append(keys[:, :, :200])
     last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
-    ranking = rank_units(summary, query, 0.3, GROUP, 50, tail=last.numpy())
+    ranking = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy())
     expected = exact_importance(query, keys, 0.3, "default")
     torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
@@ -214,7 +215,7 @@ def test_a_step_of_the_same_size_allocates_nothing() -> None:
     summary.append(keys)
     before = account.current
     rank_units(summary, query, 1.0, GROUP, 10)
-    assert account.by_owner["scores"] == account.current - before == HEADS * 800 * 4
+    assert account.by_owner["scores"] == account.current - before == HEADS * 800 * 4  # of all tokens: they are few
     held = workspace._bytes.data_ptr()
     rank_units(summary, query, 1.0, GROUP, 10)
     assert workspace._bytes.data_ptr() == held
@@ -261,7 +262,8 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
         room = held // (len(rows) * 7 * dtype.itemsize)
         assert tokens <= room <= 900 + max(256, 900 // 8)
         kept = 4 if dtype == torch.float32 else 2
-        assert account.current == held + WIDTH * 7 * kept  # one projection, of keys and queries
+        scores = account.by_owner.get("scores", 0)
+        assert account.current == held + WIDTH * 7 * kept + scores  # one projection, of keys and queries
 
     summary.reserve(10)
     check([0, 1], 0)
@@ -280,7 +282,7 @@ def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
     summary.select_rows(torch.tensor([1]))
     check([0], 900)
     summary.close()
-    assert (account.current, account.by_owner["compact keys"], account.by_owner["adapters"]) == (0, 0, 0)
+    assert (account.by_owner["compact keys"], account.by_owner["adapters"]) == (0, 0)
 
 
 def test_reserved_room_is_not_exceeded() -> None:
@@ -336,16 +338,23 @@ class _Casts(TorchDispatchMode):
         return result
 
 
-def test_narrow_keys_are_not_copied_whole_to_be_multiplied() -> None:
-    """As on CUDA, where there is no product of 8-bit keys: a copy in bfloat16 would be twice as large as they are."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randint(-127, 128, (2 * EXPANDED + 7, 5), generator=generator, dtype=torch.int8)
-    queries = torch.randn(3, 5, generator=generator)
-    out = torch.full((3, len(keys)), float("nan"))
-    with _Casts() as casts:
-        assert expanded_product(queries, keys, out) is out
-    assert torch.allclose(out, queries @ keys.float().t(), rtol=1e-5, atol=1e-4)  # the order of five float32 terms
-    assert casts.sizes == [5 * EXPANDED, 5 * EXPANDED, 35]
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_scores_are_made_some_tokens_at_a_time(dtype: torch.dtype) -> None:
+    """Many tokens come out as few do; what is made of them at a time is no larger than for `BLOCK` tokens."""
+    account = MemoryAccount()
+    workspace = Workspace(account, "scores")
+    keys, query = keys_of(1, 2 * BLOCK + 3 * GROUP), query_of(1)
+    summary = predictor(keys, WIDTH, dtype, account, workspace)
+    summary.append(keys)
+    low = summary.low_rank_query(query)[0]
+    best = summary.best_of_units(low, 0, GROUP, None)
+    expected = all_scores(summary, query)[0].T.unflatten(1, (-1, GROUP)).amax(2)
+    torch.testing.assert_close(torch.from_numpy(best), expected, rtol=1e-5, atol=1e-4)
+    if dtype == torch.int8:
+        assert account.by_owner["scores"] == HEADS * (2 * BLOCK + 3 * GROUP) * 4  # by `all_scores`
+        workspace.release()
+        summary.best_of_units(low, 0, GROUP, None)
+        assert account.by_owner["scores"] == HEADS * BLOCK * 4
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -9,13 +9,14 @@ from examples.own_method import PageConfig, PagePredictor
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.low_rank import LowRankPredictor, LowRankShared, Rules
+from hf_offload_cache.predictors.learnt_keys import LowRankShared, Rules
+from hf_offload_cache.predictors.low_rank import LowRankPredictor
 from hf_offload_cache.report.counters import Counters
 from hf_offload_cache.testing import PredictorTests
 
 
 class TestLowRankPredictor(PredictorTests):
-    rules = Rules(8, torch.float32, PredictorTests.num_sinks, reserve=PredictorTests.tokens)
+    rules = Rules(torch.float32, PredictorTests.num_sinks, 8, reserve=PredictorTests.tokens)
 
     def make_predictor(self, rows: int, account: MemoryAccount) -> LowRankPredictor:
         counters = Counters()
@@ -24,11 +25,20 @@ class TestLowRankPredictor(PredictorTests):
         return LowRankPredictor(self.form, rows, self.rules, shared, "layer 0")
 
     def planned(self, context: int, rows: int) -> LayerPlan:
-        return LowRankPredictor.planned(self.form, self.rules, self.rules.rank, self.num_heads, context, rows)
+        wanted = context // self.form.group_size
+        return LowRankPredictor.planned(self.form, self.rules, self.rules.rank, self.num_heads, context, rows, wanted)
 
 
 class TestLowRankPredictorIn8Bits(TestLowRankPredictor):
-    rules = Rules(6, torch.int8, PredictorTests.num_sinks, reserve=PredictorTests.tokens)
+    rules = Rules(torch.int8, PredictorTests.num_sinks, 6, reserve=PredictorTests.tokens)
+
+
+class TestLowRankPredictorWithCodes(TestLowRankPredictor):
+    rules = Rules(None, PredictorTests.num_sinks, summary_bytes=4, reserve=PredictorTests.tokens)
+
+
+class TestLowRankPredictorThatKeepsChoices(TestLowRankPredictor):
+    rules = Rules(None, PredictorTests.num_sinks, reserve=PredictorTests.tokens, steps_per_selection=4)
 
 
 class TestPagePredictor(PredictorTests):

@@ -18,7 +18,7 @@ from hf_offload_cache.tuning.lookup import Reader, Selections, recorded, replay
 
 CONTEXT, STEPS = 640, 6
 FIELDS: dict[str, Any] = {"num_selected": 32, "num_recent": 8}
-SETTINGS = DiskSwapConfig(**FIELDS)
+SETTINGS = DiskSwapConfig(**FIELDS, summary_dtype="int8")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def run(capacity: int, group_size: int, batch: int = 1) -> tuple[Selections, int
     model = tiny_llama()
     ids = torch.stack([token_ids(CONTEXT + STEPS, seed) for seed in range(batch)])
     fields = {**FIELDS, "engine": "memory", "layer_budgets": "uniform", "look_ahead": False}
+    fields |= {"steps_per_selection": 1, "summary_dtype": "int8"}
     with DiskSwapCache(model, group_size=group_size, reuse_capacity=capacity, **fields) as cache, torch.no_grad():
         model(input_ids=ids[:, :CONTEXT], past_key_values=cache)
         with recorded(cache) as selections:

@@ -1,0 +1,203 @@
+"""A real model on real text, teacher-forced: prefill, a step, and what it says, beside the caches in memory, in turns.
+
+The figures that the README gives first. Beyond the length that the model was trained for its positions are only as
+good as its rotary embedding: there the time of a step means something, what it says means less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.tuning.sample import sample_ids
+
+from .bench import machine
+from .needles import parse_setting
+from .studies.common import write_json
+from .studies.fidelity import distance
+
+ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
+SHORT = 64
+"""Tokens of history of the model alone."""
+FIRST = 16
+"""Steps after a prefill that are told apart from those that follow."""
+USUAL: dict[str, dict[str, Any]] = {"1/13": {"memory": "1/13"}, "default": {}}
+"""Name -> fields of `DiskSwapCache`; "memory": `for_budget` finds the others."""
+
+
+class Contender:
+    """One cache over rows of ids (B, tokens), prefilled, then fed token by token."""
+
+    def __init__(self, name: str, model: PreTrainedModel, cache: Any, ids: torch.Tensor, tokens: int) -> None:
+        self.name, self.model, self.cache, self.ids = name, model, cache, ids
+        self.place = SHORT if name == ALONE else tokens
+        self.seconds: list[float] = []
+        self.logits: list[torch.Tensor] = []
+        self.prefill_seconds = 0.0
+
+    def _feed(self, first: int, last: int) -> torch.Tensor:
+        with torch.no_grad():
+            fed = self.ids[:, first:last]
+            return self.model(fed, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def prefill(self, chunk: int) -> None:
+        """All of the history, `chunk` tokens at a time."""
+        start = time.perf_counter()
+        for first in range(0, self.place, chunk):
+            self._feed(first, min(first + chunk, self.place))
+        self.prefill_seconds = time.perf_counter() - start
+
+    def step(self) -> None:
+        """One more token of the text."""
+        start = time.perf_counter()
+        logits = self._feed(self.place, self.place + 1)
+        self.seconds.append(time.perf_counter() - start)
+        self.logits.append(logits.float())
+        self.place += 1
+
+    def row(self, reference: torch.Tensor | None, alone: float | None) -> dict[str, Any]:
+        """What was measured: seconds of prefill and of a step; where there is a `reference`, logits (B, S, V) of
+        `DynamicCache`, the distance to it; `alone`: seconds of a step of the model alone."""
+        first, settled = self.seconds[:FIRST], self.seconds[FIRST:]
+        quartiles = statistics.quantiles(settled, n=4)
+        row: dict[str, Any] = {
+            "prefill_seconds": self.prefill_seconds,
+            "median_seconds": quartiles[1],
+            "quartiles": [quartiles[0], quartiles[2]],
+            "mean_seconds": statistics.mean(settled),
+            "first_over_settled": statistics.median(first) / quartiles[1],
+        }
+        if alone is not None:
+            row["beyond_the_model_seconds"] = quartiles[1] - alone
+        if reference is not None:
+            row |= distance(reference, torch.stack(self.logits, 1))
+        if isinstance(self.cache, DiskSwapCache):
+            report = self.cache.report()
+            row["hit_rate"] = report.hit_rate
+            row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
+            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+            shown = ("rank", "reuse_capacity", "num_selected", "look_ahead")
+            row["fields"] = {name: getattr(self.cache.config, name) for name in shown}
+        return row
+
+
+def run(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    tokens: int,
+    steps: int,
+    chunk: int,
+    ours: dict[str, dict[str, Any]],
+    in_memory: Iterable[str] = (DYNAMIC, STATIC),
+    turn: int = 8,
+    path: str | None = None,
+    say: Callable[[str], Any] = lambda line: None,
+) -> dict[str, dict[str, Any]]:
+    """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
+    then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
+    weights."""
+    plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    with contextlib.ExitStack() as stack:
+        contenders: list[Contender] = []
+        for name in (ALONE, *in_memory, *ours):
+            if name == STATIC:
+                cache: Any = StaticCache(config=plain.config, max_cache_len=tokens + steps)
+            elif name in (ALONE, DYNAMIC):
+                cache = DynamicCache(config=plain.config)
+            else:
+                cache = stack.enter_context(_ours(model, dict(ours[name]), tokens + steps, len(ids), path))
+            one = Contender(name, model if name in ours else plain, cache, ids, tokens)
+            one.prefill(chunk)
+            say(f"{name}: prefill {one.prefill_seconds:.1f} s")
+            contenders.append(one)
+        for number, count in enumerate(range(0, steps, turn)):
+            for one in contenders if number % 2 == 0 else contenders[::-1]:
+                for _ in range(min(turn, steps - count)):
+                    one.step()
+        exact = next((torch.stack(one.logits, 1) for one in contenders if one.name == DYNAMIC), None)
+        alone = statistics.median(contenders[0].seconds[FIRST:])
+        rows = {}
+        for one in contenders:
+            rows[one.name] = one.row(None if one.name == ALONE else exact, None if one.name == ALONE else alone)
+            say(f"{one.name}: {_shown(rows[one.name])}")
+        return rows
+
+
+def _ours(model: PreTrainedModel, fields: dict[str, Any], context: int, batch: int, path: str | None) -> DiskSwapCache:
+    memory = fields.pop("memory", None)
+    if memory is None:
+        return DiskSwapCache(model, path, **fields)
+    return DiskSwapCache.for_budget(model, memory, path=path, max_context=context, max_batch=batch, **fields)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    low, high = row["quartiles"]
+    text = f"{1e3 * row['median_seconds']:.1f} ms a step ({1e3 * low:.0f} to {1e3 * high:.0f})"
+    if "beyond_the_model_seconds" in row:
+        text += f", {1e3 * row['beyond_the_model_seconds']:.1f} beyond the model"
+    text += f", first {FIRST} x{row['first_over_settled']:.2f}"
+    for name in ("kl", "top1", "hit_rate", "waited_share"):
+        if row.get(name) is not None:
+            text += f", {name} {row[name]:.3f}"
+    if "peak_share" in row:
+        text += f", peak 1/{1 / row['peak_share']:.1f}, {row['fields']}"
+    return text
+
+
+def text_rows(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """(batch, length) of ids (T,): rows begin at even distances. Raises `ValueError` where there are too few."""
+    if len(ids) < length:
+        raise ValueError(f"the text has {len(ids):,} tokens, and {length:,} are needed: give a longer --text")
+    return torch.stack([ids[(start := row * (len(ids) - length) // batch) : start + length] for row in range(batch)])
+
+
+def main() -> int:
+    """A real model on real text: prefill, steps, and distance to DynamicCache."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the history")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=112)
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prefill call")
+    parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
+    parser.add_argument("--only-ours", action="store_true", help="and the model alone")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
+    parser.add_argument("--path", help="folder on the disk to use")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    tokens, steps = (1024, 24) if given.quick else (given.tokens, given.steps)
+    model, tokenizer = load_default_model(torch.bfloat16)
+    texts = None if given.text is None else given.text.read_text(encoding="utf-8")
+    ids = text_rows(sample_ids(texts, tokenizer)[0], given.batch, tokens + steps + 1)
+    ours = dict(map(parse_setting, given.set)) or USUAL
+    trained = model.config.max_position_embeddings
+    if tokens + steps > trained:
+        print(f"positions beyond the {trained:,} that the model was trained for", file=sys.stderr)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    in_memory = () if given.only_ours else (DYNAMIC, STATIC)
+    rows = run(model, ids, tokens, steps, given.chunk, ours, in_memory, path=given.path, say=say)
+    if given.json:
+        asked = {"tokens": tokens, "batch": given.batch, "steps": steps, "chunk": given.chunk}
+        write_json(given.json, {"machine": machine(given.path), **asked, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

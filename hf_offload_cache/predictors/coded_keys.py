@@ -1,0 +1,109 @@
+"""Compact keys of a few bits a component, which are unpacked some at a time and multiplied as integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ContextError
+from ..memory.account import MemoryAccount
+from ..memory.buffers import Workspace
+from ..memory.plan import LayerPlan, Planned
+from .coding import Coding, most_components
+from .compact_keys import BLOCK, CompactKeys, Scores
+from .directions import parts
+from .integer_product import multiplied
+from .token_rows import TokenRows
+
+
+class CodedKeys(CompactKeys):
+    """`CompactKeys` by a `Coding`: (B, bytes, tokens) uint8, on the device of the keys, so that each class of bits is
+    unpacked by a few operations on whole rows.
+
+    Args:
+        workspace: for what is unpacked and the scores of it; shared by layers.
+    """
+
+    def __init__(
+        self, coding: Coding, num_key_heads: int, batch: int, account: MemoryAccount, workspace: Workspace
+    ) -> None:
+        super().__init__(TokenRows((batch, coding.nbytes, 0), 2, torch.uint8, coding.keys.device, account))
+        self.coding = coding
+        self._key_heads = num_key_heads
+        self._account, self._workspace = account, workspace
+        self._coding_bytes = coding.own_bytes
+        account.hold("adapters", self._coding_bytes)
+
+    @staticmethod
+    def planned(
+        width: int, nbytes: int, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
+    ) -> LayerPlan:
+        """What one layer takes for `rows` rows of `tokens` tokens, `width` their keys' elements; `wanted` units are
+        looked at closely."""
+        keys = rows * tokens * nbytes
+        own = Planned.always({"compact keys": keys, "adapters": Coding.planned(width)})
+        moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
+        most = max(min(tokens, BLOCK), wanted * unit_size)
+        rank = most_components(width)
+        scores = most * (rank + 4 * heads) + 4 * heads * -(-tokens // unit_size)
+        return LayerPlan(own, Planned(moving, {**moving, "scores": scores}))
+
+    def append(self, keys: torch.Tensor) -> None:
+        self.reserve(self.tokens + keys.shape[2])
+        for part in parts(keys):
+            flat = part.transpose(1, 2).flatten(2)
+            self._rows.append(torch.stack([self.coding.encode(row) for row in flat]))
+
+    def close(self) -> None:
+        super().close()
+        self._account.release("adapters", self._coding_bytes)
+        self._coding_bytes = 0
+
+    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
+        held = self._rows.data.shape[0], self.tokens, self._key_heads, len(self.coding.mean)
+        return held == (rows, tokens, num_key_heads, num_key_heads * key_dim)
+
+    # --- scores ------------------------------------------------------------------------------------------------
+
+    def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
+        """(B, H, r + 1) float32: the last is the product with the mean."""
+        coding, heads = self.coding, self._key_heads
+        batch, _, dim = query.shape
+        states = query.float().numpy(force=True).reshape(batch, heads, -1, dim)
+        low = np.empty((*states.shape[:3], coding.rank + 1), dtype=np.float32)
+        np.matmul(states, coding.queries.numpy().astype(np.float32).reshape(heads, dim, -1), out=low[..., :-1])
+        low[..., :-1] *= coding.query_scale.numpy()
+        np.matmul(states, coding.mean.numpy(force=True).reshape(heads, dim, 1), out=low[..., -1:])
+        return low.reshape(batch, query.shape[1], -1)
+
+    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
+        count, rank, heads = some.shape[1], self.coding.rank, len(low)
+        wide = 4 * heads * count
+        memory = self._workspace.take(wide + rank * count, dtype=torch.uint8, device=some.device)
+        unpacked = self.coding.unpacked(some, memory[wide:].view(torch.int8).view(rank, count))
+        weights, constant = low[:, :-1], low[:, -1:]
+        raw, unit, used = multiplied(weights, unpacked, memory[:wide])
+        return raw, unit, constant + (used @ self.coding.offsets)[:, None] * unit
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        return {"coding": self.coding.capture(), "codes": self._rows.lend()}
+
+    @classmethod
+    def restore(
+        cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace
+    ) -> CodedKeys:
+        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
+        each one's account counts them. Raises `ContextError` where the tree does not hold together."""
+        coding, codes = Coding.restore(tree["coding"]), tree["codes"]
+        if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes:
+            raise ContextError(
+                f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "
+                f"{coding.nbytes} bytes: save the context anew"
+            )
+        found = cls(coding, num_key_heads, 0, account, workspace)
+        found._rows = TokenRows.shared(codes, 2, account)
+        return found

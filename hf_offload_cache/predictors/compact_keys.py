@@ -1,0 +1,107 @@
+"""Compact keys of one layer: what all kinds of them have in common, and what a ranking asks them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from .token_rows import TokenRows
+
+BLOCK = 4096
+"""Tokens that are scored at a time: what is made of them stays in the processor's cache."""
+HIDDEN = np.float32(-1e30)
+"""The score of padding."""
+
+Scores = tuple[torch.Tensor, np.ndarray, np.ndarray]
+"""Raw scores (h, n) of any type, valid until the next ones; a factor and a constant (h, 1) that make scores of them."""
+
+
+class CompactKeys(ABC):
+    """Something small of every key of every row, which tells about what a query's product with it is.
+
+    For the thread that runs the model. What it holds is in the account. Scores are not scaled yet.
+    """
+
+    def __init__(self, rows: TokenRows) -> None:
+        self._rows = rows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a row that are held."""
+        return self._rows.tokens
+
+    @property
+    def device(self) -> torch.device:
+        return self._rows.data.device
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens a row. Raises `BudgetError`."""
+        self._rows.reserve(tokens)
+
+    @abstractmethod
+    def append(self, keys: torch.Tensor) -> None:
+        """Add keys (B, Hk, t, D). Raises `BudgetError`."""
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` of every row."""
+        self._rows.truncate(tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self._rows.select_rows(rows)
+
+    @abstractmethod
+    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
+        """Whether this is of such keys."""
+
+    @abstractmethod
+    def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
+        """(B, H, ·) float32, linear in query (B, H, D): what the scores are asked with, row by row."""
+
+    @abstractmethod
+    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
+        """Of low-rank queries (h, ·) and what is held of n tokens of a row."""
+
+    def best_of_units(self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None) -> np.ndarray:
+        """(h, units) float32: the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
+        (·, tokens) puts padding below everything."""
+        axis, held = self._rows.axis - 1, self._rows.data[row]
+        best = np.empty((len(low), self.tokens // unit_size), dtype=np.float32)
+        block = max(1, BLOCK // unit_size) * unit_size
+        for first in range(0, self.tokens, block):
+            count = min(block, self.tokens - first)
+            raw, factor, constant = self._scores(low, held.narrow(axis, first, count))
+            if visible is not None:
+                least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
+                raw.masked_fill_(~visible[min(row, len(visible) - 1), first : first + count], least)
+            most = raw.view(len(low), -1, unit_size).amax(2).float().numpy(force=True)
+            into = best[:, first // unit_size : (first + count) // unit_size]
+            np.multiply(most, factor, out=into)
+            into += constant
+        return best
+
+    def of_units(
+        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
+    ) -> np.ndarray:
+        """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`; `visible` as above."""
+        axis, chosen = self._rows.axis - 1, torch.from_numpy(units).to(self.device)
+        some = self._rows.data[row].unflatten(axis, (-1, unit_size)).index_select(axis, chosen).flatten(axis, axis + 1)
+        raw, factor, constant = self._scores(low, some)
+        scores: np.ndarray = raw.float().numpy(force=True) * factor
+        scores += constant
+        if visible is not None:
+            seen = visible[min(row, len(visible) - 1), : self.tokens].unflatten(0, (-1, unit_size))
+            seen = seen[chosen.to(seen.device)]
+            scores = np.where(seen.flatten().numpy(force=True), scores, HIDDEN)
+        return scores.reshape(len(low), -1, unit_size)
+
+    @abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """All that is held, as a tree to restore: no copies, not to be changed. Who holds it sees no later change."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._rows.close()

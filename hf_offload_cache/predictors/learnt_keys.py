@@ -1,0 +1,264 @@
+"""What is learnt of the keys of one layer, and how its units are ranked by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import ContextError
+from ..history.base import Sealed
+from ..history.record_format import RecordFormat
+from ..memory.account import MemoryAccount
+from ..memory.buffers import Workspace
+from ..memory.plan import LayerPlan, Planned
+from ..report.counters import Counters
+from .base import Query
+from .coded_keys import CodedKeys
+from .coding import default_summary_bytes
+from .compact_keys import HIDDEN, CompactKeys
+from .directions import LEAST_QUERIES, Directions, fitting_bytes
+from .fit_coding import coding_bytes, fit_coding
+from .layer_budgets import LATEST_QUERIES
+from .low_rank_keys import LowRankKeys, default_rank
+from .ranking import CANDIDATES, Ranking, rank_among, rank_units
+from .sink_keys import SinkKeys
+
+_REFIT = 8
+"""An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times."""
+_LEAST = 512
+"""Tokens from which on there are compact keys; with an adapter that was calibrated, any."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of a configuration decides how units are ranked and chosen."""
+
+    dtype: torch.dtype | None
+    """Of compact keys that are truncated to `rank`; None: they are coded in `summary_bytes`."""
+    num_sinks: int
+    rank: int | None = None
+    summary_bytes: int | None = None
+    selection: str = "default"
+    """"default": heads normalised before they are summed; "paper": raw sums; "random": a floor to compare with."""
+    target_mass: float | None = None
+    measures_density: bool = False
+    reserve: int = 0
+    """Tokens to make room for at once."""
+    steps_per_selection: int = 1
+    """The most steps that attend to one choice."""
+
+    @property
+    def estimates(self) -> bool:
+        """Units are ranked by attention mass."""
+        return self.selection == "default"
+
+
+class LowRankShared(NamedTuple):
+    """What the predictors of a cache have in common."""
+
+    account: MemoryAccount
+    workspace: Workspace
+    generator: torch.Generator
+    counters: Callable[[], Counters]
+
+
+class LearntKeys:
+    """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens; and the keys of the
+    sinks, which are compared exactly, as those of the latest tokens are.
+
+    Args:
+        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
+            metric of its queries.
+    """
+
+    def __init__(
+        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, adapter: torch.Tensor | None
+    ) -> None:
+        self.form, self.rows, self.rules, self.adapter = form, rows, rules, adapter
+        self.keys: CompactKeys | None = None
+        self.sinks: SinkKeys | None = None
+        self.fitted_at = 0
+        """Tokens that were known when it was found out how keys are made compact."""
+        self._shared = shared
+
+    @staticmethod
+    def planned(
+        form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
+    ) -> LayerPlan:
+        """What one layer of `heads` query heads takes; `rank` is the rules', or the adapter's; `wanted` units are
+        selected at most."""
+        width, group, closely = form.key_width, form.group_size, CANDIDATES * wanted
+        if rules.dtype is None:
+            nbytes = rules.summary_bytes or default_summary_bytes(width)
+            plan = CodedKeys.planned(width, nbytes, context, rows, heads, group, closely)
+            fitting = coding_bytes(width, form.dtype.itemsize, rows, context)
+        else:
+            rank = min(width, rank or default_rank(width))
+            plan = LowRankKeys.planned(width, rank, rules.dtype, context, rows, heads, group, closely)
+            fitting = fitting_bytes(width, rows)
+        query = rows * heads * form.key_dim
+        tables = query * LATEST_QUERIES * form.dtype.itemsize if rules.measures_density else 0
+        tables += 4 * query if rules.steps_per_selection > 1 else 0
+        sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows) if rules.estimates else {})
+        return plan + LayerPlan(Planned({"tables": tables}, {"tables": tables}) + sinks, Planned({"fitting": fitting}))
+
+    @property
+    def units(self) -> int:
+        """Units a row that can be ranked."""
+        return 0 if self.keys is None else self.keys.tokens // self.form.group_size
+
+    # --- learning ----------------------------------------------------------------------------------------------
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
+        that is found out of all of them: two passes."""
+        grown = sealed.tokens >= _REFIT * self.fitted_at
+        if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
+            for part in sealed.keys:
+                self.keys.append(part)
+        elif self.adapter is not None or sealed.tokens >= self._least:
+            keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
+            seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
+            self._fit(keys, sealed, seen, visible)
+
+    @property
+    def _least(self) -> int:
+        """Tokens from which on there are compact keys."""
+        rank = self.rules.rank or default_rank(self.form.key_width)
+        return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
+
+    def _fit(
+        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
+    ) -> None:
+        """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
+        shared, form, rules = self._shared, self.form, self.rules
+        heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
+        if rules.dtype is None:
+            nbytes = rules.summary_bytes or default_summary_bytes(form.key_width)
+            room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
+            with shared.account.holding("fitting", room):
+                coding = fit_coding(keys(), sealed.tokens, heads, visible, nbytes, seen)
+            self.close()
+            self.keys = CodedKeys(coding, heads, self.rows, *made_of)
+        else:
+            rank = rules.rank or default_rank(form.key_width)
+            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows)):
+                found = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
+            self.close()
+            self.keys = LowRankKeys(
+                found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
+            )
+        self.keys.reserve(max(sealed.tokens, rules.reserve))
+        if rules.estimates and rules.num_sinks:
+            seen_tokens = None if visible is None else visible[:, : sealed.tokens]
+            device = self.keys.device
+            self.sinks = SinkKeys(form, self.rows, rules.num_sinks, device, shared.account, seen_tokens)
+        for part in keys():
+            if self.sinks is not None:
+                self.sinks.see(part, self.keys.tokens)
+            self.keys.append(part)
+        self.fitted_at = sealed.tokens
+
+    # --- ranking -----------------------------------------------------------------------------------------------
+
+    def rank(self, query: Query, wanted: int, rows: Sequence[int] | None = None) -> Ranking:
+        """Of the units for a query; right among the `wanted` best, and of those `rows` alone; None: of all."""
+        keys, seen = self.keys, self.seen(query)
+        assert keys is not None
+        exact = self._exact_scores(query, seen) if self.rules.estimates else None
+        apart = None if self.sinks is None else self.sinks.units
+        return rank_units(
+            keys, query.states, query.scaling, self.form.group_size, wanted, self.rules.selection, seen, exact, apart,
+            rows,
+        )  # fmt: skip
+
+    def rank_among(self, query: Query, candidates: np.ndarray) -> np.ndarray:
+        """See `ranking.rank_among`."""
+        assert self.keys is not None
+        return rank_among(self.keys, query.states, query.scaling, self.form.group_size, candidates)
+
+    def seen(self, query: Query) -> torch.Tensor | None:
+        """(B, tokens) bool: what of the tokens that are ranked is no padding; None: all."""
+        assert self.keys is not None
+        return None if query.visible is None else query.visible[:, : self.keys.tokens].expand(self.rows, -1)
+
+    def _exact_scores(self, query: Query, seen: torch.Tensor | None) -> np.ndarray:
+        """Scaled scores (B, H, t), float32, of the query against the keys of the sinks and the latest tokens."""
+        keys = latest = query.recent()
+        if self.sinks is not None:
+            keys = torch.cat([self.sinks.keys, keys], 2)
+        # By numpy: products this small are done before torch's threads are awake.
+        held = keys.float().numpy(force=True)
+        states = query.states.float().numpy(force=True).reshape(*held.shape[:2], -1, held.shape[3])
+        scores = np.matmul(states, held.swapaxes(2, 3)).reshape(len(held), -1, held.shape[2])
+        scores *= np.float32(query.scaling)
+        if query.visible is not None:
+            here = query.visible[:, query.visible.shape[1] - latest.shape[2] :].expand(self.rows, -1)
+            if self.sinks is not None and seen is not None:
+                here = torch.cat([self.sinks.visible(seen), here], 1)
+            scores = np.where(here[:, None].numpy(force=True), scores, HIDDEN)
+        return scores
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> None:
+        """Only the first `units` units stay."""
+        if self.sinks is not None and units * self.form.group_size < self.sinks.end:
+            self.close()  # others may come in the place of the first tokens
+        if self.keys is not None:
+            self.keys.truncate(units * self.form.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self.rows = len(rows)
+        for part in (self.keys, self.sinks):
+            if part is not None:
+                part.select_rows(rows)
+
+    def close(self) -> None:
+        """Give the memory back; it may learn anew."""
+        for part in (self.keys, self.sinks):
+            if part is not None:
+                part.close()
+        self.keys = self.sinks = None
+        self.fitted_at = 0
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """As `Predictor.capture`."""
+        return {
+            "summary": None if self.keys is None else self.keys.capture(),
+            "sinks": None if self.sinks is None else self.sinks.capture(),
+            "adapter": self.adapter,
+            "fitted_at": self.fitted_at,
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """As `Predictor.restore`; `tree` also has "units", how many the history holds. Raises `ContextError`."""
+        summary, adapter, shared, form = tree["summary"], tree["adapter"], self._shared, self.form
+        if adapter is not None and (adapter.ndim != 2 or len(adapter) != form.key_width):
+            raise self._wrong(f"its adapter is {tuple(adapter.shape)}, for keys of {form.key_width}")
+        if summary is not None:
+            keys: CompactKeys
+            if "coding" in summary:
+                keys = CodedKeys.restore(summary, form.num_key_heads, shared.account, shared.workspace)
+            else:
+                keys = LowRankKeys.restore(summary, shared.account, shared.workspace)
+            self.keys, sealed = keys, tree["units"] * form.group_size
+            if not keys.fits(self.rows, sealed, form.num_key_heads, form.key_dim):
+                raise self._wrong(f"its compact keys are none of {self.rows} x {sealed} tokens of this model")
+            keys.reserve(self.rules.reserve)
+        if tree["sinks"] is not None:
+            captured = tree["sinks"]
+            self.sinks = SinkKeys(form, self.rows, captured["keys"].shape[2], captured["keys"].device, shared.account)
+            if not self.sinks.restore(captured, tree["units"] * form.group_size):
+                raise self._wrong("its keys of the first tokens are none of this model")
+        self.adapter, self.fitted_at = adapter, tree["fitted_at"]
+
+    def _wrong(self, what: str) -> ContextError:
+        return ContextError(f"what was learnt of the keys of a layer of the context does not hold together: {what}")

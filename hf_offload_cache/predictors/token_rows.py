@@ -1,0 +1,90 @@
+"""Memory for something of every token of every row, which grows along the tokens and may be looked at by others."""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from .directions import PART
+
+
+class TokenRows:
+    """A tensor with rows first and tokens along `axis`, and room for more. What it takes is in the account as
+    "compact keys".
+
+    Args:
+        shape: (rows, room, n) or (rows, n, room), as `axis` says: 1 or 2.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], axis: int, dtype: torch.dtype, device: torch.device, account: MemoryAccount
+    ) -> None:
+        self.axis, self.tokens = axis, 0
+        self._account = account
+        self._lent = 0  # so many first tokens are looked at by others too, and are not to be written to
+        self._data = self._made(shape, dtype, device)
+
+    def _made(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        self._account.hold("compact keys", count * dtype.itemsize)
+        return lasting_empty(*shape, dtype=dtype, device=device)
+
+    @classmethod
+    def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount) -> TokenRows:
+        """All of `data`, which others look at too: it is copied before it is changed. The account counts it."""
+        rows = cls((0, 0, 0), axis, data.dtype, data.device, account)
+        account.hold("compact keys", data.nbytes)
+        rows._data = data
+        rows._lent = rows.tokens = data.shape[axis]
+        return rows
+
+    @property
+    def data(self) -> torch.Tensor:
+        """What is held, a view: valid until the next change."""
+        return self._data.narrow(self.axis, 0, self.tokens)
+
+    def lend(self) -> torch.Tensor:
+        """`data`, for who goes on looking at it: no later change is seen there."""
+        self._lent = max(self._lent, self.tokens)
+        return self.data
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
+        old = self._data
+        if tokens > old.shape[self.axis] or (tokens > self.tokens and self.tokens < self._lent):
+            shape = list(old.shape)
+            shape[self.axis] = tokens if not self.tokens else tokens + max(128, tokens // 32)
+            grown = self._made(tuple(shape), old.dtype, old.device)
+            grown.narrow(self.axis, 0, self.tokens).copy_(self.data)
+            self._account.release("compact keys", old.nbytes)
+            self._data, self._lent = grown, 0
+
+    def append(self, more: torch.Tensor) -> None:
+        """Add what is of further tokens; room was reserved."""
+        count = more.shape[self.axis]
+        self._data.narrow(self.axis, self.tokens, count).copy_(more)
+        self.tokens += count
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` of every row."""
+        self.tokens = min(self.tokens, tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
+        old, rows = self._data, rows.to(self._data.device)
+        if len(rows) == len(old) and not self._lent:
+            for part in self.data.split(PART, self.axis):
+                part.copy_(part.index_select(0, rows))
+            return
+        self._data = self._made((len(rows), *old.shape[1:]), old.dtype, old.device)
+        torch.index_select(old, 0, rows, out=self._data)
+        self._lent = 0
+        self._account.release("compact keys", old.nbytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._account.release("compact keys", self._data.nbytes)
+        self._data, self.tokens = self._data.new_empty(0, 0, 0), 0
