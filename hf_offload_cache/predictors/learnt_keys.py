@@ -27,8 +27,9 @@ from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
 from .sink_keys import SinkKeys
 
-_REFIT = 8
-"""An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times."""
+_REFIT, _REFIT_LATER = 1.5, 8
+"""An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
+prompt that comes in pieces, the first of which is a poor sample of it; and by what was generated."""
 _LEAST = 512
 """Tokens from which on there are compact keys; with an adapter that was calibrated, any."""
 
@@ -116,7 +117,7 @@ class LearntKeys:
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
         that is found out of all of them: two passes."""
-        grown = sealed.tokens >= _REFIT * self.fitted_at
+        grown = sealed.tokens >= self.fitted_at * (_REFIT_LATER if queries.shape[2] < LEAST_QUERIES else _REFIT)
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)

@@ -157,6 +157,23 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
         assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 2)
 
 
+@pytest.mark.parametrize("kind", ["coded", "int8"])
+def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
+    """Its first piece is a poor sample: what keys are made compact by is remade whenever the prompt has grown by half,
+    of all keys: the mean is that of a prefill in one piece of as many tokens."""
+    ids, fitted = prompt(long_model(), 1, 2400), []
+    with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
+        for start in range(0, 2400, 400):
+            feed(cache, ids[:, start : start + 400], 400)
+            fitted.append(cache.offloaded[1].predictor.learnt.fitted_at)
+        assert fitted == [0, 792, 1192, 1192, 1992, 1992]
+        feed(whole, ids[:, :2000], 2000)
+        one, other = (each.offloaded[1].predictor.learnt.keys for each in (cache, whole))
+        assert cache.offloaded[1].predictor.ready(2392 // 4)
+        if kind == "coded":
+            torch.testing.assert_close(one.coding.mean, other.coding.mean, rtol=1e-4, atol=1e-5)
+
+
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
     """From the store, of all keys: then it is what a prefill in one piece would have made."""
     ids = prompt(long_model(), 1, 8 * 560 + 8)
@@ -164,7 +181,7 @@ def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
         layer = cache.offloaded[1]
         feed(cache, ids[:, :568], 568)
         first = layer.predictor.learnt.keys
-        feed(cache, ids[:, 568:-4])
+        feed(cache, ids[:, 568:-4], 31)  # no pieces of a prompt: too few tokens at a time
         assert layer.predictor.learnt.keys is first
         assert first.tokens == 8 * 560 - 4
         feed(cache, ids[:, -4:], 1)
