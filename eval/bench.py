@@ -22,6 +22,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 
 _JOBS: dict[str, tuple[list[str], list[str]]] = {
+    "text": (["-m", "eval.bench_text"], ["--quick"]),
     "engines": (["-m", "eval.engines"], ["--file-mib", "16", "--trials", "5"]),
     "memory": (["-m", "eval.memory"], ["--tokens", "2048"]),
     "decode": (["-m", "eval.bench_decode", "--targets"], ["--quick"]),
@@ -58,7 +59,14 @@ def _added_by_forks(found: dict[str, Any]) -> float:
     return found["first_token"]["forks"]["added_share"]
 
 
+def _over_full_cache(found: dict[str, Any]) -> float:
+    """tokens/s on text at a thirteenth of the memory, over the faster of the caches that hold everything."""
+    full = min(found["rows"][name]["median_seconds"] for name in ("DynamicCache", "StaticCache"))
+    return full / found["rows"]["1/13"]["median_seconds"]
+
+
 PROMISES: tuple[Promise, ...] = (
+    Promise("tokens/s over the faster full cache, text, 8K, 1/13", ">= 1x", "text", _over_full_cache, lambda v: v >= 1),
     Promise("architectures exact", ">= 130", "walk", lambda r: r["exact"], lambda v: v >= 130),
     Promise("architectures wrong", "0", "walk", lambda r: r["wrong"], lambda v: v == 0),
     Promise("architectures tagged throughout", ">= 105", "walk", lambda r: r["tagged_throughout"], lambda v: v >= 105),
