@@ -26,6 +26,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 from .bench import machine
 from .needles import parse_setting
 from .studies.common import write_json
+from .studies.contexts import prefill, replay
 from .studies.fidelity import distance
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
@@ -102,13 +103,16 @@ def run(
     ours: dict[str, dict[str, Any]],
     in_memory: Iterable[str] = (DYNAMIC, STATIC),
     turn: int = 8,
+    shared_prefill: bool = False,
     path: str | None = None,
     say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, dict[str, Any]]:
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
-    weights."""
+    weights. `shared_prefill`: of one sequence, prefilled once in one piece and put into every cache; their seconds
+    are then those of the putting."""
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    shared = prefill(model, ids[:, :tokens]) if shared_prefill else None
     with contextlib.ExitStack() as stack:
         contenders: list[Contender] = []
         for name in (ALONE, *in_memory, *ours):
@@ -119,7 +123,12 @@ def run(
             else:
                 cache = stack.enter_context(_ours(model, dict(ours[name]), tokens + steps, len(ids), path))
             one = Contender(name, model if name in ours else plain, cache, ids, tokens)
-            one.prefill(chunk)
+            if shared is None or name == ALONE:
+                one.prefill(chunk)
+            else:
+                start = time.perf_counter()
+                replay(cache, one.model, shared)
+                one.prefill_seconds = time.perf_counter() - start
             say(f"{name}: prefill {one.prefill_seconds:.1f} s")
             contenders.append(one)
         for number, count in enumerate(range(0, steps, turn)):
@@ -173,6 +182,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
     parser.add_argument("--only-ours", action="store_true", help="and the model alone")
+    parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all: long histories")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--path", help="folder on the disk to use")
@@ -192,7 +202,12 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     in_memory = () if given.only_ours else (DYNAMIC, STATIC)
-    rows = run(model, ids, tokens, steps, given.chunk, ours, in_memory, path=given.path, say=say)
+    if given.shared_prefill and given.batch > 1:
+        parser.error("--shared-prefill is of one sequence: leave out --batch")
+    rows = run(
+        model, ids, tokens, steps, given.chunk, ours, in_memory, shared_prefill=given.shared_prefill, path=given.path,
+        say=say,
+    )  # fmt: skip
     if given.json:
         asked = {"tokens": tokens, "batch": given.batch, "steps": steps, "chunk": given.chunk}
         write_json(given.json, {"machine": machine(given.path), **asked, "rows": rows})

@@ -14,7 +14,7 @@ from ..predictors.coding import default_summary_bytes
 from ..predictors.low_rank_keys import default_rank
 from .adapter import adapter_rank
 from .disk_swap_config import DiskSwapConfig
-from .summary_bytes import SHARES, worth
+from .summary_bytes import QUEUE_HALVED, SHARES, worth
 
 _LAST_TAIL = 8
 """`num_recent` where not even `SHORT_TAIL` leaves room."""
@@ -115,14 +115,22 @@ class _Coded:
     def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """`chosen`, which fits, with what is left of the budget spent on codes and slots, as they are worth."""
         search, best = self._search, None
-        for amount in self._amounts:
-            tried = {**chosen, "summary_bytes": amount}
-            if search.fits(tried):
-                tried = search.most(tried, "reuse_capacity", search.max_context)
-                value = worth(amount, self._width, tried["reuse_capacity"], tried["num_selected"])
-                if best is None or value >= best[0]:
-                    best = value, tried
+        queues = {queue for queue in map(_queue_of, map(search.streams, STREAM_SHARES)) if queue < _queue_of(chosen)}
+        for halved, queue in enumerate([_queue_of(chosen), *sorted(queues, reverse=True)]):
+            for amount in self._amounts:
+                tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
+                if search.fits(tried):
+                    tried = search.most(tried, "reuse_capacity", search.max_context)
+                    value = worth(amount, self._width, tried["reuse_capacity"], tried["num_selected"])
+                    value -= halved * QUEUE_HALVED
+                    if best is None or value >= best[0]:
+                        best = value, tried
         return chosen if best is None else best[1]
+
+
+def _queue_of(chosen: dict[str, Any]) -> int:
+    queue: int = chosen["write_queue"]
+    return queue
 
 
 def _selected(search: Search[DiskSwapConfig]) -> int:

@@ -13,6 +13,8 @@ RETRIEVES = 0.1
 """Bytes over elements below which facts get lost: worth a warning."""
 _SPEED = 0.1
 """What a hit rate of 1 is worth, in facts: a step without any takes about half as long again."""
+QUEUE_HALVED = 0.004
+"""What a write queue of half the size costs, in facts: a prefill waits for the disk more often."""
 SHARES = (1 / 4, 1 / 6, 1 / 8, 5 / 48, 1 / 12, 1 / 16, 1 / 24, 1 / 32)
 """Bytes over elements that are tried."""
 

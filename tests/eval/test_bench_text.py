@@ -58,3 +58,14 @@ def test_rows_begin_at_even_distances() -> None:
     assert text_rows(ids, 3, 40).tolist() == [list(range(start, start + 40)) for start in (0, 20, 40)]
     with pytest.raises(ValueError, match="100 tokens, and 101 are needed"):
         text_rows(ids, 1, 101)
+
+
+def test_a_shared_prefill_says_the_same() -> None:
+    """What one prefill in one piece leaves, put into each cache, goes on as each one's own prefill in one piece."""
+    model = fresh("llama")
+    ids = torch.randint(1, 190, (1, 700), generator=torch.Generator().manual_seed(0))
+    own, shared = (
+        run(model, ids, 600, FIRST + 3, 600, {"little": LITTLE}, shared_prefill=one) for one in (False, True)
+    )
+    assert own["little"]["kl"] == pytest.approx(shared["little"]["kl"], rel=1e-3) and own["little"]["kl"] > 1e-3
+    assert shared[STATIC]["kl"] < 1e-6
