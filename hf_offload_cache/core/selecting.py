@@ -32,8 +32,6 @@ class Selecting:
     given: dict[int, float] = field(default_factory=dict)
     """Those of the configuration, which apply whatever was measured or captured."""
 
-    after: Callable[[int], None] | None = None
-    """Called with the layer's index once its step has what it attends to, to read ahead for the next layer."""
     watch: Callable[[int, Choice], None] | None = None
     """Told the layer's index and what its step attends to, after it was gathered."""
 

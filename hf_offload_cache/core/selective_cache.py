@@ -82,18 +82,11 @@ class SelectiveCache(OffloadCache):
             self.rest()
             return changed
         self.before_selecting()
-        ahead = self.look_ahead is not None and step.tokens == 1
-        self.selecting.after = self.read_again if ahead and not self._pace.first else None
-        if ahead:
-            self.read_again(-1)  # no layer is before the first
+        # no layer is before the first
+        if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+            with self.timeline.span("look ahead", 0):
+                self._selective[0].prefetch_again()
         return changed
-
-    def read_again(self, layer_idx: int) -> None:
-        """Start to read what the layer after `layer_idx` chose last and has not got."""
-        following = self._selective.get(layer_idx + 1)
-        if following is not None:
-            with self.timeline.span("look ahead", layer_idx + 1):
-                following.prefetch_again()
 
     def wants_blocks(self) -> bool:
         """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""

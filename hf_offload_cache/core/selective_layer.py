@@ -193,8 +193,6 @@ class SelectiveLayer(SelectivePlan):
             output, following = self.combine(call, choice, fetched, visible)
         if following is not None:
             self.ahead(following)
-        elif selecting.after is not None:
-            selecting.after(self.layer_idx)
         return output
 
     def combine(

@@ -22,6 +22,7 @@ from .coding import default_summary_bytes
 from .compact_keys import HIDDEN, CompactKeys
 from .directions import LEAST_QUERIES, Directions, fitting_bytes
 from .fit_coding import coding_bytes, fit_coding
+from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES
 from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
@@ -103,7 +104,7 @@ class LearntKeys:
             fitting = fitting_bytes(width, rows)
         query = rows * heads * form.key_dim
         tables = query * LATEST_QUERIES * form.dtype.itemsize if rules.measures_density else 0
-        tables += 4 * query if rules.steps_per_selection > 1 else 0
+        tables += KeptChoice.planned(query, rows * wanted) if rules.steps_per_selection > 1 else 0
         sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows) if rules.estimates else {})
         return plan + LayerPlan(Planned({"tables": tables}, {"tables": tables}) + sinks, Planned({"fitting": fitting}))
 
