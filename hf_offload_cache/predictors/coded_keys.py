@@ -33,6 +33,9 @@ class CodedKeys(CompactKeys):
         self.coding = coding
         self._key_heads = num_key_heads
         self._account, self._workspace = account, workspace
+        self._rank, self._offsets = coding.rank, coding.offsets
+        self._queries, self._scale = coding.queries.numpy(), coding.query_scale.numpy()
+        self._mean = coding.mean.numpy(force=True)
         self._coding_bytes = coding.own_bytes
         account.hold("adapters", self._coding_bytes)
 
@@ -69,23 +72,23 @@ class CodedKeys(CompactKeys):
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
         """(B, H, r + 1) float32: the last is the product with the mean."""
-        coding, heads = self.coding, self._key_heads
+        heads = self._key_heads
         batch, _, dim = query.shape
         states = query.float().numpy(force=True).reshape(batch, heads, -1, dim)
-        low = np.empty((*states.shape[:3], coding.rank + 1), dtype=np.float32)
-        np.matmul(states, coding.queries.numpy().astype(np.float32).reshape(heads, dim, -1), out=low[..., :-1])
-        low[..., :-1] *= coding.query_scale.numpy()
-        np.matmul(states, coding.mean.numpy(force=True).reshape(heads, dim, 1), out=low[..., -1:])
+        low = np.empty((*states.shape[:3], self._rank + 1), dtype=np.float32)
+        np.matmul(states, self._queries.astype(np.float32).reshape(heads, dim, -1), out=low[..., :-1])
+        low[..., :-1] *= self._scale
+        np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
 
     def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
-        count, rank, heads = some.shape[1], self.coding.rank, len(low)
-        wide = 4 * heads * count
-        memory = self._workspace.take(wide + rank * count, dtype=torch.uint8, device=some.device)
-        unpacked = self.coding.unpacked(some, memory[wide:].view(torch.int8).view(rank, count))
+        count, rank, heads = some.shape[1], self._rank, len(low)
+        wide, most = 4 * heads * count, max(count, min(BLOCK, self._rows.tokens))
+        memory = self._workspace.take(most * (rank + 4 * heads), dtype=torch.uint8, device=some.device)
+        unpacked = self.coding.unpacked(some, memory[wide : wide + rank * count].view(rank, count))
         weights, constant = low[:, :-1], low[:, -1:]
         raw, unit, used = multiplied(weights, unpacked, memory[:wide])
-        return raw, unit, constant + (used @ self.coding.offsets)[:, None] * unit
+        return raw, unit, constant + (used @ self._offsets)[:, None] * unit
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

@@ -79,11 +79,12 @@ class Coding:
         return torch.cat(packed)
 
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The components (r, n) int8, in `out` if given, of `codes` (nbytes, n) uint8; `offsets` are not added."""
+        """The components (r, n) int8, in `out` (uint8) if given, of `codes` (nbytes, n) uint8; `offsets` are not
+        added."""
         wide, four, two = self.counts
         if out is None:
-            out = torch.empty(self.rank, codes.shape[1], dtype=torch.int8, device=codes.device)
-        into: Any = out.view(torch.uint8)
+            out = torch.empty(self.rank, codes.shape[1], dtype=torch.uint8, device=codes.device)
+        into: Any = out
         source: Any = codes
         both: Any = torch.bitwise_and
         shifted: Any = torch.bitwise_right_shift
@@ -103,7 +104,7 @@ class Coding:
                 shifted(pairs, 2 * place, out=part)
                 both(part, 3, out=part)
             shifted(pairs, 6, out=into[start + 3 * quarter : start + two])
-        return out
+        return out.view(torch.int8)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

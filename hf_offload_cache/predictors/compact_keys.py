@@ -68,18 +68,19 @@ class CompactKeys(ABC):
     def best_of_units(self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None) -> np.ndarray:
         """(h, units) float32: the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
         (·, tokens) puts padding below everything."""
-        axis, held = self._rows.axis - 1, self._rows.data[row]
-        best = np.empty((len(low), self.tokens // unit_size), dtype=np.float32)
-        block = max(1, BLOCK // unit_size) * unit_size
-        for first in range(0, self.tokens, block):
-            count = min(block, self.tokens - first)
+        axis, held, tokens = self._rows.axis - 1, self._rows.data[row], self._rows.tokens
+        best = np.empty((len(low), tokens // unit_size), dtype=np.float32)
+        block = (BLOCK // unit_size or 1) * unit_size
+        for first in range(0, tokens, block):
+            count = block if first + block <= tokens else tokens - first
             raw, factor, constant = self._scores(low, held.narrow(axis, first, count))
             if visible is not None:
                 least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
                 raw.masked_fill_(~visible[min(row, len(visible) - 1), first : first + count], least)
-            most = raw.view(len(low), -1, unit_size).amax(2).float().numpy(force=True)
+            largest = raw.view(len(low), -1, unit_size).amax(2)
+            most = largest.numpy() if largest.dtype == torch.int32 else largest.float().numpy(force=True)
             into = best[:, first // unit_size : (first + count) // unit_size]
-            np.multiply(most, factor, out=into)
+            np.multiply(most, factor, out=into, casting="same_kind")
             into += constant
         return best
 
@@ -87,8 +88,11 @@ class CompactKeys(ABC):
         self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
     ) -> np.ndarray:
         """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`; `visible` as above."""
-        axis, chosen = self._rows.axis - 1, torch.from_numpy(units).to(self.device)
-        some = self._rows.data[row].unflatten(axis, (-1, unit_size)).index_select(axis, chosen).flatten(axis, axis + 1)
+        axis, held, chosen = self._rows.axis - 1, self._rows.data[row], torch.from_numpy(units)
+        chosen = chosen if held.is_cpu else chosen.to(held.device)
+        shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
+        parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
+        some = parted.index_select(axis, chosen).view(shape)
         raw, factor, constant = self._scores(low, some)
         scores: np.ndarray = raw.float().numpy(force=True) * factor
         scores += constant
