@@ -386,7 +386,7 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
     for reason in dynamo["graph_break"]:
         assert any(name in reason for name in known), reason
     if how == "compiled forward":  # `generate` calls the model under the wrapper, which nobody compiled
-        assert 0 < dynamo["frames"]["ok"] <= (70 if older else 60)
+        assert 0 < dynamo["frames"]["ok"] <= (80 if older else 60)
 
 
 def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
