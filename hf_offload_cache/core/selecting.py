@@ -75,7 +75,7 @@ class Selecting:
             self.version += 1
 
     def rest(self) -> None:
-        """A step that selects nothing comes: give back what only selecting needs, but what is kept from before."""
+        """A step that selects nothing comes: give back what only selecting needs; slots are the layers'."""
         self.areas.release()
         self.workspace.release()
 

@@ -55,7 +55,8 @@ def rank_units(
     the sum is linear, so one vector stands for all heads.
 
     `visible` (·, tokens) leaves padding out of all of it. `exact` (B, H, t) float32: scaled scores of tokens that share
-    the softmax and are not ranked: the tail, and those of the groups `apart` (B, n), which come out below all others.
+    the softmax and are not ranked: the tail, and the sinks, whose groups `apart` (B, n) come out below all others; what
+    else is in those counts for nothing.
     `only` those rows are ranked, and in the ranking; None: all.
 
     The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on

@@ -30,7 +30,7 @@ class SinkKeys:
             first = visible.expand(rows, -1).int().argmax(1).numpy(force=True)
             first = np.minimum(first, max(0, visible.shape[1] - num_sinks))
         self._unit_size, self._account = form.group_size, account
-        account.hold(_OWNER, rows * num_sinks * form.num_key_heads * form.key_dim * form.dtype.itemsize)
+        account.hold(_OWNER, self.planned(form, num_sinks, rows)[_OWNER])
         shape = rows, form.num_key_heads, num_sinks, form.key_dim
         self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
         self._place(first)

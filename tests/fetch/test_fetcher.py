@@ -128,6 +128,18 @@ def units(*rows: list[int]) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- what is gathered
 
 
+def test_a_choice_that_is_gathered_again_is_counted_once(storage: Storage) -> None:
+    """Its entries are there again; hit rates are of steps that chose. The same units chosen anew count."""
+    store = filled(storage)
+    source, seen, counters = Source(store, units([4, 7, 2])), fetcher(storage, 2), storage.counters
+    choice = Choice(units([0, 2]))
+    for count, again in ((2, choice), (2, choice), (4, Choice(units([0, 2])))):
+        assert_holds(source, again, seen.gather(source, again))
+        assert counters.units_selected == count
+    assert counters.units_resident == 2
+    seen.close()
+
+
 @pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("capacities", [(), (0,), (3,), (64,), (2, 9), (0, 5), (5, 0)])
 @pytest.mark.parametrize("rows", [1, 3])

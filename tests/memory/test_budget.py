@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache
+from hf_offload_cache.caches import disk_swap
 from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
@@ -209,6 +210,12 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
             assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "with 20" in said[0]
     assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL) == []
     assert DiskSwapCache.shortfalls(DiskSwapConfig(exact=True), SMOL) == []
+
+
+def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_swap, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
+    with pytest.warns(UserWarning, match="bytes a token lose facts"):
+        DiskSwapCache.for_budget(tiny("llama"), "16MiB", 960, engine="memory").close()
 
 
 def test_the_users_fields_stay() -> None:
