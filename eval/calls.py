@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
-    # By itself a cache goes on with the faster one, after eight steps of each.
+    # By itself a cache goes on with the faster one, once both were tried.
     ways = {"settled": False, "looking ahead": True}
     found = {
         way: measure(SMOLLM2.light(), given.tokens, given.steps, look_ahead=flag) for way, flag in ways.items()

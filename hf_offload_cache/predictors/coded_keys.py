@@ -12,9 +12,9 @@ from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
 from .coding import Coding, most_components
-from .compact_keys import BLOCK, CompactKeys, Scores
+from .compact_keys import BLOCK, Asked, CompactKeys
 from .directions import parts
-from .integer_product import multiplied
+from .integer_product import multiplied, rounded
 from .token_rows import TokenRows
 
 
@@ -81,14 +81,17 @@ class CodedKeys(CompactKeys):
         np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
 
-    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
-        count, rank, heads = some.shape[1], self._rank, len(low)
+    def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
+        count = self.coding.rough if roughly else self._rank
+        queries, unit, used = rounded(low[:, :count], self.device)
+        return Asked(queries, unit, low[:, -1:] + (used @ self._offsets[:count])[:, None] * unit)
+
+    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
+        (heads, rank), count = asked.queries.shape, some.shape[1]
         wide, most = 4 * heads * count, max(count, min(BLOCK, self._rows.tokens))
-        memory = self._workspace.take(most * (rank + 4 * heads), dtype=torch.uint8, device=some.device)
+        memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=some.device)
         unpacked = self.coding.unpacked(some, memory[wide : wide + rank * count].view(rank, count))
-        weights, constant = low[:, :-1], low[:, -1:]
-        raw, unit, used = multiplied(weights, unpacked, memory[:wide])
-        return raw, unit, constant + (used @ self._offsets)[:, None] * unit
+        return multiplied(asked.queries, unpacked, memory)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
+ROUGH = True
+_SHIFTS = torch.tensor([0, 4, 0, 2, 4, 6], dtype=torch.uint8)[:, None, None]
+"""By how much packed components of 4 bits, two to a byte, and of 2 bits, four to a byte, are shifted."""
 
 
 @dataclass(frozen=True)
@@ -78,32 +81,34 @@ class Coding:
             packed.append(first | (second << 2) | (third << 4) | (last << 6))
         return torch.cat(packed)
 
+    @property
+    def rough(self) -> int:
+        """How many of the first components tell roughly what a score is: those of 8 and 4 bits, if they are not few."""
+        wide, four, _ = self.counts
+        return wide + four if 3 * (wide + four) >= self.rank and ROUGH else self.rank
+
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The components (r, n) int8, in `out` (uint8) if given, of `codes` (nbytes, n) uint8; `offsets` are not
-        added."""
+        added. An `out` of fewer rows, `rough` ones, gets the first components."""
         wide, four, two = self.counts
         if out is None:
             out = torch.empty(self.rank, codes.shape[1], dtype=torch.uint8, device=codes.device)
+        half, quarter, count = four // 2, two // 4, codes.shape[1]
         into: Any = out
         source: Any = codes
-        both: Any = torch.bitwise_and
         shifted: Any = torch.bitwise_right_shift
+        shifts: Any = _SHIFTS.to(codes.device)
         if codes.device.type == "cpu":  # numpy is done before torch's threads are awake
-            into, source, both, shifted = into.numpy(), source.numpy(), np.bitwise_and, np.right_shift
+            into, source, shifts, shifted = into.numpy(), source.numpy(), shifts.numpy(), np.right_shift
         into[:wide] = source[:wide]
-        half, quarter = four // 2, two // 4
         if half:
-            nibbles, start = source[wide : wide + half], wide
-            both(nibbles, 15, out=into[start : start + half])
-            shifted(nibbles, 4, out=into[start + half : start + four])
-        if quarter:
-            pairs, start = source[wide + half :], wide + four
-            both(pairs, 3, out=into[start : start + quarter])
-            for place in (1, 2):
-                part = into[start + place * quarter : start + (place + 1) * quarter]
-                shifted(pairs, 2 * place, out=part)
-                both(part, 3, out=part)
-            shifted(pairs, 6, out=into[start + 3 * quarter : start + two])
+            part = into[wide : wide + four]
+            shifted(source[wide : wide + half], shifts[:2], out=part.reshape(2, half, count))
+            part &= 15
+        if quarter and len(out) == self.rank:
+            part = into[wide + four :]
+            shifted(source[wide + half :], shifts[2:], out=part.reshape(4, quarter, count))
+            part &= 3
         return out.view(torch.int8)
 
     # --- contexts ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,15 @@ BLOCK = 4096
 HIDDEN = np.float32(-1e30)
 """The score of padding."""
 
-Scores = tuple[torch.Tensor, np.ndarray, np.ndarray]
-"""Raw scores (h, n) of any type, valid until the next ones; a factor and a constant (h, 1) that make scores of them."""
+
+class Asked(NamedTuple):
+    """Low-rank queries on their way to scores."""
+
+    queries: torch.Tensor
+    """(h, components), in the type that they are multiplied in."""
+    factor: np.ndarray
+    """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
+    constant: np.ndarray
 
 
 class CompactKeys(ABC):
@@ -62,26 +69,29 @@ class CompactKeys(ABC):
         """(B, H, ·) float32, linear in query (B, H, D): what the scores are asked with, row by row."""
 
     @abstractmethod
-    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
-        """Of low-rank queries (h, ·) and what is held of n tokens of a row."""
+    def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
+        """Low-rank queries (h, ·); `roughly`: those components that say most are enough."""
+
+    @abstractmethod
+    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
+        """(h, n), of any type, with what is held of n tokens of a row: valid until the next."""
 
     def best_of_units(self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None) -> np.ndarray:
-        """(h, units) float32: the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
+        """(h, units) float32: about the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
         (·, tokens) puts padding below everything."""
         axis, held, tokens = self._rows.axis - 1, self._rows.data[row], self._rows.tokens
-        best = np.empty((len(low), tokens // unit_size), dtype=np.float32)
+        asked, found = self._asked(low, True), []
         block = (BLOCK // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
-            raw, factor, constant = self._scores(low, held.narrow(axis, first, count))
+            raw = self._products(asked, held if count == tokens else held.narrow(axis, first, count))
             if visible is not None:
                 least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
                 raw.masked_fill_(~visible[min(row, len(visible) - 1), first : first + count], least)
-            largest = raw.view(len(low), -1, unit_size).amax(2)
-            most = largest.numpy() if largest.dtype == torch.int32 else largest.float().numpy(force=True)
-            into = best[:, first // unit_size : (first + count) // unit_size]
-            np.multiply(most, factor, out=into, casting="same_kind")
-            into += constant
+            found.append(raw.view(len(low), -1, unit_size).amax(2))
+        best: np.ndarray = (found[0] if len(found) == 1 else torch.cat(found, 1)).float().numpy(force=True)
+        best *= asked.factor
+        best += asked.constant
         return best
 
     def of_units(
@@ -93,9 +103,10 @@ class CompactKeys(ABC):
         shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
         parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
         some = parted.index_select(axis, chosen).view(shape)
-        raw, factor, constant = self._scores(low, some)
-        scores: np.ndarray = raw.float().numpy(force=True) * factor
-        scores += constant
+        asked = self._asked(low, False)
+        scores: np.ndarray = self._products(asked, some).float().numpy(force=True)
+        scores *= asked.factor
+        scores += asked.constant
         if visible is not None:
             seen = visible[min(row, len(visible) - 1), : self.tokens].unflatten(0, (-1, unit_size))
             seen = seen[chosen.to(seen.device)]

@@ -11,9 +11,9 @@ from ..errors import ContextError
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
-from .compact_keys import BLOCK, CompactKeys, Scores
+from .compact_keys import BLOCK, Asked, CompactKeys
 from .directions import parts
-from .integer_product import multiplied
+from .integer_product import multiplied, rounded
 from .token_rows import TokenRows
 
 _CLIP = 5.0
@@ -22,7 +22,7 @@ _CLIP = 5.0
 _WIDE = 2**16
 """Elements of a projection above which expanding it to float32 takes longer than the rest of the product."""
 
-_ZERO = np.zeros((1, 1), dtype=np.float32)
+_ZERO, _ONE = np.zeros((1, 1), dtype=np.float32), np.ones((1, 1), dtype=np.float32)
 
 
 def default_rank(key_width: int) -> int:
@@ -152,12 +152,18 @@ class LowRankKeys(CompactKeys):
         states = query.float().numpy(force=True).reshape(batch, key_heads, -1, dim)
         return (np.matmul(states, self._queries.float().numpy()) * self._host_scale).reshape(batch, heads, -1)
 
-    def _scores(self, low: np.ndarray, some: torch.Tensor) -> Scores:
-        if some.dtype == torch.int8:
-            memory = self._workspace.take(4 * len(low) * len(some), dtype=torch.uint8, device=some.device)
-            return *multiplied(low, some.t(), memory)[:2], _ZERO
-        raw = torch.from_numpy(low).to(some.device, some.dtype) @ some.t()
-        return raw, np.ones((len(low), 1), dtype=np.float32), _ZERO
+    def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
+        if self._rows.data.dtype == torch.int8:
+            return Asked(*rounded(low, self.device)[:2], _ZERO)
+        return Asked(torch.from_numpy(low).to(self.device, self._rows.data.dtype), _ONE, _ZERO)
+
+    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
+        if some.dtype != torch.int8:
+            return asked.queries @ some.t()
+        size = 4 * len(asked.queries) * len(some)
+        return multiplied(
+            asked.queries, some.t(), self._workspace.take(size, dtype=torch.uint8, device=some.device)
+        )
 
 
 def multiplies_bfloat16() -> bool:

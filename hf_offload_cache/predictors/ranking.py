@@ -13,6 +13,7 @@ from .compact_keys import CompactKeys
 from .sinks import largest
 
 CANDIDATES = 4
+PEAKS = False
 """Times the groups wanted: of how many the mass is estimated."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
@@ -93,6 +94,11 @@ def rank_units(
         rough = (1 / total[:, 0]) @ peaks
         if others is not None:
             rough[others] = -1
+        if PEAKS:
+            importance[place] = rough
+            if last is not None:
+                rest[place] = (rest_of_head / total).sum()
+            continue
         chosen = candidates[place] = largest(rough[None], count)[0]
         scores = keys.of_units(low[row], row, chosen, group_size, visible)
         scores *= np.float32(scaling)

@@ -15,22 +15,37 @@ def drive(pace: Pace, steps: int, seconds: dict[bool, float]) -> list[bool]:
     return ways
 
 
+TURNS = [True, False, False, True]
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_faster_way_is_kept_and_tried_again(faster: bool) -> None:
     pace = Pace()
-    ways = drive(pace, 2 * Pace.TRIAL, {faster: 1.0, not faster: 2.0})
-    assert ways == [True] * Pace.TRIAL + [False] * Pace.TRIAL
-    assert drive(pace, Pace.AGAIN, {faster: 1.0, not faster: 2.0}) == [faster] * Pace.AGAIN
-    ways = drive(pace, 2 * Pace.TRIAL, {faster: 2.0, not faster: 1.0})
-    assert ways == [True] * Pace.TRIAL + [False] * Pace.TRIAL
+    clear = {faster: 1.0, not faster: 2.0}
+    assert drive(pace, 8, clear) == 2 * TURNS
+    assert drive(pace, Pace.AGAIN, clear) == [faster] * Pace.AGAIN
+    assert drive(pace, 8, {faster: 2.0, not faster: 1.0}) == 2 * TURNS
     assert pace.first is not faster
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_what_is_not_clear_is_tried_longer_and_decided_by_medians(faster: bool) -> None:
+    """A machine that gets slower while it tries: in turns, both ways meet that alike."""
+    pace, ways = Pace(), []
+    for step in range(2 * Pace.TRIAL):
+        ways.append(pace.first)
+        pace.took((1.0 if ways[-1] is faster else 1.1) * (1 + step / 16))
+    assert ways == Pace.TRIAL // 2 * TURNS
+    assert [pace.first, pace.first] == [faster, faster]
+
+
 def test_one_slow_step_does_not_decide() -> None:
-    """The first step of a trial pays for what the change of ways costs."""
-    pace = Pace()
-    for seconds in [9.0] + [1.0] * (Pace.TRIAL - 1) + [2.0] * Pace.TRIAL:
-        pace.took(seconds)
+    """The first step of a way pays for what the change of ways costs; and a later one may have bad luck."""
+    pace, step = Pace(), {True: 0, False: 0}
+    for _ in range(2 * Pace.TRIAL):
+        way = pace.first
+        step[way] += 1
+        pace.took(9.0 if way and step[way] in (1, 3) else 1.0 if way else 2.0)
     assert pace.first
 
 
