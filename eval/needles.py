@@ -64,17 +64,25 @@ def _is_prose(paragraph: str) -> bool:
     return len(paragraph.split()) >= 20 and letters > 0.9 * len(paragraph) and paragraph.endswith(".")
 
 
-def make_needles(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> Iterator[Needle]:
-    """`count` samples of about `tokens` tokens: other text, another fact and another depth each, always the same."""
+def make_needles(
+    tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int = 0, facts: int = 1
+) -> Iterator[Needle]:
+    """`count` samples of about `tokens` tokens: other text, another fact and another depth each; of one `seed` always
+    the same. Of several `facts` in a document, one is asked for, and the others are spread evenly over it."""
     paragraphs = haystack()
-    generator = random.Random(0)
+    generator = random.Random(seed)
+    paragraphs = paragraphs[(shift := seed * 97 % len(paragraphs)) :] + paragraphs[:shift]
     for index in range(count):
         adjective, noun = generator.choice(ADJECTIVES), generator.choice(NOUNS)
         code = str(generator.randrange(10_000, 100_000))
         depth = (index + 0.5) / count
+        others = [
+            _fact(other, noun, str(generator.randrange(10_000, 100_000)))
+            for other in generator.sample([name for name in ADJECTIVES if name != adjective], facts - 1)
+        ]
         chosen: list[str] = []
         lengths: list[int] = []
-        room = tokens - _TEMPLATE_TOKENS
+        room = tokens - _TEMPLATE_TOKENS - sum(len(tokenizer(other)["input_ids"]) + 1 for other in others)
         position = index * len(paragraphs) // count
         while True:
             paragraph = paragraphs[position % len(paragraphs)]
@@ -86,12 +94,18 @@ def make_needles(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) ->
                 continue
             chosen.append(paragraph)
             lengths.append(length)
-        before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= depth * sum(lengths))
-        sentence = f"he secret code of the {adjective} {noun} is {code}."
-        fact = f"Remember this: t{sentence} T{sentence}"
-        chosen.insert(before, fact)
+        fact = _fact(adjective, noun, code)
+        places = [(depth + number / facts) % 1 for number in range(facts)]
+        for place, planted in sorted(zip(places, [fact, *others], strict=True), reverse=True):
+            before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= place * sum(lengths))
+            chosen.insert(before, planted)
         question = f"What is the secret code of the {adjective} {noun}? Answer with the number only."
         yield Needle("\n\n".join(chosen), fact, question, code, depth)
+
+
+def _fact(adjective: str, noun: str, code: str) -> str:
+    sentence = f"he secret code of the {adjective} {noun} is {code}."
+    return f"Remember this: t{sentence} T{sentence}"
 
 
 def run(

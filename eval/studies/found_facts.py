@@ -31,7 +31,8 @@ def ask(
 ) -> None:  # fmt: skip
     """A row for each needle and contender, `DynamicCache` first; `key` tells these needles' rows from others.
 
-    A budget that is too small for the context is a row with "refused" and no answer.
+    A budget that is too small for the context is a row with "refused" and no answer. With `arguments.known`, what
+    `DynamicCache` does not answer is asked of nobody else.
     """
     everyone = {REFERENCE: Contender(None), **contenders}
     for sample, needle in enumerate(needles):
@@ -50,6 +51,8 @@ def ask(
             except BudgetError as error:
                 row |= {"answered": None, "refused": str(error)}
             rows.add(**row)
+            if name == REFERENCE and not row["answered"] and getattr(arguments, "known", False):
+                break
 
 
 def _ask_one(

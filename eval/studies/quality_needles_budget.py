@@ -21,6 +21,9 @@ PROMISED = "1/13"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=7168, help="of a document")
     parser.add_argument("--samples", type=int, default=20, help="documents")
+    parser.add_argument("--facts", type=int, default=1, help="in a document, of which one is asked for")
+    parser.add_argument("--seed", type=int, default=0, help="of texts and facts")
+    parser.add_argument("--known", action="store_true", help="ask only what DynamicCache answers")
     shares = ["1/4", "1/6.5", "1/13", "1/20", "1/34"]
     parser.add_argument("--memory", nargs="+", default=shares, help="budgets: shares of the full KV, or sizes")
     setting_argument(parser)
@@ -30,10 +33,11 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
     if model is None:
         model, tokenizer = load_default_model(torch.bfloat16)
     contenders = contenders_of(arguments, {share: {"memory": share} for share in arguments.memory})
-    needles = make_needles(tokenizer, arguments.samples, arguments.tokens)
+    needles = make_needles(tokenizer, arguments.samples, arguments.tokens, arguments.seed, arguments.facts)
     ask(arguments, rows, contenders, needles, model, tokenizer)
     table = lost(rows.rows)
-    figure = f"facts lost at {PROMISED} of the full KV, {arguments.tokens} tokens, {arguments.samples} samples"
+    facts = "" if arguments.facts == 1 else f", one among {arguments.facts}"
+    figure = f"facts lost at {PROMISED} of the full KV, {arguments.tokens} tokens, {arguments.samples} samples{facts}"
     share = table[PROMISED]["lost_share"] if PROMISED in table else None
     return {"contenders": table, "must_reach": [judged(figure, share, most=0.05)]}
 

@@ -18,7 +18,6 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
-ROUGH = True
 _SHIFTS = torch.tensor([0, 4, 0, 2, 4, 6], dtype=torch.uint8)[:, None, None]
 """By how much packed components of 4 bits, two to a byte, and of 2 bits, four to a byte, are shifted."""
 
@@ -85,7 +84,7 @@ class Coding:
     def rough(self) -> int:
         """How many of the first components tell roughly what a score is: those of 8 and 4 bits, if they are not few."""
         wide, four, _ = self.counts
-        return wide + four if 3 * (wide + four) >= self.rank and ROUGH else self.rank
+        return wide + four if 3 * (wide + four) >= self.rank else self.rank
 
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The components (r, n) int8, in `out` (uint8) if given, of `codes` (nbytes, n) uint8; `offsets` are not

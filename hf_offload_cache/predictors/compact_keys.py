@@ -76,11 +76,13 @@ class CompactKeys(ABC):
     def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
         """(h, n), of any type, with what is held of n tokens of a row: valid until the next."""
 
-    def best_of_units(self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None) -> np.ndarray:
-        """(h, units) float32: about the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
-        (·, tokens) puts padding below everything."""
+    def best_of_units(
+        self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None, roughly: bool = False
+    ) -> np.ndarray:
+        """(h, units) float32: the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
+        (·, tokens) puts padding below everything. `roughly`: by those components that say most, if that is faster."""
         axis, held, tokens = self._rows.axis - 1, self._rows.data[row], self._rows.tokens
-        asked, found = self._asked(low, True), []
+        asked, found = self._asked(low, roughly), []
         block = (BLOCK // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
@@ -98,18 +100,14 @@ class CompactKeys(ABC):
         self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
     ) -> np.ndarray:
         """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`; `visible` as above."""
-        axis, held, chosen = self._rows.axis - 1, self._rows.data[row], torch.from_numpy(units)
-        chosen = chosen if held.is_cpu else chosen.to(held.device)
-        shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
-        parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
-        some = parted.index_select(axis, chosen).view(shape)
+        some = self._rows.of_units(row, units, unit_size)
         asked = self._asked(low, False)
         scores: np.ndarray = self._products(asked, some).float().numpy(force=True)
         scores *= asked.factor
         scores += asked.constant
         if visible is not None:
             seen = visible[min(row, len(visible) - 1), : self.tokens].unflatten(0, (-1, unit_size))
-            seen = seen[chosen.to(seen.device)]
+            seen = seen[torch.from_numpy(units).to(seen.device)]
             scores = np.where(seen.flatten().numpy(force=True), scores, HIDDEN)
         return scores.reshape(len(low), -1, unit_size)
 

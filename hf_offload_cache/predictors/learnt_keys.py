@@ -167,15 +167,18 @@ class LearntKeys:
 
     # --- ranking -----------------------------------------------------------------------------------------------
 
-    def rank(self, query: Query, wanted: int, rows: Sequence[int] | None = None) -> Ranking:
-        """Of the units for a query; right among the `wanted` best, and of those `rows` alone; None: of all."""
+    def rank(
+        self, query: Query, wanted: int, rows: Sequence[int] | None = None, *, mass: bool = False
+    ) -> Ranking:
+        """Of the units for a query; right among the `wanted` best, and of those `rows` alone; None: of all. `mass`: as
+        in `rank_units`."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact = self._exact_scores(query, seen) if self.rules.estimates else None
         apart = None if self.sinks is None else self.sinks.units
         return rank_units(
             keys, query.states, query.scaling, self.form.group_size, wanted, self.rules.selection, seen, exact, apart,
-            rows,
+            rows, mass,
         )  # fmt: skip
 
     def rank_among(self, query: Query, candidates: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from .captured_mass import curve, enough
 from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES, SPACING
 from .learnt_keys import LearntKeys, LowRankShared, Rules
+from .ranking import CANDIDATES
 from .sinks import largest, with_sinks
 
 _MEASURE_AGAIN = 2
@@ -45,7 +46,7 @@ class LowRankPredictor:
         self.latest_queries: torch.Tensor | None = None
         self._shared, self._name = shared, name
         self._measured_at = 0
-        self._candidates: np.ndarray | None = None
+        self._latest: np.ndarray | None = None  # importance of the units, by the latest query
         self._kept = KeptChoice(rules.steps_per_selection if rules.estimates else 1)
 
     @staticmethod
@@ -81,10 +82,11 @@ class LowRankPredictor:
             if not guess:
                 self._kept.went_on()
             return kept
-        if guess and self._candidates is not None and rules.estimates:
-            among = self.learnt.rank_among(query, self._candidates)
+        if guess and self._latest is not None and rules.estimates:
+            candidates = largest(self._latest, min(CANDIDATES * budget, self._latest.shape[1]))
+            among = self.learnt.rank_among(query, candidates)
             best = largest(among, min(budget, among.shape[1]))
-            return Choice(np.sort(np.take_along_axis(self._candidates, best, 1), 1))
+            return Choice(np.sort(np.take_along_axis(candidates, best, 1), 1))
         if rules.selection == "random":
             importance = torch.rand(self.rows, self.learnt.units, generator=self._shared.generator).numpy()
             return _best(with_sinks(importance, rules.num_sinks, self.form.group_size, self.learnt.seen(query)), budget)
@@ -99,16 +101,18 @@ class LowRankPredictor:
     def _chosen(self, query: Query, budget: int, rows: list[int]) -> Choice:
         """What the query of each of `rows` chooses, one row of the choice for each."""
         rules, seen = self.rules, self.learnt.seen(query)
-        ranking = self.learnt.rank(query, budget, rows)
-        if len(rows) == self.rows:
-            self._candidates = ranking.candidates
-        elif self._candidates is not None:
-            self._candidates[rows] = ranking.candidates
+        whole = rules.target_mass is not None and rules.estimates
+        ranking = self.learnt.rank(query, budget, rows, mass=whole)
         seen = None if seen is None else seen[rows]
-        importance = ranking.importance if rules.target_mass is None else ranking.importance.copy()
+        importance = ranking.importance.copy() if whole else ranking.importance
         importance = with_sinks(importance, rules.num_sinks, self.form.group_size, seen)
-        if rules.target_mass is None or not rules.estimates:
+        if len(rows) == self.rows:
+            self._latest = importance
+        elif self._latest is not None:
+            self._latest[rows] = importance
+        if not whole:
             return _best(importance, budget)
+        assert rules.target_mass is not None
         heads = query.states.shape[1]
         chosen, captured = enough(largest(importance, budget), importance, ranking, rules.target_mass, heads)
         counters = self._shared.counters()
@@ -128,18 +132,18 @@ class LowRankPredictor:
             return None
         self._measured_at = length
         wanted, heads = min(most, self.learnt.units), queries.shape[1]
-        rankings = [self.learnt.rank(query_of(states), wanted) for states in queries.unbind(2)]
+        rankings = [self.learnt.rank(query_of(states), wanted, mass=True) for states in queries.unbind(2)]
         return np.mean([curve(ranking, most, heads) for ranking in rankings], 0)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        self._candidates = None
+        self._latest = None
         self._kept.drop()
         self.learnt.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        self._candidates = None
+        self._latest = None
         self._kept.select_rows(rows)
         self.rows = len(rows)
         if self.latest_queries is not None:
@@ -153,7 +157,7 @@ class LowRankPredictor:
     def close(self) -> None:
         self.learnt.close()
         self._measured_at = 0
-        self.latest_queries = self._candidates = None
+        self.latest_queries = self._latest = None
         self._kept = KeptChoice(self._kept.steps)
 
     # --- contexts ----------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from .compact_keys import CompactKeys
 from .sinks import largest
 
 CANDIDATES = 4
-PEAKS = False
-"""Times the groups wanted: of how many the mass is estimated."""
+"""Times the groups wanted: of how many what was found roughly is found again with all that is known; and of how many
+mass is estimated, and a guess may choose from."""
+_FEW = 8
+"""Where candidates are at most one group in so many, all are first ranked roughly."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
 _NOTHING = np.float32(-1e30)
@@ -26,12 +28,13 @@ class Ranking:
     """How much each group matters to one query a row. Arrays of the host, the caller's own."""
 
     importance: np.ndarray
-    """(B, groups) float32, to be compared in a row; right among `candidates`. With the default rule, there, the
-    estimated attention mass summed over heads."""
-    candidates: np.ndarray
-    """(B, n) groups whose mass was estimated, in no order."""
-    rest: np.ndarray
-    """(B,) estimated mass, summed over heads, of what is no group: the tail."""
+    """(B, groups) float32, to be compared in a row. With the default rule the weight of the group's best token in
+    softmax, summed over heads, which are counted alike; where mass was asked for, among `candidates` the estimated
+    attention mass, and less elsewhere."""
+    candidates: np.ndarray | None = None
+    """(B, n) groups whose mass was estimated, in no order; None: it was not asked for."""
+    rest: np.ndarray | None = None
+    """(B,) estimated mass, summed over heads, of what is no group: the tail; None: it was not asked for."""
 
 
 def rank_units(
@@ -45,13 +48,16 @@ def rank_units(
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
     only: Sequence[int] | None = None,
+    mass: bool = False,
 ) -> Ranking:
     """How much each group matters to query (B, H, D), by the compact `keys` of B rows: the order is right among the
     `wanted` best.
 
-    "default": the group's estimated attention mass, summed over heads. Heads count alike: those with large raw
-    scores do not drown the others. The best token of each group, a pass over integers, finds the candidates;
-    exponentials are taken of these alone.
+    "default": the best token of each group, as the share of its head's softmax over the best tokens of all groups and
+    the tokens that are compared exactly, summed over heads. Heads count alike: those with large raw scores do not drown
+    the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many, which are
+    then looked at closely. `mass`: of these the mass of all their tokens is estimated, not of the best alone; on text
+    that chooses no better and takes half as long again.
     "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
     the sum is linear, so one vector stands for all heads.
 
@@ -64,59 +70,59 @@ def rank_units(
     the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
     """
     low = keys.low_rank_query(query)
+    rows, groups = range(low.shape[0]) if only is None else only, keys.tokens // group_size
     if rule == "paper":
         low = low.sum(1, keepdims=True)
-    rows, groups = range(low.shape[0]) if only is None else only, keys.tokens // group_size
+        return Ranking(np.concatenate([keys.best_of_units(low[row], row, group_size, visible) for row in rows]))
+    low *= np.float32(scaling)
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
+    rough = _FEW * count <= groups
     importance = np.empty((len(rows), groups), dtype=np.float32)
-    candidates = np.empty((len(rows), count), dtype=np.int64)
+    candidates = np.empty((len(rows), count if mass else 0), dtype=np.int64)
     rest = np.zeros(len(rows), dtype=np.float32)
     for place, row in enumerate(rows):
-        best = keys.best_of_units(low[row], row, group_size, visible)
-        if rule == "paper":
-            importance[place] = best[0]
-            candidates[place] = largest(best[:1], count)[0]
-            continue
-        best *= np.float32(scaling)
-        others = None if apart is None else apart[row]
+        best = keys.best_of_units(low[row], row, group_size, visible, rough)
+        others, last = None if apart is None else apart[row], None if exact is None else exact[row]
         if others is not None:
             best[:, others] = _NOTHING
-        top = np.maximum.reduce(best, -1, keepdims=True)
-        last = None if exact is None else exact[row]
-        if last is not None and last.size:
-            top = np.maximum(top, np.maximum.reduce(last, -1, keepdims=True))
-        best -= top
-        peaks = _exp(best)
-        total = of_peaks = _sum(peaks)
-        if last is not None:
-            rest_of_head = _sum(_exp(last - top))
-            total = of_peaks + rest_of_head
-        rough = (1 / total[:, 0]) @ peaks
-        if others is not None:
-            rough[others] = -1
-        if PEAKS:
-            importance[place] = rough
-            if last is not None:
-                rest[place] = (rest_of_head / total).sum()
-            continue
-        chosen = candidates[place] = largest(rough[None], count)[0]
-        scores = keys.of_units(low[row], row, chosen, group_size, visible)
-        scores *= np.float32(scaling)
-        scores -= top[..., None]
-        mass = _sum(_exp(scores))[..., 0]
-        total = total + _missing_mass(of_peaks, _sum(peaks[:, chosen]), _sum(mass))
-        importance[place] = rough - _BELOW
-        importance[place, chosen] = (1 / total[:, 0]) @ mass
-        if last is not None:
-            rest[place] = (rest_of_head / total).sum()
-    return Ranking(importance, candidates, rest)
+        if rough:
+            chosen = largest(_shares(best, last, others)[None], count)[0]
+            best[:, chosen] = keys.of_units(low[row], row, chosen, group_size, visible).max(2)
+        importance[place] = found = _shares(best, last, others)
+        if mass:
+            chosen = candidates[place] = largest(found[None], count)[0]
+            scores = keys.of_units(low[row], row, chosen, group_size, visible)
+            importance[place] -= _BELOW
+            importance[place, chosen], rest[place] = _masses(best, last, chosen, scores)
+    return Ranking(importance, candidates, rest) if mass else Ranking(importance)
 
 
-def _missing_mass(of_peaks: np.ndarray, of_chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """What the sum of the peaks of all groups lacks of their mass, (h, 1), by the sum of the peaks of the chosen ones
-    and their `known` mass: the others are taken to be as much larger than their best token as these."""
-    others = of_peaks - of_chosen
-    return known - of_chosen + others * (known / np.maximum(of_chosen, 1e-30) - 1)
+def _shares(best: np.ndarray, last: np.ndarray | None, others: np.ndarray | None) -> np.ndarray:
+    """(groups,): the softmax of each head's `best` scores (h, groups), beside the scores `last` (h, t), summed over
+    heads; below 0 for the groups `others`."""
+    groups = best.shape[1]
+    both = best if last is None else np.concatenate([best, last], 1)
+    weights = _exp(both - np.maximum.reduce(both, 1, keepdims=True))
+    shares: np.ndarray = (1 / _sum(weights)[:, 0]) @ weights[:, :groups]
+    if others is not None:
+        shares[others] = -1
+    return shares
+
+
+def _masses(
+    best: np.ndarray, last: np.ndarray | None, chosen: np.ndarray, scores: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """The mass, summed over heads, of each of the groups `chosen`, whose tokens' scores are (h, n, tokens); and that of
+    `last`. The other groups are taken to be as much larger than their `best` token as these."""
+    top = np.maximum.reduce(best, 1, keepdims=True)
+    exact = np.zeros_like(top)
+    if last is not None and last.size:
+        top = np.maximum(top, np.maximum.reduce(last, 1, keepdims=True))
+        exact = _sum(_exp(last - top))
+    mass, peaks = _sum(_exp(scores - top[..., None]))[..., 0], _exp(best - top)
+    known, of_chosen = _sum(mass), _sum(peaks[:, chosen])
+    total = exact + known + (_sum(peaks) - of_chosen) * (known / np.maximum(of_chosen, 1e-30))
+    return (1 / total[:, 0]) @ mass, float((exact / total).sum())
 
 
 def rank_among(

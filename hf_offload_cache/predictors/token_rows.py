@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..memory.account import MemoryAccount
@@ -45,6 +46,15 @@ class TokenRows:
     def data(self) -> torch.Tensor:
         """What is held, a view: valid until the next change."""
         return self._data.narrow(self.axis, 0, self.tokens)
+
+    def of_units(self, row: int, units: np.ndarray, unit_size: int) -> torch.Tensor:
+        """What is held of the tokens of `units` (n,) of a row, in their order: a copy, of one axis fewer."""
+        axis, held = self.axis - 1, self.data[row]
+        shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
+        parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
+        if held.is_cpu and held.dtype != torch.bfloat16:  # numpy is done before torch's threads are awake
+            return torch.from_numpy(parted.numpy().take(units, axis).reshape(shape))
+        return parted.index_select(axis, torch.from_numpy(units).to(held.device)).view(shape)
 
     def lend(self) -> torch.Tensor:
         """`data`, for who goes on looking at it: no later change is seen there."""

@@ -58,15 +58,18 @@ def test_every_selection_is_well_formed(
 
 
 def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At full rank in float32 with one's own query: the groups that get most of exact attention."""
+    """At full rank in float32 with one's own query: the groups whose best tokens get most of exact attention."""
     expected: list[set[int]] = []
     layer_class = DiskSwapCache.layer_class
     decode = layer_class.decode
 
     def watched(layer: Any, call: AttentionCall, step: Step) -> Any:
-        keys = layer.history.whole()[0][:, :, : layer.history.units * 4].repeat_interleave(2, 1)
+        keys, units = layer.history.whole()[0].repeat_interleave(2, 1), layer.history.units
         scores = torch.einsum("bhd,bhtd->bht", call.query[:, :, 0], keys) * call.scaling
-        importance = torch.softmax(scores, -1).unflatten(2, (-1, 4)).sum((1, 3))[0]
+        best = scores[..., : units * 4].unflatten(2, (-1, 4)).amax(-1)
+        best[..., 0] = -1e9  # the sinks, which share the softmax token by token, as the latest ones do
+        both = torch.cat([best, scores[..., :4], scores[..., units * 4 :]], -1)
+        importance = torch.softmax(both, -1)[0, :, :units].sum(0)
         importance[0] = float("inf")
         expected.append(set(importance.topk(11).indices.tolist()))
         return decode(layer, call, step)
@@ -76,9 +79,8 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
         run(cache, max_new_tokens=5)
     assert len(seen) == len(expected) == 12
     agreement = [len(best & set(groups[0].tolist())) / 11 for best, (_, groups) in zip(expected, seen, strict=True)]
-    # not all of them: heads are weighed by the mass of the candidates alone
-    assert min(agreement) >= 7 / 11
-    assert np.mean(agreement) > 0.85
+    assert min(agreement) >= 10 / 11  # one of two that are almost alike
+    assert np.mean(agreement) > 0.95
 
 
 def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import torch
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.predictors import ranking
 from hf_offload_cache.predictors.coded_keys import CodedKeys
 from hf_offload_cache.predictors.coding import Coding, bytes_of, default_summary_bytes, most_components
 from hf_offload_cache.predictors.compact_keys import BLOCK, HIDDEN
 from hf_offload_cache.predictors.fit_coding import allocate, fit_coding
+from hf_offload_cache.predictors.ranking import rank_units
 
 KV, HEADS, DIM = 2, 6, 16
 WIDTH = KV * DIM
@@ -76,6 +78,9 @@ def test_every_code_comes_back(counts: tuple[int, int, int]) -> None:
     torch.testing.assert_close(found[1], torch.from_numpy(0.5 - limits).float(), rtol=0, atol=0)
     out = torch.zeros(rank, 700, dtype=torch.uint8)
     assert torch.equal(coding.unpacked(codes, out), coding.unpacked(codes)) and bool(out.any())
+    assert coding.rough == (rank if counts[0] + counts[1] < counts[2] / 2 else counts[0] + counts[1])
+    rough = torch.zeros(coding.rough, 700, dtype=torch.uint8)
+    assert torch.equal(coding.unpacked(codes, rough), coding.unpacked(codes)[: coding.rough])
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 3, 5])
@@ -210,6 +215,41 @@ def test_many_tokens_are_scored_some_at_a_time() -> None:
     assert account.by_owner["scores"] == BLOCK * (coding.rank + 4 * HEADS)
     whole = found.of_units(found.low_rank_query(query)[0], 0, np.arange(best.shape[1]), 4, None).max(-1)
     np.testing.assert_allclose(best, whole, rtol=1e-5, atol=1e-4)
+
+
+def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rough pass unpacks the first components alone; what it passes on is then ranked as if all had been looked at
+    closely, and padding, the sinks' units and the latest tokens count as they do there."""
+    keys, query = keys_of(2, 1600), query_of(2)
+    coding = coding_of(keys, 10)
+    assert coding.rough < coding.rank
+    found, unpacked = coded(keys, coding), Coding.unpacked
+    shapes: list[int] = []
+
+    def watched(self: Coding, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        shapes.append(len(out))
+        return unpacked(self, codes, out)
+
+    visible = torch.ones(2, 1600, dtype=torch.bool)
+    visible[1, :40] = False
+    last, apart = np.random.default_rng(0).normal(size=(2, HEADS, 5)).astype(np.float32), np.array([[0], [10]])
+    monkeypatch.setattr(Coding, "unpacked", watched)
+
+    def ranked() -> np.ndarray:
+        del shapes[:]
+        return rank_units(found, query, 0.3, 4, 6, visible=visible, exact=last, apart=apart).importance
+
+    rough = ranked()
+    assert shapes == [coding.rough, coding.rank] * 2
+    monkeypatch.setattr(ranking, "_FEW", 10**6)
+    close = ranked()
+    assert shapes == [coding.rank] * 2
+    for row in range(2):
+        best = np.argsort(-close[row])[:6]
+        assert set(best) == set(np.argsort(-rough[row])[:6])
+        np.testing.assert_allclose(rough[row, best], close[row, best], rtol=0.04)  # others count roughly
+        assert rough[row, apart[row]] < 0 and close[row, apart[row]] < 0
+    assert (rough[1, :10] < 1e-6).all()
 
 
 def test_rows_pieces_truncation_and_the_account() -> None:

@@ -28,9 +28,12 @@ WIDTH = KV * DIM
 
 
 def ranking(summary: LowRankKeys, *arguments: Any) -> torch.Tensor:
-    """The importance of (query, scaling, group size, rule, wanted, visible) as a tensor."""
+    """The importance of (query, scaling, group size, rule, wanted, visible) as a tensor; rule "mass": the default one,
+    asked for mass."""
     query, scaling, group, rule, wanted, *visible = arguments
-    return torch.from_numpy(rank_units(summary, query, scaling, group, wanted, rule, *visible).importance)
+    own, mass = ("default", True) if rule == "mass" else (rule, False)
+    found = rank_units(summary, query, scaling, group, wanted, own, *visible, mass=mass)
+    return torch.from_numpy(found.importance)
 
 
 def keys_of(batch: int, tokens: int, rank: int = WIDTH, seed: int = 0) -> torch.Tensor:
@@ -62,10 +65,13 @@ def predictor(
 
 
 def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, rule: str) -> torch.Tensor:
-    """(B, groups) from exact scores of every query head with its key head: attention mass, or the paper's maximum."""
+    """(B, groups) from exact scores of every query head with its key head: attention mass, the softmax of the groups'
+    best tokens, or the paper's maximum."""
     scores = torch.einsum("bhd,bhtd->bht", query.double(), keys.double().repeat_interleave(HEADS // KV, 1))
     if rule == "paper":
         return scores.sum(1).unflatten(1, (-1, GROUP)).amax(-1)
+    if rule == "default":
+        return torch.softmax(scores.unflatten(2, (-1, GROUP)).amax(-1) * scaling, -1).sum(1)
     return torch.softmax(scores * scaling, -1).unflatten(2, (-1, GROUP)).sum((1, 3))
 
 
@@ -82,7 +88,7 @@ def query_of(batch: int, seed: int = 1) -> torch.Tensor:
     return 3 * torch.randn(batch, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("rule", ["default", "paper"])
+@pytest.mark.parametrize("rule", ["default", "mass", "paper"])
 @pytest.mark.parametrize("tokens", [GROUP, 44, 200])
 def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
     """Where every group is a candidate, the numbers are those of the oracle."""
@@ -99,9 +105,8 @@ def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
     ("rule", "wanted"),
     [
         *[("paper", wanted) for wanted in (1, 5, 40)],
-        ("default", 1),
-        ("default", 5),
-        ("default", 40),
+        *[("default", wanted) for wanted in (1, 5, 40)],
+        *[("mass", wanted) for wanted in (1, 5, 40)],
     ],
 )
 def test_the_best_are_among_the_candidates(rule: str, wanted: int) -> None:
@@ -165,6 +170,7 @@ def test_heads_are_normalised_before_they_are_summed() -> None:
     keys[0, 1, 60, 0] = 20.0  # second: the last group
     summary = predictor(keys, WIDTH)
     summary.append(keys)
+    assert int(ranking(summary, query, 1.0, GROUP, "mass", 3).argmax()) == 15
     assert int(ranking(summary, query, 1.0, GROUP, "default", 3).argmax()) == 15
     assert int(ranking(summary, query, 1.0, GROUP, "paper", 3).argmax()) < 8
 
@@ -186,10 +192,17 @@ def test_the_tail_shares_the_softmax() -> None:
     summary = predictor(keys[:, :, :200], WIDTH)
     summary.append(keys[:, :, :200])
     last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
-    ranking = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy())
-    expected = exact_importance(query, keys, 0.3, "default")
+    ranking = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy(), mass=True)
+    expected = exact_importance(query, keys, 0.3, "mass")
+    assert ranking.rest is not None
     torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
+    peaks = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy())
+    assert peaks.rest is None
+    scores = torch.einsum("bhd,bhtd->bht", query, keys.repeat_interleave(HEADS // KV, 1)) * 0.3
+    best = torch.cat([scores[..., :200].unflatten(2, (-1, GROUP)).amax(-1), scores[..., 200:]], 2)
+    shares = torch.softmax(best, -1).sum(1)[:, :50]
+    torch.testing.assert_close(torch.from_numpy(peaks.importance), shares, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
@@ -203,7 +216,8 @@ def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) ->
     alone = predictor(keys, WIDTH, dtype)
     parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
     alone.append(torch.stack(parts))
-    torch.testing.assert_close(found, rank_units(alone, query, 0.3, GROUP, 60).importance, rtol=1e-4, atol=1e-5)
+    expected = rank_units(alone, query, 0.3, GROUP, 60, mass=True).importance
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_the_same_size_allocates_nothing() -> None:
