@@ -32,10 +32,10 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write queue and the two buffers that
        stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens, to a fortieth), layer budgets
        (uniform ones need smaller areas), the queue and the blocks to what they need.
-    2. What is left goes to blocks of up to 512 tokens again (decoding does not hold them), and then to bytes of codes
-       and to slots as they are worth (`summary_bytes.worth`); of truncated keys to reuse slots up to `num_selected`, to
-       the default rank, to slots up to twice `num_selected`, to a rank of up to half of the key width, and to slots
-       until all is held.
+    2. What is left goes to bytes of codes and to slots as they are worth (`summary_bytes.worth`); of truncated keys to
+       reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to
+       half of the key width, and to slots until all is held. What a prefill has room for, which holds no slots, goes to
+       blocks of up to 2048 tokens.
     3. Where that does not fit, the most of the compact keys that does, with slots for what is left; down to where they
        are a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent`
        (8) give way. Where not even that leaves room to find out how keys are coded (a short context of a small model),
@@ -64,11 +64,11 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
             for level in levels if amount == keys.wanted else reversed(levels):
                 chosen = {**level, **keys.of(amount), "reuse_capacity": 0}
                 if search.fits(chosen):
-                    return search.config(keys.filled(search.wider_blocks(chosen)))
+                    return search.config(search.wider_blocks(keys.filled(chosen)))
         for level in _frugal(search, forms):
             chosen = {**level, **keys.of(keys.least), "reuse_capacity": 0}
             if search.fits(chosen):
-                return search.config(keys.filled(search.wider_blocks(chosen)))
+                return search.config(search.wider_blocks(keys.filled(chosen)))
     leasts = [{**_least(search), **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds]
     raise search.refusal(min(leasts, key=search.peak))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..model.masks import shown
+from ..model.masks import is_causal, shown
 
 MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
@@ -34,6 +34,7 @@ class Step:
     entered: bool = False
     """A decoder block was entered."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
+    _causal: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
 
     @classmethod
     def alone(cls, sequences: int, history: int, tokens: int) -> Step:
@@ -61,6 +62,14 @@ class Step:
     def changes(self, mask: Any) -> bool:
         """Whether a mask hides something of the last query, or has a bias for it: else attention is as well without."""
         return mask is not None and self._look(mask)[1]
+
+    def causal(self, mask: torch.Tensor) -> bool:
+        """See `masks.is_causal`; looked at once a step for each mask."""
+        for known, found in self._causal:
+            if known is mask:
+                return found
+        self._causal.append((mask, is_causal(mask)))
+        return self._causal[-1][1]
 
     def _look(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         for known, seen, changes in self._masks:

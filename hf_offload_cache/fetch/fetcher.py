@@ -103,7 +103,10 @@ class Fetcher:
         """Start to read into a borrowed area, which is given back where that raises."""
         rows = area.host_rows(records.size, history.form.record_bytes)
         try:
-            return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+            if not self._storage.timeline.on:
+                return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+            with self._storage.timeline.span("read", self._layer_idx):
+                return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
         except StalledError:  # it may still write to the area
             raise
         except Exception:

@@ -13,7 +13,7 @@ from ..report.text import size_text
 Config = TypeVar("Config", bound=OffloadConfig)
 
 _LEAST_QUEUE, _LARGEST_QUEUE = 2**16, 4 * 2**20
-_WIDE_BLOCK = 512
+_WIDE_BLOCK = 2048
 STREAM_SHARES = (10, 20, 40)
 """The write queue, and the two buffers of a stream, take one part in so many of the budget each."""
 LEAST_RECENT, SHORT_TAIL = 4, 16
@@ -68,13 +68,12 @@ class Search(Generic[Config]):
         return {"block_tokens": max(block, least), "write_queue": max(queue, self.least_queue())}
 
     def wider_blocks(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with its blocks doubled while that fits, up to 512 tokens and a tenth of the budget.
+        """`chosen`, which fits, with its blocks doubled while that fits, up to 2048 tokens.
 
-        A prefill in pieces attends over all that came before block by block, and blocks of 64 tokens cost it two
-        thirds more time than blocks of 512.
+        A prefill in pieces attends over all that came before block by block, and merges what each gives: blocks of 64
+        tokens cost it two thirds more time than blocks of 512, which cost a tenth more than blocks of 2048.
         """
-        most = min(_WIDE_BLOCK, self.streams(STREAM_SHARES[0])["block_tokens"])
-        while (wider := {**chosen, "block_tokens": 2 * chosen["block_tokens"]})["block_tokens"] <= most:
+        while (wider := {**chosen, "block_tokens": 2 * chosen["block_tokens"]})["block_tokens"] <= _WIDE_BLOCK:
             if not self.fits(wider):
                 break
             chosen = wider

@@ -10,6 +10,20 @@ def shown(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def is_causal(mask: torch.Tensor) -> bool:
+    """Whether a mask (·, 1, q, T) hides of each of the last q tokens those after it, and nothing else: then attention
+    is as well without, told that it is causal."""
+    queries, columns = mask.shape[-2:]
+    if columns < queries:
+        return False
+    seen = shown(mask)
+    if mask.dtype != torch.bool and bool(mask.masked_fill(~seen, 0).any()):
+        return False
+    causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
+    before, own = seen.split([columns - queries, queries], -1)
+    return bool(before.all()) and bool((own == causal).all())
+
+
 def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """A mask (·, 1, q, T), boolean (True: visible) or additive, as an additive float32 one whose hidden places are
     -inf."""

@@ -36,21 +36,22 @@ def stream_attention(
     float32 rounding. A block is used up before the next is asked for. Returns (B, q, H, Dv) in the query's dtype,
     contiguous.
     """
-    batch, heads, num_queries, dim = query.shape
+    heads, num_queries, dim = query.shape[1:]
     scaling = dim**-0.5 if scaling is None else scaling
     total: torch.Tensor | None = None
-    log_sum = torch.full((batch, heads, num_queries), float("-inf"), device=query.device)
+    log_sum: torch.Tensor
 
     def merge(keys: torch.Tensor, values: torch.Tensor, part_mask: torch.Tensor | None, causal: bool) -> None:
         nonlocal total, log_sum
         part, part_log_sum = attend_block(
             query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap
         )
-        merged = torch.logaddexp(log_sum, part_log_sum)
-        old_weight = torch.exp(log_sum - merged).nan_to_num_(0.0).unsqueeze(-1)
-        new_weight = torch.exp(part_log_sum - merged).nan_to_num_(0.0).unsqueeze(-1)
-        total = part * new_weight if total is None else total.mul_(old_weight).add_(part * new_weight)
-        log_sum = merged
+        if total is None:
+            total, log_sum = part.float(), part_log_sum
+            return
+        share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # of what both have seen; nan: nothing
+        total.lerp_(part.float(), share.unsqueeze(-1))
+        log_sum = torch.logaddexp(log_sum, part_log_sum)
 
     begin = 0
     for keys, values, *rest in history:

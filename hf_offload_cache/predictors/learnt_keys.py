@@ -28,9 +28,10 @@ from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
 from .sink_keys import SinkKeys
 
-_REFIT, _REFIT_LATER = 1.5, 8
+_REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
 """An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
-prompt that comes in pieces, the first of which is a poor sample of it; and by what was generated."""
+prompt that comes in pieces, the first of which is a poor sample of it; by a piece that is shorter than one before, and
+so probably the last; and by what was generated."""
 _LEAST = 512
 """Tokens from which on there are compact keys; with an adapter that was calibrated, any."""
 
@@ -85,6 +86,7 @@ class LearntKeys:
         self.sinks: SinkKeys | None = None
         self.fitted_at = 0
         """Tokens that were known when it was found out how keys are made compact."""
+        self._longest_piece = 0
         self._shared = shared
 
     @staticmethod
@@ -118,7 +120,10 @@ class LearntKeys:
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
         that is found out of all of them: two passes."""
-        grown = sealed.tokens >= self.fitted_at * (_REFIT_LATER if queries.shape[2] < LEAST_QUERIES else _REFIT)
+        piece, longest = queries.shape[2], self._longest_piece
+        self._longest_piece = max(piece, longest)
+        often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
+        grown = sealed.tokens >= self.fitted_at * often
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
@@ -230,7 +235,7 @@ class LearntKeys:
             if part is not None:
                 part.close()
         self.keys = self.sinks = None
-        self.fitted_at = 0
+        self.fitted_at = self._longest_piece = 0
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

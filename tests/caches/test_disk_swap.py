@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,19 +162,24 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["coded", "int8"])
 def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
-    """Its first piece is a poor sample: what keys are made compact by is remade whenever the prompt has grown by half,
-    of all keys: the mean is that of a prefill in one piece of as many tokens."""
-    ids, fitted = prompt(long_model(), 1, 2400), []
+    """Its first piece is a poor sample: what keys are made compact by is remade of all keys when the prompt has grown
+    threefold, and with a piece that is shorter than the others, which is the last; the mean is that of a prefill in one
+    piece of as many tokens. A question that follows is too short for that."""
+    ids, fitted = prompt(long_model(), 1, 2440), []
     with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
-        for start in range(0, 2400, 400):
-            feed(cache, ids[:, start : start + 400], 400)
+        for start, stop in itertools.pairwise([0, 400, 800, 1200, 1600, 2000, 2300, 2400, 2440]):
+            feed(cache, ids[:, start:stop], 400)
             fitted.append(cache.offloaded[1].predictor.learnt.fitted_at)
-        assert fitted == [0, 792, 1192, 1192, 1992, 1992]
-        feed(whole, ids[:, :2000], 2000)
+        assert fitted == [0, 792, 792, 792, 792, 2292, 2292, 2292]
+        feed(whole, ids[:, :2300], 2300)
         one, other = (each.offloaded[1].predictor.learnt.keys for each in (cache, whole))
-        assert cache.offloaded[1].predictor.ready(2392 // 4)
+        assert cache.offloaded[1].predictor.ready(2432 // 4)
         if kind == "coded":
             torch.testing.assert_close(one.coding.mean, other.coding.mean, rtol=1e-4, atol=1e-5)
+    with sparse(summary_dtype=kind, rank=None) as cache:
+        for start in range(0, 2400, 400):
+            feed(cache, ids[:, start : start + 400], 400)
+        assert cache.offloaded[1].predictor.learnt.fitted_at == 2392
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:

@@ -1,0 +1,70 @@
+"""What a mask is told to be, and that a prompt's pieces go without one that hides the future alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import fresh
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.model import stream_attention as streaming
+from hf_offload_cache.model.masks import is_causal
+
+
+def causal(rows: int, queries: int, columns: int) -> torch.Tensor:
+    return torch.ones(rows, 1, queries, columns, dtype=torch.bool).tril(columns - queries)
+
+
+@pytest.mark.parametrize(("queries", "columns"), [(1, 1), (1, 9), (5, 5), (4, 11)])
+@pytest.mark.parametrize("kind", ["bool", "bfloat16", "float32 lowest"])
+def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
+    """As a boolean, with -inf, and with the lowest number; with one more or one less hidden it is another mask."""
+
+    def made(seen: torch.Tensor) -> torch.Tensor:
+        if kind == "bool":
+            return seen
+        if kind == "bfloat16":
+            return torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill_(~seen, float("-inf"))
+        return torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+
+    plain = causal(2, queries, columns)
+    assert is_causal(made(plain))
+    for query, column in {(0, 0), (queries - 1, 0), (queries - 1, columns - 1), (0, columns - 1)}:
+        other = plain.clone()
+        other[1, 0, query, column] ^= True
+        assert not is_causal(made(other))
+    if kind != "bool":
+        biased = made(plain)
+        biased[0, 0, -1, 0] = 0.5
+        assert not is_causal(biased)
+
+
+def test_fewer_columns_than_queries_are_not_causal() -> None:
+    assert not is_causal(torch.ones(1, 1, 3, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_pieces_of_a_prompt_go_without_a_mask(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fused kernel takes longer with is left out where nothing is padded; logits are those of one piece."""
+    model, masks = fresh("llama"), []
+    attend = streaming.attend_block
+
+    def watched(query: torch.Tensor, keys: Any, values: Any, mask: torch.Tensor | None, **more: Any) -> Any:
+        masks.append(mask)
+        return attend(query, keys, values, mask, **more)
+
+    monkeypatch.setattr(streaming, "attend_block", watched)
+    ids = torch.randint(1, 190, (2, 120), generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(2, 120, dtype=torch.long)
+    if padded:
+        seen[1, :7] = 0
+    with torch.no_grad(), DiskSwapCache(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as cache:
+        for stop in (48, 96, 120):
+            start = cache.get_seq_length()
+            out = model(ids[:, start:stop], attention_mask=seen[:, :stop], past_key_values=cache).logits[:, -1]
+        whole = model(ids, attention_mask=seen).logits[:, -1]
+    assert len(masks) > 3 * 2
+    assert all(mask is None for mask in masks) is not padded
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
