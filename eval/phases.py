@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes: a table by phase, from the trace that the cache itself writes.
 
-`python -m eval.phases` decodes real text with a real model. A phase is what it takes beyond the phases within it, of all
-layers together; medians over the steps after the first ones. A trace adds some 2 ms to a step of 30 layers.
+`python -m eval.phases` decodes real text with a real model. A phase is what it takes beyond the phases within it, of
+all layers together; medians over the steps after the first ones. A trace adds some 2 ms to a step of 30 layers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class Policy(Protocol):
     """The order in which a tier's slots are filled anew. Made with the number of slots; used by one thread."""
 
     def evict(self, count: int, in_use: np.ndarray) -> np.ndarray:
-        """`count` distinct slots to fill now, `in_use` ones (int32) only after all others; they count as filled."""
+        """At most `count` distinct slots to fill now, none of those `in_use` (int32); they count as filled."""
 
     def used(self, slots: np.ndarray) -> None:
         """What lies in these slots was wanted again."""
@@ -38,11 +38,9 @@ class FirstIn:
         order = self._order
         used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
-        used = used[order]
-        slots = order[~used][:count]
-        if slots.size < count:
-            slots = np.concatenate([slots, order[used][: count - slots.size]])
-        self._behind(slots)
+        slots = order[~used[order]][:count]
+        if slots.size:
+            self._behind(slots)
         return slots
 
     def used(self, slots: np.ndarray) -> None:

@@ -56,18 +56,17 @@ class SlotTable:
             self._slot_of = grown
 
     def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give slots to distinct records that lie in none, as the policy says; `in_use` slots only after all others
-        (the next step will probably want again what this one uses).
+        """Give slots to distinct records that lie in none, as the policy says, and none of those `in_use`: the next step
+        will probably want again what this one does, and where all are in use nothing is copied.
 
-        Returns the positions in `records` that got a slot (the last `capacity` of them, when there are more) and
-        their slots. What lay there before is evicted.
+        Returns the positions in `records` that got a slot (the last ones, where there are more than slots) and their
+        slots. What lay there before is evicted.
         """
-        first = records.size - self.capacity if records.size > self.capacity else 0
-        taken = np.arange(first, records.size)
+        slots = self._policy.evict(records.size if records.size < self.capacity else self.capacity, in_use)
+        taken = np.arange(records.size - slots.size, records.size)
         if not taken.size:
             return taken, taken
-        records = records[first:]
-        slots = self._policy.evict(taken.size, in_use)
+        records = records[taken[0] :]
         evicted = self._record_in[slots]
         self._slot_of[evicted[evicted != ABSENT]] = ABSENT
         self._grow(records)

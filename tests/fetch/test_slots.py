@@ -34,10 +34,10 @@ class SlotModel(RuleBasedStateMachine):
         capacity = self.table.capacity
         in_use = data.draw(st.lists(st.sampled_from(range(capacity)), max_size=8)) if capacity else []
         self.time += 1
-        before = {slot: (slot in in_use, when) for slot, when in self.filled.items()}
+        before = {slot: when for slot, when in self.filled.items() if slot not in in_use}
         taken, slots = self.table.insert(ids(*records), ids(*in_use))
 
-        count = min(capacity, len(records))
+        count = min(len(before), len(records))
         assert taken.tolist() == list(range(len(records) - count, len(records)))
         assert len(set(slots.tolist())) == len(slots) == count
         assert sorted(before[slot] for slot in slots.tolist()) == sorted(before.values())[:count]
@@ -76,6 +76,14 @@ def test_first_in_first_out() -> None:
     for record in range(5):
         table.insert(ids(record), ids())
     assert [record for record in range(5) if table.locate(ids(record))[0] != ABSENT] == [2, 3, 4]
+
+
+def test_where_all_slots_are_in_use_nothing_comes_in() -> None:
+    table = SlotTable(2)
+    table.insert(ids(10, 11), ids())
+    taken, slots = table.insert(ids(12, 13), table.locate(ids(10, 11)))
+    assert not taken.size and not slots.size
+    assert (table.locate(ids(10, 11, 12, 13)) == ids(0, 1, ABSENT, ABSENT)).all()
 
 
 def test_a_slot_in_use_outlives_younger_ones() -> None:
