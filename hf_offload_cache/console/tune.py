@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
         help="of the cache at the largest context and batch: bytes, 300MiB, or 1/13 of the full KV")  # fmt: skip
     add("--context", metavar="N", type=positive, required=True, help="tokens a sequence, the most")
     add("--batch", metavar="N", type=positive, default=1, help="sequences, the most (default: %(default)s)")
-    add("--out", metavar="FILE", type=Path, required=True, help="the JSON; the adapter goes beside it")
+    add("--out", metavar="FILE", type=Path, required=True, help="the JSON; an adapter of truncated keys goes beside it")
     add("--text", metavar="FILE", type=Path, help="sample text, UTF-8 (default: Python's help texts)")
     add("--quick", action="store_true", help="under 3 minutes for a small model instead of under 30, and coarser")
     parser.set_defaults(run=run, parser=parser)
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..tuning.tuner import tunable, tune
+    from ..tuning.tunable import tunable
+    from ..tuning.tuner import tune
     from . import load_model, named_cache
 
     measured = tunable(arguments.cache or named_cache.default_for(None))
@@ -65,18 +66,23 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "smallest and largest (I/O, block: ms a layer; memory: MiB)"
+    title = "smallest and largest (keys: bytes of codes, or rank; I/O, block: ms a layer; memory: MiB)"
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
-    for name in ("batch", "context", "group", "rank", "reuse", "hits", "I/O", "block", "hidden", "memory"):
+    for name in ("batch", "context", "group", "keys", "reuse", "hits", "I/O", "block", "hidden", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     ends = [{row[name] for row in rows} for name in ("batch", "context")]
     for row in rows:
         if all(row[name] in (min(end), max(end)) for name, end in zip(("batch", "context"), ends, strict=True)):
             fields = row["fields"]
             table.add_row(
-                str(row["batch"]), str(row["context"]), str(fields["group_size"]), str(fields["rank"]),
+                str(row["batch"]), str(row["context"]), str(fields["group_size"]), _size(fields),
                 str(fields["reuse_capacity"]), f"{row['reuse_rate']:.0%}", f"{row['io_seconds'] * 1e3:.2f}",
                 f"{row['model_seconds'] * 1e3:.2f}", f"{row['hidden_share']:.0%}" + ("" if row["hidden"] else " (no)"),
                 f"{row['planned_bytes'] / 2**20:.1f}",
             )  # fmt: skip
     return table
+
+
+def _size(fields: dict[str, Any]) -> str:
+    """Of compact keys."""
+    return f"{fields['summary_bytes']} B" if "summary_bytes" in fields else f"rank {fields['rank']}"

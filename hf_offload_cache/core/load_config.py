@@ -42,7 +42,7 @@ def tuned_fields(
 ) -> dict[str, Any]:
     """The fields of a cache for `max_batch` sequences of `max_context` tokens (None: the largest tuned for).
 
-    `values` is the object read from `path`; the adapter's place is taken relative to that file. The row is `nearest`'s.
+    `values` is the object read from `path`; an adapter's place is taken relative to that file. The row is `nearest`'s.
     `memory` is the row's share of the budget: for as many sequences as are asked for or tuned for in that row,
     whichever is more, and never more than was tuned for.
 
@@ -60,7 +60,8 @@ def tuned_fields(
         batch = values["max_batch"] if max_batch is None else max_batch
         row = nearest(values["rows"], batch, context)
         fields = dict(row["fields"])
-        fields["adapter"] = str(path.parent / fields["adapter"])
+        if fields.get("adapter") is not None:
+            fields["adapter"] = str(path.parent / fields["adapter"])
         sequences = min(values["max_batch"], max(batch, row["batch"]))
         memory = values["memory"] * sequences // values["max_batch"]
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -103,8 +103,6 @@ class Fetcher:
         """Start to read into a borrowed area, which is given back where that raises."""
         rows = area.host_rows(records.size, history.form.record_bytes)
         try:
-            if not self._storage.timeline.on:
-                return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
             with self._storage.timeline.span("read", self._layer_idx):
                 return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
         except StalledError:  # it may still write to the area
@@ -266,9 +264,9 @@ class Fetcher:
         rows, width = extents.records.shape
         records = extents.records.reshape(-1)
         places = (records >= 0).nonzero()[0]
-        wanted, which = distinct(records[places])
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
-        if wanted.size:
+        if places.size:
+            wanted, which = distinct(records[places])
             room, each = self._room(history), slice(wanted.size) if which is None else which
             area = self._areas.borrow(room * form.record_bytes, history.device)
             ticket = self._read(history, wanted[:room], area)
@@ -290,10 +288,7 @@ class Fetcher:
 
     @property
     def tables_nbytes(self) -> int:
-        nbytes = 0
-        for tier in self.tiers:
-            nbytes += tier.tables_nbytes
-        return nbytes
+        return sum([tier.tables_nbytes for tier in self.tiers])
 
     def close(self) -> None:
         """Give the tiers back; what is read ahead is waited for. Idempotent."""

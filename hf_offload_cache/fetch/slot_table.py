@@ -56,7 +56,7 @@ class SlotTable:
             self._slot_of = grown
 
     def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give slots to distinct records that lie in none, as the policy says, and none of those `in_use`: the next step
+        """Give slots to distinct records that lie in none, as the policy says, none of those `in_use`: the next step
         will probably want again what this one does, and where all are in use nothing is copied.
 
         Returns the positions in `records` that got a slot (the last ones, where there are more than slots) and their

@@ -59,8 +59,10 @@ class _ObservedLayer(OffloadLayer):
     """Remembers the latest queries of the last call of several."""
 
     seen: torch.Tensor | None = None
+    scaling = 1.0
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.scaling = call.scaling
         if call.num_queries > 1:
             self.seen = call.query[:, :, -QUERIES_SEEN:].detach().clone()
         return super().attend(call)
@@ -75,6 +77,11 @@ class ObservedCache(OffloadCache):
 def observed(layer: OffloadLayer) -> torch.Tensor | None:
     """The latest queries (B, H, n, D) that a layer of an `ObservedCache` was asked; None: attention is not ours."""
     return layer.seen if isinstance(layer, _ObservedLayer) else None
+
+
+def scaling_of(layer: OffloadLayer) -> float:
+    """What a layer of an `ObservedCache` was seen to multiply scores with."""
+    return layer.scaling if isinstance(layer, _ObservedLayer) else 1.0
 
 
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..caches.disk_swap_config import DiskSwapConfig
+from ..caches.summary_bytes import SHARES
 from ..history.record_format import RecordFormat
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
@@ -53,7 +54,16 @@ def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size >= max(fits, default=1))
 
 
-def ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
+def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
+    """Sizes of compact keys to choose from, descending: bytes of coded ones, as the planner tries them, or ranks."""
+    if settings.summaries == "coded":
+        least = form.key_width * form.dtype.itemsize / sigma_max
+        sizes = {max(4, round(share * form.key_width)) for share in SHARES}
+        return sorted((size for size in sizes if size >= least), reverse=True) or [max(sizes)]
+    return _ranks_of(form, settings, sigma_max)
+
+
+def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
     """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
     component = getattr(torch, settings.summaries).itemsize
     most = default_rank(form.key_width)

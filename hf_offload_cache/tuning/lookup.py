@@ -20,9 +20,14 @@ from ..fetch.choice import Choice
 from ..fetch.slot_table import ABSENT, SlotTable
 from ..history.record_format import RecordFormat
 from ..model.inner_model import inner_model
-from .calibrate import KeyMoments, ObservedCache, observed
+from .calibrate import KeyMoments, ObservedCache, observed, scaling_of
+from .grid import sizes_of
+from .kept_mass import kept_mass
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable
+
+_TEXTS_CODED = 2
+"""Texts that coded keys are measured on: each takes as long as a second prefill."""
 
 Selections = dict[int, list[np.ndarray]]
 """By layer index: the groups (B, M) that each step selected, in order."""
@@ -56,6 +61,8 @@ class Reader:
         self._settings = settings
         self._modules = attention_modules(model)
         self.moments = KeyMoments()
+        self.masses: dict[int, list[list[float]]] = {}
+        """By bytes of coded keys: for each text what they keep in each layer."""
         self.rates: dict[int, list[list[float]]] = {size: [] for size in group_sizes}
         self.form: RecordFormat | None = None
 
@@ -72,13 +79,32 @@ class Reader:
                 self._model(input_ids=ids[:, :context], past_key_values=whole, use_cache=True, logits_to_keep=1)
             forms = [layer.history.form for layer in whole.offloaded]
             self.form = max(forms, key=lambda form: form.entry_bytes)
-            for layer in whole.offloaded:
-                self.moments.add(layer.layer_idx, layer.whole()[0], observed(layer))
+            if self._settings.summaries == "coded":
+                self._measure_codes(whole.offloaded, on_step)
+            else:
+                for layer in whole.offloaded:
+                    self.moments.add(layer.layer_idx, layer.whole()[0], observed(layer))
             for index, size in enumerate(self._group_sizes):
                 on_step((index + 1) / (1 + len(self._group_sizes)), f"groups of {size}")
                 selections = self._decode(whole.offloaded, ids, context, size)
                 sinks = self._settings.num_sinks
                 self.rates[size].append([replay(selections, capacity, size, sinks) for capacity in self._capacities])
+
+    def _measure_codes(self, layers: list[OffloadLayer], on_step: Callable[[float, str], object]) -> None:
+        """What codes of each size keep of this text; of the first few texts, which is enough for a mean."""
+        assert self.form is not None
+        sizes = sizes_of(self.form, self._settings, float("inf"))
+        if self.masses and len(self.masses[sizes[0]]) >= _TEXTS_CODED:
+            return
+        on_step(0.5 / (1 + len(self._group_sizes)), "codes")
+        found = []
+        for layer in layers:
+            queries = observed(layer)
+            if queries is not None:
+                keys, group = layer.whole()[0], self._group_sizes[-1]
+                found.append(kept_mass(keys, queries, scaling_of(layer), sizes, self._settings, group))
+        for size, kept in zip(sizes, zip(*found, strict=True), strict=True):
+            self.masses.setdefault(size, []).append(list(kept))
 
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
         fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
@@ -111,13 +137,18 @@ class Reader:
         ]
         return ReuseTable(self._capacities, *tables)
 
-    def compression_table(self, ranks: list[int]) -> CompressionTable:
-        """For `ranks`, descending, and compact keys of the configured type."""
+    def compression_table(self, sizes: list[int]) -> CompressionTable:
+        """For `sizes`, descending, of compact keys of the configured type."""
         assert self.form is not None
-        energy = self.moments.energy(ranks)
+        key_bytes = self.form.key_width * self.form.dtype.itemsize
+        if self._settings.summaries == "coded":
+            layers = np.array([np.mean(self.masses[size], 0) for size in sizes])
+            mean, least = (part.round(6).tolist() for part in (layers.mean(1), layers.min(1)))
+            return CompressionTable(key_bytes, 1, list(sizes), mean, least)
+        energy = self.moments.energy(sizes)
         component = getattr(torch, self._settings.summaries).itemsize
         mean, least = (part.tolist() for part in (energy.mean(0), energy.amin(0)))
-        return CompressionTable(self.form.key_width * self.form.dtype.itemsize, component, list(ranks), mean, least)
+        return CompressionTable(key_bytes, component, list(sizes), mean, least)
 
 
 @contextlib.contextmanager

@@ -130,13 +130,14 @@ def measure_model(
     form: RecordFormat,
     batches: list[int],
     contexts: list[int],
-    ranks: list[int],
+    sizes: list[int],
     capacities: list[int],
     settings: DiskSwapConfig,
     group_size: int,
     seconds: float,
     on_step: OnStep,
     cache_class: type[DiskSwapCache] = DiskSwapCache,
+    size_field: str = "rank",
 ) -> ModelProfile:
     """How long one decoder block takes in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
 
@@ -149,29 +150,29 @@ def measure_model(
     device = next(twin.parameters()).device
     contexts = _that_fit(contexts, batches[-1], form)
     middle = min(capacities, key=lambda capacity: abs(capacity - settings.num_selected))
-    plan = [(b, s, r, middle) for b in batches for s in contexts for r in ranks]
+    plan = [(b, s, r, middle) for b in batches for s in contexts for r in sizes]
     # small differences are taken between neighbours in time: other work on the machine comes and goes
-    plan += [(b, contexts[0], ranks[0], c) for b in batches for c in capacities]
+    plan += [(b, contexts[0], sizes[0], c) for b in batches for c in capacities]
     weights = [batch * context for batch, context, _, _ in plan]
     found: list[float] = []
     deadline, done = time.perf_counter() + seconds, 0
     clock = _BlockClock(twin, device)
     try:
-        for (batch, context, rank, capacity), weight in zip(plan, weights, strict=True):
-            on_step(done / sum(weights), f"{batch} x {context:,} tokens, rank {rank}, reuse {capacity}")
+        for (batch, context, size, capacity), weight in zip(plan, weights, strict=True):
+            on_step(done / sum(weights), f"{batch} x {context:,} tokens, {size_field} {size}, reuse {capacity}")
             share = (deadline - time.perf_counter()) * weight / (sum(weights) - done) if sum(weights) > done else 0.0
-            fields: dict[str, Any] = {"reuse_capacity": capacity, "rank": rank, "group_size": group_size}
+            fields: dict[str, Any] = {"reuse_capacity": capacity, size_field: size, "group_size": group_size}
             fields |= {"engine": "memory", "layer_budgets": "uniform", "look_ahead": True}
             own = dataclasses.replace(settings, **fields)
             found.append(_block_time(twin, clock, cache_class, own, form, batch, context, share))
             done += weight
     finally:
         clock.close()
-    points = len(batches) * len(contexts) * len(ranks)
-    grid = np.array(found[:points]).reshape(len(batches), len(contexts), len(ranks))
+    points = len(batches) * len(contexts) * len(sizes)
+    grid = np.array(found[:points]).reshape(len(batches), len(contexts), len(sizes))
     reuse = np.array(found[points:]).reshape(len(batches), len(capacities))
     reuse -= reuse[:, [capacities.index(middle)]]
-    return ModelProfile(batches, contexts, ranks, grid.tolist(), capacities, reuse.tolist())
+    return ModelProfile(batches, contexts, sizes, grid.tolist(), capacities, reuse.tolist())
 
 
 def _that_fit(contexts: list[int], batch: int, form: RecordFormat) -> list[int]:

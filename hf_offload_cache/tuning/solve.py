@@ -33,6 +33,8 @@ class Limits:
     within `first_sigma`: what the look-ahead guesses wrong is read while the step waits, hidden or not, and slots
     make that less."""
     first_sigma: float = 0.0
+    size_field: str = "rank"
+    """What of a configuration the size of compact keys is: "rank", or "summary_bytes" of coded ones."""
     spend_rest: bool = True
     """Give what a solution leaves of its budget to the reuse buffer, at the same σ and G. Beyond the paper: it costs
     no quality, and saves reads."""
@@ -59,7 +61,7 @@ class Solution:
     batch: int
     context: int
     group_size: int
-    rank: int
+    size: int
     reuse_capacity: int
     sigma: float
     record_bytes: int
@@ -106,33 +108,33 @@ def solve(
     the smallest again, until σ_max or the table's last capacity. Then the best that was seen is returned, with `hidden`
     False: the largest hidden share, and of equals the first, which has the smaller σ and C.
 
-    `memory` must not fall when the rank or the capacity grows. Raises `BudgetError`, with the least that would do,
+    `memory` must not fall when the size or the capacity grows. Raises `BudgetError`, with the least that would do,
     where not even σ_max without a reuse buffer fits.
     """
-    allowed = [rank for rank in compression.ranks if compression.sigma(rank) <= limits.sigma_max]
-    ranks = allowed or compression.ranks[:1]
+    allowed = [size for size in compression.sizes if compression.sigma(size) <= limits.sigma_max]
+    sizes = allowed or compression.sizes[:1]
 
-    def planned(group_size: int, rank: int, capacity: int) -> int:
-        return memory(_fields(limits, group_size, rank, capacity), context, batch)
+    def planned(group_size: int, size: int, capacity: int) -> int:
+        return memory(_fields(limits, group_size, size, capacity), context, batch)
 
-    def attempt(group_size: int, rank: int, capacity: int) -> Solution:
+    def attempt(group_size: int, size: int, capacity: int) -> Solution:
         rate = reuse.rate(group_size, capacity)
         reading = io.time(group_size, batch * limits.groups(group_size) * (1 - rate))
-        working = model.time(batch, context, rank, capacity)
+        working = model.time(batch, context, size, capacity)
         share = 1.0 if reading <= working else working / reading
         return Solution(
-            batch, context, group_size, rank, capacity, compression.sigma(rank), io.record_bytes[group_size],
-            limits.groups(group_size), budget, planned(group_size, rank, capacity), rate, reading, working, share,
+            batch, context, group_size, size, capacity, compression.sigma(size), io.record_bytes[group_size],
+            limits.groups(group_size), budget, planned(group_size, size, capacity), rate, reading, working, share,
             share >= 1 - limits.alpha,
         )  # fmt: skip
 
     def smallest(group_size: int, capacity: int) -> int | None:
-        """The rank of the smallest σ that fits."""
-        return next((rank for rank in ranks if planned(group_size, rank, capacity) <= budget), None)
+        """The size of the smallest σ that fits."""
+        return next((size for size in sizes if planned(group_size, size, capacity) <= budget), None)
 
     def begins(capacity: int) -> bool:
-        rank = smallest(limits.group_sizes[0], capacity)
-        return rank is not None and compression.sigma(rank) <= limits.first_sigma
+        size = smallest(limits.group_sizes[0], capacity)
+        return size is not None and compression.sigma(size) <= limits.first_sigma
 
     best: Solution | None = None
     capacities = range(0, reuse.capacities[-1] + 1, limits.delta)
@@ -141,11 +143,11 @@ def solve(
     for capacity in capacities:
         fitted = False
         for group_size in limits.group_sizes:
-            rank = smallest(group_size, capacity)
-            if rank is None:
+            size = smallest(group_size, capacity)
+            if size is None:
                 continue
             fitted = True
-            found = attempt(group_size, rank, capacity)
+            found = attempt(group_size, size, capacity)
             if best is None or found.hidden_share > best.hidden_share:
                 best = found
             if found.hidden:
@@ -153,24 +155,24 @@ def solve(
         if not fitted or (best is not None and best.hidden):
             break
     if best is None:
-        least = min(planned(group_size, ranks[-1], 0) for group_size in limits.group_sizes)
+        least = min(planned(group_size, sizes[-1], 0) for group_size in limits.group_sizes)
         raise BudgetError(
             f"memory: {budget:,} bytes are too little for {batch} sequences of {context:,} tokens; at a compression of "
-            f"{compression.sigma(ranks[-1]):.0f} without a reuse buffer it takes {least:,}: allow that, or take a "
+            f"{compression.sigma(sizes[-1]):.0f} without a reuse buffer it takes {least:,}: allow that, or take a "
             "shorter context"
         )
     if limits.spend_rest:
-        fits = [c for c in capacities if c >= best.reuse_capacity and planned(best.group_size, best.rank, c) <= budget]
-        spent = attempt(best.group_size, best.rank, fits[-1])
+        fits = [c for c in capacities if c >= best.reuse_capacity and planned(best.group_size, best.size, c) <= budget]
+        spent = attempt(best.group_size, best.size, fits[-1])
         if spent.hidden_share >= best.hidden_share:
             best = spent
     return best
 
 
-def _fields(limits: Limits, group_size: int, rank: int, capacity: int) -> dict[str, Any]:
+def _fields(limits: Limits, group_size: int, size: int, capacity: int) -> dict[str, Any]:
     return {
         "num_selected": limits.num_selected,
         "group_size": group_size,
-        "rank": rank,
+        limits.size_field: size,
         "reuse_capacity": capacity,
     }

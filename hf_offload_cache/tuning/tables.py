@@ -54,22 +54,33 @@ class ReuseTable(_Plain):
 
 @dataclass(frozen=True)
 class CompressionTable(_Plain):
-    """Width of a compact key to the compression ratio σ and to what the adapter's first columns keep."""
+    """Size of a compact key to the compression ratio σ and to what such keys keep: truncated ones of the keys' energy,
+    coded ones of the attention mass that the best choice has."""
 
     key_bytes: int
     """Of a token's full keys in one layer, all heads."""
     component_bytes: int
-    """Of one component of a compact key."""
-    ranks: list[int]
-    """Descending: σ ascends."""
-    energy: list[float]
-    """Share of the keys' energy in the first columns, the mean over layers; goes with `ranks`."""
-    least_energy: list[float]
+    """Of one component of a truncated key; 1 for coded ones."""
+    sizes: list[int]
+    """Components of a truncated key, bytes of a coded one. Descending: σ ascends."""
+    kept: list[float]
+    """Share of the keys' energy in so many columns, or of the attention mass; the mean over layers."""
+    least_kept: list[float]
     """The same of the worst layer."""
 
-    def sigma(self, rank: int) -> float:
+    def sigma(self, size: int) -> float:
         """Full key bytes a token over compact key bytes a token."""
-        return self.key_bytes / (rank * self.component_bytes)
+        return self.key_bytes / (size * self.component_bytes)
+
+    def enough(self, share: float) -> int:
+        """The least size that keeps this share of what the largest keeps."""
+        return min(size for size, kept in zip(self.sizes, self.kept, strict=True) if kept >= share * self.kept[0])
+
+    def up_to(self, size: int) -> CompressionTable:
+        """Without what is larger."""
+        first = next(place for place, each in enumerate(self.sizes) if each <= size)
+        parts = (self.sizes[first:], self.kept[first:], self.least_kept[first:])
+        return CompressionTable(self.key_bytes, self.component_bytes, *parts)
 
 
 @dataclass(frozen=True)
@@ -108,17 +119,18 @@ class ModelProfile(_Plain):
 
     batches: list[int]
     contexts: list[int]
-    ranks: list[int]
+    sizes: list[int]
+    """Of compact keys, as in `CompressionTable`."""
     seconds: list[list[list[float]]]
-    """By batch, context and rank, at the capacity where `reuse_seconds` is zero. All axes ascend."""
+    """By batch, context and size, at the capacity where `reuse_seconds` is zero. All axes ascend."""
     capacities: list[int]
     reuse_seconds: list[list[float]]
     """By batch and capacity: what is added."""
 
-    def time(self, batch: int, context: int, rank: int, capacity: int) -> float:
+    def time(self, batch: int, context: int, size: int, capacity: int) -> float:
         """Between grid points in proportion along each axis; beyond the last point of an axis, straight on."""
         block: Any = np.array(self.seconds)
-        for axis, at in ((self.batches, batch), (self.contexts, context), (self.ranks, rank)):
+        for axis, at in ((self.batches, batch), (self.contexts, context), (self.sizes, size)):
             block = along(axis, block, at)
         reuse: Any = np.array(self.reuse_seconds)
         for axis, at in ((self.batches, batch), (self.capacities, capacity)):

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuned:
-    """`values` is the object that `save` writes: format, model, machine, tables, profiles, rows; see the README."""
+    """`values` is the object that `save` writes: format, model, machine, tables, profiles, rows; see the README. An
+    adapter is there where compact keys are truncated."""
 
     values: dict[str, Any]
-    adapter: Adapter
+    adapter: Adapter | None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -30,27 +31,33 @@ class Tuned:
         return rows
 
     def save(self, path: str | Path) -> None:
-        """Write the object to `path` and the adapter beside it, as `<stem>.adapter-<digest>.safetensors`.
+        """Write the object to `path` and the adapter, if there is one, beside it, as
+        `<stem>.adapter-<digest>.safetensors`.
 
         Each is written to a temporary file in the same folder, forced to the disk and moved into place, the object
         last: interrupted, what was at `path` before is there still, whole, with its adapter. An adapter that only the
         object replaced named is removed at the end. Raises `OSError`; nothing is left behind then.
         """
-        path = Path(path)
-        adapter = path.with_name(f"{path.stem}.adapter-{_digest(self.adapter)}.safetensors")
-        old = _adapters_of(path) - {adapter}
-        rows = [{**row, "fields": {**row["fields"], "adapter": adapter.name}} for row in self.rows]
-        text = json.dumps({**self.values, "rows": rows}, indent=1) + "\n"
-        new = not adapter.exists()
-        replace_file(adapter, self.adapter.save)
-        try:
-            replace_file(path, lambda place: place.write_text(text, encoding="utf-8"))
-        except BaseException:
-            if new:
-                adapter.unlink(missing_ok=True)
-            raise
+        path, old = Path(path), _adapters_of(Path(path))
+        if self.adapter is None:
+            self._write(path, self.rows)
+        else:
+            adapter = path.with_name(f"{path.stem}.adapter-{_digest(self.adapter)}.safetensors")
+            old -= {adapter}
+            new = not adapter.exists()
+            replace_file(adapter, self.adapter.save)
+            try:
+                self._write(path, [{**row, "fields": {**row["fields"], "adapter": adapter.name}} for row in self.rows])
+            except BaseException:
+                if new:
+                    adapter.unlink(missing_ok=True)
+                raise
         for place in old:
             place.unlink(missing_ok=True)
+
+    def _write(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        text = json.dumps({**self.values, "rows": rows}, indent=1) + "\n"
+        replace_file(path, lambda place: place.write_text(text, encoding="utf-8"))
 
 
 def _digest(adapter: Adapter) -> str:
@@ -65,7 +72,7 @@ def _adapters_of(path: Path) -> set[Path]:
     """The adapters that an object which is at `path` already names, if it is one of ours, and that are named for it."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        names = {str(row["fields"]["adapter"]) for row in rows}
+        names = {str(row["fields"].get("adapter")) for row in rows}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
     return {path.with_name(name) for name in names if re.fullmatch(re.escape(path.stem) + r"\.adapter-\w+\.\w+", name)}

@@ -16,29 +16,29 @@ import torch
 
 from ..caches.adapter import Adapter
 from ..caches.disk_swap import DiskSwapCache
-from ..caches.disk_swap_config import DiskSwapConfig
 from ..config import parse_memory
 from ..core.load_config import FORMAT
-from ..errors import BudgetError, ConfigError, UnsupportedModelError
+from ..errors import BudgetError, UnsupportedModelError
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
-from ..registry import cache_class
 from ..stores.engines import choose_engine
-from .grid import coarse, group_sizes, largest_form, ranks_of, rows_for, sample_sizes
+from .grid import coarse, group_sizes, largest_form, rows_for, sample_sizes, sizes_of
 from .lookup import Reader
 from .profile import measure_io, measure_model
 from .progress import Progress
 from .sample import sample_ids, windows
 from .solve import Limits, Solution, solve
 from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
+from .tunable import at_least, settings_of, tunable
 from .tuned import Tuned
 
 _SECONDS, _QUICK_SECONDS = 1500.0, 120.0
 _READING, _DISK, _MODEL = 0.5, 0.15, 0.34
 """Shares of the time."""
-_SOLVED = ("group_size", "rank", "reuse_capacity", "adapter", "memory", "max_context", "max_batch", "exact", "trace")
-"""Fields that tuning decides, or that have no part in it."""
+_ENOUGH, _LEAST = 0.998, 0.99
+"""Shares of the attention mass that the largest codes keep: more bytes than keep the first are not tried, fewer than
+keep the second neither. For SmolLM2-135M these are 24 and 16 bytes; with fewer it loses facts."""
 
 
 def tune(
@@ -86,16 +86,18 @@ def tune(
         **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.
 
     The smallest group is the largest whose record is one block of the disk (4 KiB): a smaller one reads the same bytes
-    for less. The smallest σ is that of the library's default rank. The search begins with slots for one selection as
-    far as σ stays within twice that: no accuracy was seen to be lost up to there.
+    for less. Of coded keys σ lies between those of the fewest bytes that keep .998 and .99 of the attention mass that
+    the most do, measured on the sample; slots for one selection come first as far as the former fits beside them. Of
+    truncated ones (`summary_dtype`) the smallest σ is that of the library's default rank, and the search begins with
+    slots for one selection as far as σ stays within twice that: no accuracy was seen to be lost up to there.
 
     Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for
     the largest context and batch.
     """
     measured = tunable(cache)
-    settings = _settings(measured, fields)
+    settings = settings_of(measured, fields)
     inner = inner_model(model)
-    _at_least(max_context=max_context, max_batch=max_batch, max_group_size=max_group_size, samples=samples or 1)
+    at_least(max_context=max_context, max_batch=max_batch, max_group_size=max_group_size, samples=samples or 1)
     if delta is None:
         delta = max(1, settings.num_selected // 4)
     seconds = time_limit or (_QUICK_SECONDS if quick else _SECONDS)
@@ -111,7 +113,8 @@ def tune(
     engine, store = choose_engine(settings.engine, directory)
     sizes = group_sizes(largest_form(geometry), max_group_size)
     limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
-    _rest(measured, geometry, budget, max_context, max_batch, limits, fields)  # before minutes of work
+    kind = {**fields, "summary_dtype": settings.summaries}
+    _rest(measured, geometry, budget, max_context, max_batch, limits, kind)  # before minutes of work
     capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(delta, 1))})
     context, steps = sample_sizes(inner, settings, max_context, quick)
     wanted = samples or (3 if quick else 20)
@@ -127,33 +130,38 @@ def tune(
             if reader.samples >= 2 and bar.seconds_left < before - bar.seconds_left:
                 break
         assert reader.form is not None
-        ranks = ranks_of(reader.form, settings, sigma_max)
-        compression = reader.compression_table(ranks)
-        sigma = 2 * compression.sigma(ranks[0])
+        coded = settings.summaries == "coded"
+        compression = reader.compression_table(sizes_of(reader.form, settings, float("inf") if coded else sigma_max))
+        tried = compression
+        if coded:
+            tried = compression.up_to(compression.enough(_ENOUGH))
+            most = compression.sigma(compression.enough(_LEAST))
+            limits = dataclasses.replace(limits, sigma_max=min(sigma_max, most), size_field="summary_bytes")
+        sigma = (1 if coded else 2) * tried.sigma(tried.sizes[0])
         limits = dataclasses.replace(limits, first_capacity=settings.num_selected, first_sigma=sigma)
-        adapter = Adapter(reader.moments.projections(ranks[0]), fingerprint(inner))
+        adapter = None if coded else Adapter(reader.moments.projections(tried.sizes[0]), fingerprint(inner))
         bar.begin("disk: ", _DISK)
-        most = {size: max_batch * limits.groups(size) for size in sizes}
-        io = measure_io(reader.form, most, engine, directory, 0.5 * _DISK * seconds, bar.done,
+        reads = {size: max_batch * limits.groups(size) for size in sizes}
+        io = measure_io(reader.form, reads, engine, directory, 0.5 * _DISK * seconds, bar.done,
                         4 if quick else 8, settings.write_queue)  # fmt: skip
         bar.begin("decoder block: ", _MODEL)
         batches, contexts = rows_for(max_batch, max_context)
         block = measure_model(
             inner, reader.form, coarse(batches, 2 if quick else 4), coarse(contexts, 2 if quick else 4),
-            sorted({ranks[0], ranks[-1]}), sorted({0, settings.num_selected, capacities[-1]}), settings,
-            sizes[-1], 0.8 * _MODEL * seconds, bar.done, measured,
+            sorted({tried.sizes[0], tried.sizes[-1]}), sorted({0, settings.num_selected, capacities[-1]}), settings,
+            sizes[-1], 0.8 * _MODEL * seconds, bar.done, measured, limits.size_field,
         )  # fmt: skip
         bar.begin("solving ", 1 - _READING - _DISK - _MODEL)
         reuse = reader.reuse_table()
         rows, left_out = _solve_all(
-            measured, geometry, fields, budget, max_batch, batches, contexts, reuse, compression, io, block, limits,
-            bar.done,
+            measured, geometry, {**fields, "summary_dtype": settings.summaries}, budget, max_batch, batches, contexts,
+            reuse, tried, io, block, limits, bar.done,
         )  # fmt: skip
     return Tuned(
         {
             "format": FORMAT,
             "cache": measured.__name__,
-            "model": adapter.made_for,
+            "model": fingerprint(inner),
             "memory": budget,
             "max_context": max_context,
             "max_batch": max_batch,
@@ -209,7 +217,7 @@ def _solve_all(
                 raise
             left_out.append({"batch": batch, "context": context, "why": str(error)})
             continue
-        rows.append(_row(solution, rest[solution.group_size]))
+        rows.append(_row(solution, rest[solution.group_size], limits.size_field))
     return rows[::-1], left_out[::-1]
 
 
@@ -222,7 +230,7 @@ def _rest(
     found, refusals = {}, []
     names = ("write_queue", "block_tokens", "num_recent", "layer_budgets", "summary_dtype")
     for size in limits.group_sizes:
-        given = {"look_ahead": None, "summary_dtype": "int8", **fields}
+        given = {"look_ahead": None, **fields}
         given |= {"num_selected": limits.num_selected, "group_size": size}
         try:
             fitted = measured.fit(geometry, share, context, batch, given)
@@ -235,10 +243,13 @@ def _rest(
     return found
 
 
-def _row(solution: Solution, rest: dict[str, Any]) -> dict[str, Any]:
+def _row(solution: Solution, rest: dict[str, Any], size_field: str) -> dict[str, Any]:
     found = solution.to_dict()
-    decided = ("group_size", "rank", "reuse_capacity")
-    fields = {**rest, **{name: found[name] for name in decided}, "adapter": None}  # its place is known when it is saved
+    decided = ("group_size", "size", "reuse_capacity")
+    fields = {**rest, "group_size": found["group_size"], "reuse_capacity": found["reuse_capacity"]}
+    fields[size_field] = found["size"]
+    if size_field == "rank":
+        fields["adapter"] = None  # its place is known when it is saved
     kept = {name: value for name, value in found.items() if name not in decided}
     return {
         "batch": kept.pop("batch"),
@@ -246,38 +257,6 @@ def _row(solution: Solution, rest: dict[str, Any]) -> dict[str, Any]:
         "fields": fields,
         **{name: round(value, 9) if isinstance(value, float) else value for name, value in kept.items()},
     }
-
-
-def tunable(cache: str | type[Any]) -> type[DiskSwapCache]:
-    """The class of that name. Raises `ConfigError` where its fields are none that tuning measures."""
-    found = cache_class(cache) if isinstance(cache, str) else cache
-    if not issubclass(found, DiskSwapCache):
-        raise ConfigError(
-            f"cache must be DiskSwapCache or inherit from it, got {found.__name__}: tuning measures what group_size, "
-            f"rank and reuse_capacity cost and save; use {found.__name__}.for_budget, which chooses by memory alone"
-        )
-    return found
-
-
-def _settings(measured: type[DiskSwapCache], fields: dict[str, Any]) -> DiskSwapConfig:
-    for name in _SOLVED:
-        if name in fields:
-            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
-    if fields.get("selection", "default") == "random":
-        raise ConfigError('selection="random" has nothing to tune: leave it out')
-    if fields.get("look_ahead") is False:
-        raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    settings = measured.config_class.load(None, {"summary_dtype": "int8", **fields})
-    if fields.get("summary_dtype") == "coded":
-        raise ConfigError('summary_dtype="coded" is not tuned: the prompt decides what its bits are for; leave it out')
-    assert isinstance(settings, DiskSwapConfig)
-    return settings
-
-
-def _at_least(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _within(bar: Progress, index: int, count: int, before: str) -> Callable[[float, str], None]:

@@ -197,7 +197,7 @@ def test_what_more_memory_buys() -> None:
     assert values == sorted(values)
     assert [config.look_ahead for config in configs] == [False, None, None, None, None, None]
     assert configs[-1].summary_bytes == 48 and configs[-1].reuse_capacity == 7168
-    assert [config.block_tokens for config in configs][-1] == 1024
+    assert [config.block_tokens for config in configs][-1] == 2048
 
 
 def test_a_budget_below_what_retrieval_needs_is_told() -> None:

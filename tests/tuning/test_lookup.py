@@ -111,14 +111,14 @@ def test_the_adapter_is_calibrates(reader: Reader) -> None:
 
 def test_energy_is_what_the_projection_keeps(reader: Reader) -> None:
     table = reader.compression_table([16, 8, 2])
-    assert (table.key_bytes, table.component_bytes, table.ranks) == (2 * 16 * 4, 1, [16, 8, 2])
+    assert (table.key_bytes, table.component_bytes, table.sizes) == (2 * 16 * 4, 1, [16, 8, 2])
     shares = []
     for moment in reader.moments.by_layer.values():
         projection = principal_directions(moment, 8)
         shares.append(float(((moment @ projection) * projection).sum() / moment.trace()))
-    assert table.energy[1] == pytest.approx(np.mean(shares), rel=1e-4)
-    assert table.least_energy[1] == pytest.approx(min(shares), rel=1e-4)
-    assert table.energy == sorted(table.energy, reverse=True)
+    assert table.kept[1] == pytest.approx(np.mean(shares), rel=1e-4)
+    assert table.least_kept[1] == pytest.approx(min(shares), rel=1e-4)
+    assert table.kept == sorted(table.kept, reverse=True)
 
 
 def test_recording_changes_nothing_and_ends() -> None:

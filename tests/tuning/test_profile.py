@@ -106,7 +106,7 @@ def test_a_real_scratch_file_has_no_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 SETTINGS = DiskSwapConfig(num_selected=32, num_recent=8)
-AXES: dict[str, Any] = {"batches": [1, 2], "contexts": [600, 1200], "ranks": [8, 16], "capacities": [0, 32, 64]}
+AXES: dict[str, Any] = {"batches": [1, 2], "contexts": [600, 1200], "sizes": [8, 16], "capacities": [0, 32, 64]}
 
 
 def model_profile(clock: Any, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
@@ -140,15 +140,15 @@ def test_a_block_is_timed_from_its_entry_to_the_next_one(monkeypatch: pytest.Mon
 def test_contexts_that_memory_does_not_hold_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     page = {"SC_AVPHYS_PAGES": 8 * 2 * 2 * 600 * 256 // 64, "SC_PAGE_SIZE": 64}
     monkeypatch.setattr(profile.os, "sysconf", page.__getitem__)
-    assert model_profile(time, monkeypatch, ranks=[8], capacities=[32]).contexts == [600]
+    assert model_profile(time, monkeypatch, sizes=[8], capacities=[32]).contexts == [600]
     page["SC_AVPHYS_PAGES"] = 1
-    assert model_profile(time, monkeypatch, ranks=[8], capacities=[32], batches=[1]).contexts == [600]
+    assert model_profile(time, monkeypatch, sizes=[8], capacities=[32], batches=[1]).contexts == [600]
 
 
 def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     before = copy.deepcopy(model.config.to_dict()), [p.data_ptr() for p in model.parameters()]
-    model_profile(time, monkeypatch, batches=[1], contexts=[600], ranks=[8], capacities=[32])
+    model_profile(time, monkeypatch, batches=[1], contexts=[600], sizes=[8], capacities=[32])
     assert (model.config.to_dict(), [p.data_ptr() for p in model.parameters()]) == before
     assert len(model.model.layers) == 3
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())

@@ -43,7 +43,7 @@ def solved(
 
 
 def chosen(solution: Solution) -> tuple[int, int, int]:
-    return solution.group_size, solution.rank, solution.reuse_capacity
+    return solution.group_size, solution.size, solution.reuse_capacity
 
 
 def test_what_is_hidden_at_once_keeps_the_smallest_group_and_sigma_and_no_reuse() -> None:

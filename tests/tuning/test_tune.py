@@ -19,6 +19,7 @@ from hf_offload_cache import DiskSwapCache, OffloadCache, tune
 from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
+from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import Tuned, grid, profile, tuner
@@ -39,10 +40,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+@pytest.fixture(scope="module", params=["coded", "int8"])
+def tuned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Tuned:
     folder = tmp_path_factory.mktemp("disk")
-    found = tune(tiny_llama(), path=folder, **ASKED)
+    kind = {} if request.param == "coded" else {"summary_dtype": request.param}
+    found = tune(tiny_llama(), path=folder, **ASKED, **kind)
     assert list(folder.iterdir()) == []
     return found
 
@@ -58,7 +60,9 @@ def test_a_row_for_every_pair_with_its_share_of_the_budget(tuned: Tuned) -> None
         assert row["fields"]["num_selected"] == 64
         assert row["record_bytes"] == 4096
         assert row["fields"]["group_size"] == 16  # the largest whose record is one block
-        assert row["sigma"] == pytest.approx(32 * 4 / row["fields"]["rank"])
+        size = "rank" if row["fields"]["summary_dtype"] == "int8" else "summary_bytes"
+        assert row["sigma"] == pytest.approx(32 * 4 / row["fields"][size])
+        assert ("adapter" in row["fields"]) == (size == "rank")
         assert row["hidden"] == (row["hidden_share"] >= 0.85)
         assert row["io_seconds"] >= 0
         assert row["model_seconds"] > 0
@@ -70,12 +74,17 @@ def test_what_was_measured_is_in_the_file(tuned: Tuned) -> None:
     values = tuned.values
     assert values["tables"]["reuse"]["capacities"] == list(range(0, 257, 16))
     assert list(values["tables"]["reuse"]["mean"]) == [16]
-    assert values["tables"]["compression"]["ranks"][0] == 16
+    compression, coded = values["tables"]["compression"], tuned.adapter is None
+    assert compression["sizes"][0] == (8 if coded else 16)  # a quarter of a byte an element, or the default rank
+    assert len(compression["sizes"]) == len(compression["kept"]) == len(compression["least_kept"])
+    if coded:
+        assert all(0.9 < kept <= 1 for kept in compression["kept"])  # of a model whose attention is all but even
     assert values["profiles"]["io"]["counts"][4096][-1] == 3 * 5  # sequences, groups of 16 of 64 and of the sinks
     assert values["profiles"]["model"]["batches"] == [1, 3]
     assert values["profiles"]["model"]["contexts"] == [4096, 6144]
-    assert sorted(tuned.adapter.projections) == [0, 1, 2]
-    assert values["model"] == tuned.adapter.made_for
+    if tuned.adapter is not None:
+        assert sorted(tuned.adapter.projections) == [0, 1, 2]
+    assert values["model"] == fingerprint(tiny_llama())
     assert set(values["machine"]) >= {"store", "cores", "device", "torch"}
 
 
@@ -102,7 +111,7 @@ def test_fields_are_kept_in_every_row() -> None:
 
 def test_the_largest_pair_must_fit_and_others_are_left_out_by_name() -> None:
     geometry, fields = Geometry.of(tiny_llama()), {"num_selected": 64, "look_ahead": None, "group_size": 16}
-    fields["summary_dtype"] = "int8"
+    fields["summary_dtype"] = "coded"
 
     def fits(memory: int, batch: int) -> bool:
         try:
@@ -160,6 +169,7 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
     ("change", "message"),
     [
         ({"rank": 8}, "rank is not to be given"),
+        ({"summary_bytes": 8}, "summary_bytes is not to be given"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
         ({"max_context": 2.5}, "max_context must be a whole number"),
         ({"samples": -1}, "samples must be"),
@@ -242,7 +252,10 @@ def test_rows_and_grids() -> None:
     assert grid.coarse([7], 2) == [7]
 
 
-def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [[], ["--set", "summary_dtype=int8"]])
+def test_the_console(
+    kind: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
         return {"input_ids": [3 + len(word) for word in text.split()]}
 
@@ -252,12 +265,13 @@ def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     text.write_text(" ".join("abcdefg"[: 1 + n * n % 7] for n in range(900)))
     call = ["tune", "--memory", "1/3", "--context", "4096", "--batch", "2", "--out", str(out), "--text", str(text),
             "--quick", "--path", str(tmp_path), "--set", "num_selected=64"]  # fmt: skip
-    assert cli.main(call) == 0
+    assert cli.main([*call, *kind]) == 0
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "2 rows" in printed.err
     values = json.loads(out.read_text())
-    assert sorted(os.listdir(tmp_path)) == [values["rows"][0]["fields"]["adapter"], "config.json", "text.txt"]
+    adapters = [values["rows"][0]["fields"]["adapter"]] if kind else []
+    assert sorted(os.listdir(tmp_path)) == [*adapters, "config.json", "text.txt"]
     assert (values["quick"], values["max_batch"], values["max_context"]) == (True, 2, 4096)
     assert values["sample"]["source"] == "given"
     with DiskSwapCache(tiny_llama(), config=out) as cache:

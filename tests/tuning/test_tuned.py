@@ -64,6 +64,18 @@ def test_two_files_and_no_more_readable_by_people(path: Path) -> None:
     assert len(path.read_text().splitlines()) > 50
 
 
+def test_without_an_adapter_one_file(tmp_path: Path) -> None:
+    """Coded keys have none; one that an earlier object named is gone with it."""
+    tuned().save(tmp_path / "config.json")
+    values = tuned().values
+    fields = {"num_selected": 64, "group_size": 8, "summary_bytes": 12, "reuse_capacity": 16}
+    rows = [{**row, "fields": fields} for row in values["rows"]]
+    Tuned({**values, "rows": rows}, None).save(tmp_path / "config.json")
+    assert [place.name for place in tmp_path.iterdir()] == ["config.json"]
+    config = taken(tmp_path / "config.json")
+    assert (config.summaries, config.summary_bytes, config.adapter, config.reuse_capacity) == ("coded", 12, None, 16)
+
+
 def test_without_sizes_the_largest_row_and_its_limits(path: Path) -> None:
     config = taken(path)
     assert (config.reuse_capacity, config.group_size, config.rank, config.num_selected) == (808, 8, 12, 64)
