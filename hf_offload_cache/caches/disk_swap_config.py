@@ -36,7 +36,8 @@ class DiskSwapConfig(SelectiveConfig):
     "float32": truncated ones of that type. None: coded, or "int8" where `rank` or an `adapter` is given, or
     `selection` is "paper"."""
     selection: str = "default"
-    """"default": heads normalised before they are summed, prefetch by look-ahead, corrected with the true query.
+    """"default": by each group's best token, heads normalised before they are summed; prefetch by look-ahead, corrected
+    with the true query.
     "paper": raw sum over heads, the previous layer's input as the query, no correction. "random": a floor to
     compare with."""
     adapter: str | None = None

@@ -35,7 +35,7 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
     2. What is left goes to bytes of codes and to slots as they are worth (`summary_bytes.worth`); of truncated keys to
        reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to
        half of the key width, and to slots until all is held. What a prefill has room for, which holds no slots, goes to
-       blocks of up to 2048 tokens.
+       blocks of up to 2048 tokens and a third of the context.
     3. Where that does not fit, the most of the compact keys that does, with slots for what is left; down to where they
        are a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent`
        (8) give way. Where not even that leaves room to find out how keys are coded (a short context of a small model),

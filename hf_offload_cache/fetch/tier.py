@@ -78,7 +78,8 @@ class SlotTier:
 
     def keep(self, records: np.ndarray, in_use: np.ndarray, source: ByteRows, rows: np.ndarray) -> None:
         taken, slots = self._table.insert(records, in_use)
-        self._rows.put(slots, source, rows[taken])
+        if taken.size:
+            self._rows.put(slots, source, rows[taken])
 
     @property
     def tables_nbytes(self) -> int:

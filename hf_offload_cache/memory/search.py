@@ -68,12 +68,14 @@ class Search(Generic[Config]):
         return {"block_tokens": max(block, least), "write_queue": max(queue, self.least_queue())}
 
     def wider_blocks(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with its blocks doubled while that fits, up to 2048 tokens.
+        """`chosen`, which fits, with its blocks doubled while that fits, up to 2048 tokens and a third of the context.
 
         A prefill in pieces attends over all that came before block by block, and merges what each gives: blocks of 64
         tokens cost it two thirds more time than blocks of 512, which cost a tenth more than blocks of 2048.
         """
-        while (wider := {**chosen, "block_tokens": 2 * chosen["block_tokens"]})["block_tokens"] <= _WIDE_BLOCK:
+        most = min(_WIDE_BLOCK, self.max_context // 3)
+        while 2 * chosen["block_tokens"] <= most:
+            wider = {**chosen, "block_tokens": 2 * chosen["block_tokens"]}
             if not self.fits(wider):
                 break
             chosen = wider
