@@ -68,7 +68,7 @@ def make_needles(
     tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int = 0, facts: int = 1
 ) -> Iterator[Needle]:
     """`count` samples of about `tokens` tokens: other text, another fact and another depth each; of one `seed` always
-    the same. Of several `facts` in a document, one is asked for, and the others are spread evenly over it."""
+    the same. Of several `facts` in a document, one is asked for; the others, of other places, are spread evenly."""
     paragraphs = haystack()
     generator = random.Random(seed)
     paragraphs = paragraphs[(shift := seed * 97 % len(paragraphs)) :] + paragraphs[:shift]
@@ -76,10 +76,10 @@ def make_needles(
         adjective, noun = generator.choice(ADJECTIVES), generator.choice(NOUNS)
         code = str(generator.randrange(10_000, 100_000))
         depth = (index + 0.5) / count
-        others = [
-            _fact(other, noun, str(generator.randrange(10_000, 100_000)))
-            for other in generator.sample([name for name in ADJECTIVES if name != adjective], facts - 1)
-        ]
+        adjectives = generator.sample([name for name in ADJECTIVES if name != adjective], facts - 1)
+        nouns = generator.sample([name for name in NOUNS if name != noun], facts - 1)
+        codes = [str(generator.randrange(10_000, 100_000)) for _ in nouns]
+        others = list(map(_fact, adjectives, nouns, codes))
         chosen: list[str] = []
         lengths: list[int] = []
         room = tokens - _TEMPLATE_TOKENS - sum(len(tokenizer(other)["input_ids"]) + 1 for other in others)

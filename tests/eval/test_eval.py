@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,23 @@ def test_needles_hold_the_fact_at_its_depth() -> None:
         assert abs(before / total - sample.depth) < 0.15
     assert len({sample.document[:200] for sample in samples}) == 5
     assert samples == list(needles.make_needles(Words(), 5, 1500))  # type: ignore[arg-type]
+
+
+def test_one_fact_among_several() -> None:
+    """The one that is asked for is where it is without the others, which are as many as were asked for, apart, and of
+    other places; another seed has other facts and texts."""
+    samples = list(needles.make_needles(Words(), 5, 1500, seed=1, facts=4))  # type: ignore[arg-type]
+    for sample in samples:
+        places = [place.start() for place in re.finditer("Remember this: ", sample.document)]
+        assert len(places) == 4 and min(np.diff(places)) > len(sample.document) // 8
+        said = re.findall(r"Remember this: the secret code of the (\w+) (\w+) is (\d+)", sample.document)
+        assert [len(set(words)) for words in zip(*said, strict=True)] == [4, 4, 4]
+        before = len(sample.document.partition(sample.fact)[0].split())
+        assert abs(before / len(sample.document.split()) - sample.depth) < 0.15
+        assert 1200 <= len(sample.document.split()) <= 1500
+    alone = list(needles.make_needles(Words(), 5, 1500))  # type: ignore[arg-type]
+    assert not {sample.code for sample in samples} & {sample.code for sample in alone}
+    assert alone[0].document[:200] != samples[0].document[:200]
 
 
 def test_needles_are_counted_against_the_full_cache() -> None:
