@@ -37,7 +37,8 @@ def ask(
     everyone = {REFERENCE: Contender(None), **contenders}
     for sample, needle in enumerate(needles):
         left = {name: one for name, one in everyone.items() if not rows.has(sample=sample, name=name, **key)}
-        if not left:
+        known = rows.where(sample=sample, name=REFERENCE, **key)
+        if not left or (getattr(arguments, "known", False) and known and not known[0]["answered"]):
             continue
         ids = build_prompt(tokenizer, needle.document, needle.question)
         context = prefill(model, ids[:, : prefilled_tokens(ids.shape[1])])

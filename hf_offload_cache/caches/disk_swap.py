@@ -39,9 +39,9 @@ from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
 from .summary_bytes import RETRIEVES
 
-_LEARNT = ("summary", "sinks", "adapter", "fitted_at", "measured_at", "latest_queries", "kept")
+_LEARNT = ("summary", "sinks", "adapter", "fitted_at", "longest_piece", "measured_at", "latest_queries", "kept")
 """What of a captured layer is its predictor's."""
-_NOTHING = {"fitted_at": 0, "measured_at": 0, "kept": {"usual": NEVER, "choice": None}}
+_NOTHING = {"fitted_at": 0, "longest_piece": 0, "measured_at": 0, "kept": {"usual": NEVER, "choice": None}}
 """Those that are there of a layer that has learnt nothing."""
 
 
@@ -149,7 +149,7 @@ class DiskSwapLayer(SelectiveLayer):
 
     @classmethod
     def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return {"kept": _NOTHING["kept"], "sinks": None, **tree}
+        return {"kept": _NOTHING["kept"], "sinks": None, "longest_piece": 0, **tree}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         learnt = {name: tree[name] for name in _LEARNT}

@@ -205,8 +205,8 @@ class OffloadLayer(LayerOperations):
                 for old, new in zip(held, (call.key, call.value), strict=True)
             )
             return call.run(keys, values, call.mask)
-        step, mask = self.shared.step, call.mask
-        if step is not None and mask is not None and call.num_queries == call.key.shape[2] and step.causal(mask):
+        step, mask, added = self.shared.step, call.mask, call.key.shape[2]
+        if step is not None and mask is not None and call.num_queries == mask.shape[2] == added and step.causal(mask):
             call = dataclasses.replace(call, mask=None)  # which the fused kernel takes half as long again with
         asked = call.query.dtype
         if asked != dtype:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+_COLUMNS = 4096
+"""Of a mask that are looked at together."""
+
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
     """What a mask, or a part of one, leaves visible: bool of its shape. A finite bias hides nothing."""
@@ -16,12 +19,16 @@ def is_causal(mask: torch.Tensor) -> bool:
     queries, columns = mask.shape[-2:]
     if columns < queries:
         return False
-    seen = shown(mask)
-    if mask.dtype != torch.bool and bool(mask.masked_fill(~seen, 0).any()):
-        return False
+    before, own = mask.split([columns - queries, queries], -1)
     causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
-    before, own = seen.split([columns - queries, queries], -1)
-    return bool(before.all()) and bool((own == causal).all())
+    if not bool((shown(own) == causal).all()) or not bool((_plain(own) == causal).all()):
+        return False
+    return all(bool(_plain(part).all()) for part in before.split(_COLUMNS, -1))
+
+
+def _plain(mask: torch.Tensor) -> torch.Tensor:
+    """What a mask neither hides nor has a bias for."""
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

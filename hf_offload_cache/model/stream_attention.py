@@ -46,6 +46,7 @@ def stream_attention(
         part, part_log_sum = attend_block(
             query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap
         )
+        part_log_sum = part_log_sum.float()  # of a query in float64 the kernel's is too
         if total is None:
             total, log_sum = part.float(), part_log_sum
             return

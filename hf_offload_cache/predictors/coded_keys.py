@@ -81,6 +81,10 @@ class CodedKeys(CompactKeys):
         np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
 
+    @property
+    def has_rough_form(self) -> bool:
+        return self.coding.rough < self._rank
+
     def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
         count = self.coding.rough if roughly else self._rank
         queries, unit, used = rounded(low[:, :count], self.device)

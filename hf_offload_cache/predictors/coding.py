@@ -7,6 +7,7 @@ components do. Beyond the paper, whose compact keys are truncated (KVSwap, secti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -18,7 +19,7 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
-_SHIFTS = torch.tensor([0, 4, 0, 2, 4, 6], dtype=torch.uint8)[:, None, None]
+_SHIFTS = np.array([0, 4, 0, 2, 4, 6], dtype=np.uint8)[:, None, None]
 """By how much packed components of 4 bits, two to a byte, and of 2 bits, four to a byte, are shifted."""
 
 
@@ -96,9 +97,11 @@ class Coding:
         into: Any = out
         source: Any = codes
         shifted: Any = torch.bitwise_right_shift
-        shifts: Any = _SHIFTS.to(codes.device)
+        shifts: Any = _SHIFTS
         if codes.device.type == "cpu":  # numpy is done before torch's threads are awake
-            into, source, shifts, shifted = into.numpy(), source.numpy(), shifts.numpy(), np.right_shift
+            into, source, shifted = into.numpy(), source.numpy(), np.right_shift
+        else:
+            shifts = _shifts_on(codes.device)
         into[:wide] = source[:wide]
         if half:
             part = into[wide : wide + four]
@@ -135,6 +138,12 @@ class Coding:
         for name in ("queries", "query_scale"):
             values[name] = values[name].cpu()
         return cls(**{**values, "counts": tuple(counts)})
+
+
+@functools.cache
+def _shifts_on(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.from_numpy(_SHIFTS).to(device)
 
 
 def default_summary_bytes(width: int) -> int:

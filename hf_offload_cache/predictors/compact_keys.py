@@ -68,6 +68,11 @@ class CompactKeys(ABC):
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
         """(B, H, ·) float32, linear in query (B, H, D): what the scores are asked with, row by row."""
 
+    @property
+    def has_rough_form(self) -> bool:
+        """Some of what is held says roughly what scores are, in less time."""
+        return False
+
     @abstractmethod
     def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
         """Low-rank queries (h, ·); `roughly`: those components that say most are enough."""

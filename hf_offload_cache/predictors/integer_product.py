@@ -20,15 +20,11 @@ def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np
     return torch.from_numpy(whole.astype(np.int8)), unit, whole
 
 
-def multiplied(
-    queries: torch.Tensor, components: torch.Tensor, memory: torch.Tensor | None = None
-) -> torch.Tensor:
+def multiplied(queries: torch.Tensor, components: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """`rounded` queries (h, r) times components (r, n) int8: (h, n), in int32 on a CPU and in the first bytes of
-    `memory` if given (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
+    `memory` (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
     if components.device.type != "cpu":
         return queries @ components.to(torch.bfloat16)
-    if memory is None:
-        return torch._int_mm(queries, components)
     size = 4 * len(queries) * components.shape[1]
     out = memory[:size].view(torch.int32).view(len(queries), components.shape[1])
     return torch._int_mm(queries, components, out=out)

@@ -56,7 +56,7 @@ class Rules:
 
     @property
     def estimates(self) -> bool:
-        """Units are ranked by attention mass."""
+        """Units are ranked by shares of attention."""
         return self.selection == "default"
 
 
@@ -86,7 +86,8 @@ class LearntKeys:
         self.sinks: SinkKeys | None = None
         self.fitted_at = 0
         """Tokens that were known when it was found out how keys are made compact."""
-        self._longest_piece = 0
+        self.longest_piece = 0
+        """Tokens of the longest piece of a prompt that came: a shorter one is probably the last."""
         self._shared = shared
 
     @staticmethod
@@ -120,8 +121,8 @@ class LearntKeys:
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
         that is found out of all of them: two passes."""
-        piece, longest = queries.shape[2], self._longest_piece
-        self._longest_piece = max(piece, longest)
+        piece, longest = queries.shape[2], self.longest_piece
+        self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
         grown = sealed.tokens >= self.fitted_at * often
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
@@ -235,7 +236,7 @@ class LearntKeys:
             if part is not None:
                 part.close()
         self.keys = self.sinks = None
-        self.fitted_at = self._longest_piece = 0
+        self.fitted_at = 0
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
@@ -246,6 +247,7 @@ class LearntKeys:
             "sinks": None if self.sinks is None else self.sinks.capture(),
             "adapter": self.adapter,
             "fitted_at": self.fitted_at,
+            "longest_piece": self.longest_piece,
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
@@ -268,7 +270,7 @@ class LearntKeys:
             self.sinks = SinkKeys(form, self.rows, captured["keys"].shape[2], captured["keys"].device, shared.account)
             if not self.sinks.restore(captured, tree["units"] * form.group_size):
                 raise self._wrong("its keys of the first tokens are none of this model")
-        self.adapter, self.fitted_at = adapter, tree["fitted_at"]
+        self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
 
     def _wrong(self, what: str) -> ContextError:
         return ContextError(f"what was learnt of the keys of a layer of the context does not hold together: {what}")

@@ -12,7 +12,7 @@ from ..errors import ContextError
 from ..fetch.choice import Choice
 from ..history.base import Sealed
 from ..history.record_format import RecordFormat
-from ..memory.plan import LayerPlan
+from ..memory.plan import LayerPlan, Planned
 from .base import Query
 from .captured_mass import curve, enough
 from .kept_choice import KeptChoice
@@ -53,8 +53,9 @@ class LowRankPredictor:
     def planned(
         form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
     ) -> LayerPlan:
-        """See `LearntKeys.planned`."""
-        return LearntKeys.planned(form, rules, rank, heads, context, rows, wanted)
+        """See `LearntKeys.planned`; and the importance of all units."""
+        tables = Planned(decode={"tables": 4 * rows * (context // form.group_size)})
+        return LearntKeys.planned(form, rules, rank, heads, context, rows, wanted) + LayerPlan(tables)
 
     # --- learning ----------------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class LowRankPredictor:
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         """As `Predictor.select`. Rows whose query has hardly moved go on with what they chose. A guess looks only at
-        what was a candidate in the last step."""
+        what mattered most to the latest query."""
         rules = self.rules
         kept, moved = self._kept.moved(query.states, budget)
         if kept is not None and not moved:
@@ -152,7 +153,8 @@ class LowRankPredictor:
 
     @property
     def tables_nbytes(self) -> int:
-        return self._kept.nbytes + (0 if self.latest_queries is None else self.latest_queries.nbytes)
+        held = sum([part.nbytes for part in (self._latest, self.latest_queries) if part is not None])
+        return self._kept.nbytes + held
 
     def close(self) -> None:
         self.learnt.close()

@@ -76,7 +76,7 @@ def rank_units(
         return Ranking(np.concatenate([keys.best_of_units(low[row], row, group_size, visible) for row in rows]))
     low *= np.float32(scaling)
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
-    rough = _FEW * count <= groups
+    rough = _FEW * count <= groups and keys.has_rough_form
     importance = np.empty((len(rows), groups), dtype=np.float32)
     candidates = np.empty((len(rows), count if mass else 0), dtype=np.int64)
     rest = np.zeros(len(rows), dtype=np.float32)

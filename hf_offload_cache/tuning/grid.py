@@ -55,11 +55,9 @@ def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
 
 
 def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Sizes of compact keys to choose from, descending: bytes of coded ones, as the planner tries them, or ranks."""
+    """Sizes of compact keys to choose from, descending: all bytes of coded ones that the planner tries, or ranks."""
     if settings.summaries == "coded":
-        least = form.key_width * form.dtype.itemsize / sigma_max
-        sizes = {max(4, round(share * form.key_width)) for share in SHARES}
-        return sorted((size for size in sizes if size >= least), reverse=True) or [max(sizes)]
+        return sorted({max(4, round(share * form.key_width)) for share in SHARES}, reverse=True)
     return _ranks_of(form, settings, sigma_max)
 
 

@@ -93,7 +93,7 @@ class Reader:
     def _measure_codes(self, layers: list[OffloadLayer], on_step: Callable[[float, str], object]) -> None:
         """What codes of each size keep of this text; of the first few texts, which is enough for a mean."""
         assert self.form is not None
-        sizes = sizes_of(self.form, self._settings, float("inf"))
+        sizes = sizes_of(self.form, self._settings, 0)
         if self.masses and len(self.masses[sizes[0]]) >= _TEXTS_CODED:
             return
         on_step(0.5 / (1 + len(self._group_sizes)), "codes")

@@ -74,7 +74,7 @@ def tune(
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
         max_context, max_batch: the largest to tune for, tokens a sequence and sequences.
-        texts: what to measure reuse and adapters on: a string, or strings, or token ids; None: Python's help texts.
+        texts: what to measure reuse and compact keys on: a string, or strings, or token ids; None: Python's help texts.
         path: folder on the disk to tune for; None: the temporary folder.
         quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
         samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
@@ -131,10 +131,11 @@ def tune(
                 break
         assert reader.form is not None
         coded = settings.summaries == "coded"
-        compression = reader.compression_table(sizes_of(reader.form, settings, float("inf") if coded else sigma_max))
+        compression = reader.compression_table(sizes_of(reader.form, settings, sigma_max))
         tried = compression
         if coded:
-            tried = compression.up_to(compression.enough(_ENOUGH))
+            within = [size for size in compression.sizes if compression.sigma(size) <= sigma_max]
+            tried = compression.up_to(max(compression.enough(_ENOUGH), min(within or compression.sizes[:1])))
             most = compression.sigma(compression.enough(_LEAST))
             limits = dataclasses.replace(limits, sigma_max=min(sigma_max, most), size_field="summary_bytes")
         sigma = (1 if coded else 2) * tried.sigma(tried.sizes[0])
@@ -239,6 +240,8 @@ def _rest(
         else:
             found[size] = {**{name: getattr(fitted, name) for name in names}, **given}
     if not found:
+        if fields.get("summary_dtype") == "coded":
+            refusals[0].add_note('truncated keys can be tuned for less: summary_dtype="int8"')
         raise refusals[0]
     return found
 

@@ -182,6 +182,25 @@ def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
         assert cache.offloaded[1].predictor.learnt.fitted_at == 2392
 
 
+@pytest.mark.parametrize("pieces", [[600, 500], [600, 600, 130]])
+def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -> None:
+    """The rule does not forget what came before a fit, nor what a context had: a fork goes on bitwise as what it is
+    of."""
+    ids = prompt(long_model(), 1, sum(pieces) + 20)
+    with sparse(rank=None, summary_dtype="coded") as cache:
+        for place, piece in enumerate(pieces[:-1]):
+            feed(cache, ids[:, sum(pieces[:place]) :][:, :piece], piece)
+        with cache.fork() as fork:
+            found = []
+            for each in (cache, fork):
+                feed(each, ids[:, sum(pieces[:-1]) : sum(pieces)], pieces[-1])
+                assert each.offloaded[1].predictor.learnt.fitted_at == sum(pieces) // 4 * 4 - 8
+                logits = [long_model()(ids[:, place : place + 1], past_key_values=each).logits
+                          for place in range(sum(pieces), sum(pieces) + 20)]  # fmt: skip
+                found.append(torch.cat(logits, 1))
+    assert torch.equal(*found)
+
+
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
     """From the store, of all keys: then it is what a prefill in one piece would have made."""
     ids = prompt(long_model(), 1, 8 * 560 + 8)

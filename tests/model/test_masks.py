@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import fresh
+from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.model import stream_attention as streaming
@@ -68,3 +69,26 @@ def test_pieces_of_a_prompt_go_without_a_mask(padded: bool, monkeypatch: pytest.
     assert len(masks) > 3 * 2
     assert all(mask is None for mask in masks) is not padded
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_one_row_for_all_queries_is_not_causal(dtype: torch.dtype) -> None:
+    """A piece that sees all of itself goes on doing so."""
+    model, logits = fresh("llama"), []
+    ids = torch.randint(1, 190, (1, 120), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), DiskSwapCache(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as own:
+        for cache in (own, DynamicCache(config=model.config)):
+            for start, stop in ((0, 48), (48, 96), (96, 120)):
+                shape = 1, 1, 1, stop
+                mask = torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.zeros(shape)
+                out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits
+            logits.append(out)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+def test_pieces_in_float64() -> None:
+    model, ids = fresh("llama").double(), torch.randint(1, 190, (1, 120))
+    with torch.no_grad(), DiskSwapCache(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as cache:
+        for start, stop in ((0, 48), (48, 96), (96, 120)):
+            out = model(ids[:, start:stop], past_key_values=cache).logits
+        torch.testing.assert_close(out, model(ids).logits[:, 96:], rtol=0, atol=1e-4)
