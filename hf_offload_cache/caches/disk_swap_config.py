@@ -51,7 +51,7 @@ class DiskSwapConfig(SelectiveConfig):
     steps_per_selection: int = 1
     """The most steps that attend to one choice of groups: a layer whose query has hardly moved goes on with what it
     chose, and one that has sealed a group chooses anew. 1: every step has its own, as in the paper; with 8 a step took
-    an eighth to a quarter less time, and some facts are lost that are found with 1. Only with `selection="default"`."""
+    a tenth to a fifth less time, and some facts are lost that are found with 1. Only with `selection="default"`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
