@@ -22,7 +22,7 @@ from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, Unsupp
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, grid, profile, tuner
+from hf_offload_cache.tuning import Tuned, grid, lookup, profile, tuner
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,
@@ -107,6 +107,15 @@ def test_fields_are_kept_in_every_row() -> None:
     assert [(row["batch"], row["context"]) for row in found.rows] == [(1, 4096)]
     assert found.rows[0]["fields"]["engine"] == "mapped"
     assert found.rows[0]["fields"]["num_recent"] == 16
+
+
+def test_sigma_max_holds_for_codes_that_keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little few bytes lose on the sample."""
+    monkeypatch.setattr(lookup, "kept_mass", lambda keys, queries, scaling, sizes, *more: [1.0] * len(sizes))
+    for sigma_max in (16.0, 32.0):
+        found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1}, sigma_max=sigma_max)
+        assert found.rows[0]["fields"]["summary_bytes"] == 32 * 4 // sigma_max
+        assert found.rows[0]["sigma"] == sigma_max
 
 
 def test_the_largest_pair_must_fit_and_others_are_left_out_by_name() -> None:
