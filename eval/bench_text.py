@@ -26,7 +26,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 from .bench import machine
 from .needles import parse_setting
 from .studies.common import write_json
-from .studies.contexts import prefill, replay
+from .studies.contexts import open_cache, prefill, replay
 from .studies.fidelity import distance
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
@@ -121,7 +121,7 @@ def run(
             elif name in (ALONE, DYNAMIC):
                 cache = DynamicCache(config=plain.config)
             else:
-                cache = stack.enter_context(_ours(model, dict(ours[name]), tokens + steps, len(ids), path))
+                cache = stack.enter_context(open_cache(model, ours[name], tokens + steps, path, len(ids)))
             one = Contender(name, model if name in ours else plain, cache, ids, tokens)
             if shared is None or name == ALONE:
                 one.prefill(chunk)
@@ -142,13 +142,6 @@ def run(
             rows[one.name] = one.row(None if one.name == ALONE else exact, None if one.name == ALONE else alone)
             say(f"{one.name}: {_shown(rows[one.name])}")
         return rows
-
-
-def _ours(model: PreTrainedModel, fields: dict[str, Any], context: int, batch: int, path: str | None) -> DiskSwapCache:
-    memory = fields.pop("memory", None)
-    if memory is None:
-        return DiskSwapCache(model, path, **fields)
-    return DiskSwapCache.for_budget(model, memory, path=path, max_context=context, max_batch=batch, **fields)
 
 
 def _shown(row: dict[str, Any]) -> str:

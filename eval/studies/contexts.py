@@ -101,10 +101,10 @@ def share(memory: Any) -> Any:
 
 @contextlib.contextmanager
 def open_cache(
-    model: PreTrainedModel, fields: dict[str, Any] | None, max_context: int, path: str | None = None
+    model: PreTrainedModel, fields: dict[str, Any] | None, max_context: int, path: str | None = None, max_batch: int = 1
 ) -> Iterator[Cache]:
     """A contender, closed on leaving: `DynamicCache` for None, else a `DiskSwapCache` of `fields`. With "memory" among
-    them the cache is planned for that budget and `max_context` tokens, the other fields as given."""
+    them the cache is planned for that budget and `max_batch` sequences of `max_context` tokens; others as given."""
     if fields is None:
         yield DynamicCache(config=model.config)
         return
@@ -112,7 +112,7 @@ def open_cache(
     if fields.get("memory") in (None, "none"):
         cache = DiskSwapCache(model, path=path, **others)
     else:
-        plan = {"memory": share(fields["memory"]), "max_context": max_context, "max_batch": 1}
+        plan = {"memory": share(fields["memory"]), "max_context": max_context, "max_batch": max_batch}
         cache = DiskSwapCache.for_budget(model, path=path, **plan, **others)
     with cache:
         yield cache

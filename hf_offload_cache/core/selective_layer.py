@@ -185,24 +185,16 @@ class SelectiveLayer(SelectivePlan):
         counters, queries = storage.counters, call.query.shape[0] * call.query.shape[2]
         counters.tokens_visible += queries * self.history.length
         counters.tokens_attended += queries * fetched.entries.shape[1]
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                output, following = self._combine(call, choice, fetched, visible)
-            output = no_backward(output[0], call.query), output[1]
-        else:
-            output, following = self._combine(call, choice, fetched, visible)
+        with storage.timeline.span("attend", self.layer_idx):
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    output, following = self.combine(call, choice, fetched, visible)
+                output = no_backward(output[0], call.query), output[1]
+            else:
+                output, following = self.combine(call, choice, fetched, visible)
         if following is not None:
             self.ahead(following)
         return output
-
-    def _combine(
-        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> tuple[Output, Choice | None]:
-        timeline = self.shared.storage.timeline
-        if not timeline.on:
-            return self.combine(call, choice, fetched, visible)
-        with timeline.span("attend", self.layer_idx):
-            return self.combine(call, choice, fetched, visible)
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None

@@ -56,9 +56,12 @@ def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
 
 def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
     """Sizes of compact keys to choose from, descending: all bytes of coded ones that the planner tries, or ranks."""
-    if settings.summaries == "coded":
-        return sorted({max(4, round(share * form.key_width)) for share in SHARES}, reverse=True)
-    return _ranks_of(form, settings, sigma_max)
+    return code_sizes(form) if settings.summaries == "coded" else _ranks_of(form, settings, sigma_max)
+
+
+def code_sizes(form: RecordFormat) -> list[int]:
+    """Bytes of coded keys that the planner tries, descending."""
+    return sorted({max(4, round(share * form.key_width)) for share in SHARES}, reverse=True)
 
 
 def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:

@@ -21,7 +21,7 @@ from ..fetch.slot_table import ABSENT, SlotTable
 from ..history.record_format import RecordFormat
 from ..model.inner_model import inner_model
 from .calibrate import KeyMoments, ObservedCache, observed, scaling_of
-from .grid import sizes_of
+from .grid import code_sizes
 from .kept_mass import kept_mass
 from .synthetic import attention_modules, fill
 from .tables import CompressionTable, ReuseTable
@@ -93,7 +93,7 @@ class Reader:
     def _measure_codes(self, layers: list[OffloadLayer], on_step: Callable[[float, str], object]) -> None:
         """What codes of each size keep of this text; of the first few texts, which is enough for a mean."""
         assert self.form is not None
-        sizes = sizes_of(self.form, self._settings, 0)
+        sizes = code_sizes(self.form)
         if self.masses and len(self.masses[sizes[0]]) >= _TEXTS_CODED:
             return
         on_step(0.5 / (1 + len(self._group_sizes)), "codes")
