@@ -86,7 +86,7 @@ PROMISES: tuple[Promise, ...] = (
 def run_job(name: str, quick: bool, path: str | None = None) -> dict[str, Any]:
     """One benchmark in a child process; its JSON, and "seconds"; "error" with the end of its output if it failed."""
     command, quickly = _JOBS[name]
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "100000"}
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,8 @@ class Budgeted:
 
     config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
+    selects: ClassVar[bool] = False
+    """Its steps select, unless the configuration is exact."""
     config: OffloadConfig
 
     @classmethod
@@ -77,7 +79,9 @@ class Budgeted:
         def layer_plan(kind: LayerKind) -> LayerPlan:
             return layer.planned(kind, config, max_context)
 
-        return plan_cache(geometry, config, max_context, max_batch, layer_plan, apart, beside)
+        return plan_cache(
+            geometry, config, max_context, max_batch, layer_plan, apart, beside, cls.selects and not config.exact
+        )
 
     @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,13 @@ def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
 
 
+def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
+    """Bytes that wait to be written at most while steps select, which leaves memory for slots; `units`: what each layer
+    writes at a time. All layers write together, and then not for as many steps as a unit has tokens."""
+    each = list(units)
+    return min(write_queue, max(sum(each), 2 * max(each, default=0)))
+
+
 def plan_cache(
     geometry: Geometry,
     config: OffloadConfig,
@@ -71,24 +78,29 @@ def plan_cache(
     layer_plan: Callable[[LayerKind], LayerPlan],
     heads_apart: bool,
     beside: Planned,
+    selects: bool = False,
 ) -> MemoryPlan:
     """The most that a cache holds for `batch` sequences of up to `context` tokens: what each layer plans, and `beside`.
+    `selects`: its steps select.
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
     shapes = Counter(geometry.layers)
     kinds = {shape: LayerKind.of(shape, geometry, config, batch, heads_apart) for shape in shapes}
-    records = max((kind.rows * kind.form.record_bytes for kind in kinds.values()), default=0)
+    units = {shape: kind.rows * kind.form.record_bytes for shape, kind in kinds.items()}
+    queue = parse_size(config.write_queue)
+    narrow = decoding_queue(queue, (units[shape] for shape in geometry.layers)) if selects else queue
+    largest = max(units.values(), default=0)
     ids = TokenLog.planned(context, batch)
     held = Planned.always(
         {
             "token ids": ids,
             "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
             "layers not offloaded": geometry.kept_bytes(context, batch),
-            "write queue": WriteQueue.planned(parse_size(config.write_queue), records),
             IO_RING: planned_ring(config.engine),
         }
     )
+    held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
     layers, store_bytes = LayerPlan.of_layers(
         ((layer_plan(kinds[shape]), count) for shape, count in shapes.items()), moving

@@ -16,6 +16,7 @@ from ..model.look_ahead import LookAhead
 from .offload_cache import OffloadCache
 from .offload_layer import OffloadLayer
 from .pace import Pace
+from .planned import decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
 
@@ -29,6 +30,7 @@ class SelectiveCache(OffloadCache):
 
     config_class: ClassVar[type[OffloadConfig]] = SelectiveConfig
     layer_class: ClassVar[type[OffloadLayer]] = SelectiveLayer
+    selects: ClassVar[bool] = True
 
     def prepare(self, model: PreTrainedModel) -> None:
         settings = self.config
@@ -81,6 +83,7 @@ class SelectiveCache(OffloadCache):
         if not step.selects:
             self.rest()
             return changed
+        self.make_room(step.tokens)
         self.before_selecting()
         # no layer is before the first
         if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
@@ -92,6 +95,15 @@ class SelectiveCache(OffloadCache):
         """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
         return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
+    def make_room(self, tokens: int) -> None:
+        """Slots have the memory that a prefill's writes had, and a verification of candidates, which attends to more,
+        that of a read ahead."""
+        units = [layer.history.rows * layer.history.form.record_bytes for layer in self.offloaded if layer.length]
+        self.storage.limit_writes(decoding_queue(self.storage.widest_queue, units))
+        if tokens > 1 and self.look_ahead is not None:
+            for layer in self.selective:
+                layer.drop_ahead()
+
     def before_selecting(self) -> None:
         """A step that selects begins."""
 
@@ -101,6 +113,7 @@ class SelectiveCache(OffloadCache):
             for layer in self.selective:
                 layer.drop_fetcher()
             self.selecting.rest()
+            self.storage.limit_writes(None)
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         super().enter_block(layer_idx, block, hidden)

@@ -55,11 +55,12 @@ class SelectivePlan(OffloadLayer):
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
         tail_units = -(-(config.num_recent + form.group_size) // form.group_size)
-        candidates = min(2 * most_units, units * 9 // 8 + 8)  # the view is as large as a verification of several needs
-        ahead = 0 if config.look_ahead is False else 1
-        view = kind.rows * (candidates + tail_units) * payload
+        soon, ahead = units * 9 // 8 + 8, 0 if config.look_ahead is False else 1
+        view, widest = (  # of one query, and of candidates that are verified
+            kind.rows * (min(wanted, soon) + tail_units) * payload for wanted in (most_units, 2 * most_units)
+        )
         area = area_bytes(kind, config, context, most_units)
-        areas = Areas.planned(area, view, ahead, kind.device)
+        areas = Areas.planned(area, view, widest, ahead, kind.device)
         slots = kind.rows * min(cls.most_slots(kind, config), 1 << max(units - 1, 0).bit_length())
         own = predictor.own + cls.plan_tiers(kind, slots, units)
         if cls.reads_for_next_step:

@@ -33,9 +33,15 @@ class Areas:
         self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
 
     @staticmethod
-    def planned(area_bytes: int, view_bytes: int, ahead: int, device_type: str) -> dict[str, int]:
-        """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view."""
-        return {"staging": (1 + ahead) * area_bytes * Staging.sides(device_type), "selection": view_bytes}
+    def planned(
+        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str
+    ) -> dict[str, int]:
+        """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view: of
+        `view_bytes`, or of `widest_bytes` while nothing is read ahead."""
+        area = area_bytes * Staging.sides(device_type)
+        usual = {"staging": (1 + ahead) * area, "selection": view_bytes}
+        widest = {"staging": area, "selection": widest_bytes}
+        return max(usual, widest, key=lambda held: sum(held.values()))
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
@@ -65,15 +71,20 @@ class Areas:
         self._free.append(area)
 
     def view(self, rows: int, width: int, behind: int, form: Any, device: torch.device, room: int) -> View:
-        """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. Raises
+        """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. One that
+        needs more, for a verification of candidates, takes the place of areas that nobody borrows. Raises
         `BudgetError`."""
         parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
         size, memory = rows * (width + behind) * form.payload_width, self._view
-        if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
+        room *= form.payload_width
+        fits = memory is not None and (memory.dtype, memory.device) == (form.dtype, device)
+        if memory is None or not fits or not size <= memory.numel() <= max(size, room):
             self._drop_view()
-            room = max(room * form.payload_width, size)
+            if size > room:
+                self._release_free()
+                room = size
             self._account.hold("selection", room * form.dtype.itemsize)
             memory = self._view = lasting_empty(room, dtype=form.dtype, device=device)
         view = View(memory, rows, width, behind, form)
@@ -95,7 +106,10 @@ class Areas:
 
     def release(self) -> None:
         """Give back what nobody borrows, and the view, until they are wanted again."""
+        self._release_free()
+        self._drop_view()
+
+    def _release_free(self) -> None:
         for area in self._free:
             area.release()
         self._free = []
-        self._drop_view()

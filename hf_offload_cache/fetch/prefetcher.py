@@ -140,6 +140,13 @@ class Prefetcher:
         with self._log.noting_stalls():
             self._writes.add(store, ids, records)
 
+    def limit_writes(self, most_bytes: int) -> None:
+        """From now on the queue holds at most `most_bytes`; blocks until it does. A write that failed is told to who
+        asks for its store."""
+        self._log.process.check("this prefetcher")
+        with self._log.noting_stalls():
+            self._writes.limit(most_bytes)
+
     def flush(self, store: Store | None = None) -> None:
         """Block until the writes queued for `store` (None: for all) are done; raises the error of one that failed."""
         self._log.process.check("this prefetcher")

@@ -39,6 +39,7 @@ class Storage:
         directory, engine, description: the folder, how records are read, and why so.
         account, counters, timeline: the books that all parts of the cache write in.
         prefetcher: reads ahead and writes behind.
+        write_queue, widest_queue: the most bytes that wait to be written, now and in a prefill.
         stores: those that are open, one a layer.
         torn: a signal's exception came while something was changed: what is held cannot be told, until `reset`.
     """
@@ -56,7 +57,7 @@ class Storage:
             self.timeline = Trace(config.trace)
         self.ring = Ring(timeout=config.io_timeout, account=self.account) if self.engine == "uring" else None
         timeline = self.timeline if self.timeline.on else None
-        self.write_queue = parse_size(config.write_queue)
+        self.write_queue = self.widest_queue = parse_size(config.write_queue)
         self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
         self.stores: list[Store] = []
         self._units_seen = (0, 0, 0)  # selected, resident, ready: what the timeline was told of
@@ -147,6 +148,14 @@ class Storage:
         for buffer in self.stream_buffers:
             buffer.release()
         self.stream_buffers = []
+
+    def limit_writes(self, most_bytes: int | None) -> None:
+        """Let at most so many bytes wait to be written, None: as many as the configuration says; blocks until no more
+        do. Raises `StalledError`."""
+        limit = self.widest_queue if most_bytes is None else most_bytes
+        if limit != self.write_queue:
+            self.prefetcher.limit_writes(limit)
+            self.write_queue = limit
 
     # --- the books ---------------------------------------------------------------------------------------------
 

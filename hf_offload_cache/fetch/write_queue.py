@@ -60,6 +60,13 @@ class WriteQueue:
         """The most bytes that are queued at once: `most_bytes`, or one batch that is larger."""
         return max(most_bytes, largest_batch)
 
+    def limit(self, most_bytes: int) -> None:
+        """See `Prefetcher.limit_writes`."""
+        with self._changed:
+            self._check_open()
+            self._most_bytes = most_bytes
+            self._wait(lambda: self._bytes <= most_bytes)
+
     def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """See `Prefetcher.write`."""
         batch = WriteBatch(store, ids, records)

@@ -12,7 +12,7 @@ from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
 from .coding import Coding, most_components
-from .compact_keys import BLOCK, Asked, CompactKeys
+from .compact_keys import Asked, CompactKeys, scored_at_once
 from .directions import parts
 from .integer_product import multiplied, rounded
 from .token_rows import TokenRows
@@ -48,7 +48,7 @@ class CodedKeys(CompactKeys):
         keys = rows * tokens * nbytes
         own = Planned.always({"compact keys": keys, "adapters": Coding.planned(width)})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
-        most = max(min(tokens, BLOCK), wanted * unit_size)
+        most = max(scored_at_once(tokens), wanted * unit_size)
         rank = most_components(width)
         scores = most * (rank + 4 * heads) + 4 * heads * -(-tokens // unit_size)
         return LayerPlan(own, Planned(moving, {**moving, "scores": scores}))
@@ -92,7 +92,7 @@ class CodedKeys(CompactKeys):
 
     def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
         (heads, rank), count = asked.queries.shape, some.shape[1]
-        wide, most = 4 * heads * count, max(count, min(BLOCK, self._rows.tokens))
+        wide, most = 4 * heads * count, max(count, scored_at_once(self._rows.tokens))
         memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=some.device)
         unpacked = self.coding.unpacked(some, memory[wide : wide + rank * count].view(rank, count))
         return multiplied(asked.queries, unpacked, memory)

@@ -19,8 +19,8 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
-_SHIFTS = np.array([0, 4, 0, 2, 4, 6], dtype=np.uint8)[:, None, None]
-"""By how much packed components of 4 bits, two to a byte, and of 2 bits, four to a byte, are shifted."""
+_SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None, None]
+"""By how much packed components of 2 bits, four to a byte, are shifted."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,21 @@ class Coding:
         half, quarter, count = four // 2, two // 4, codes.shape[1]
         into: Any = out
         source: Any = codes
+        masked: Any = torch.bitwise_and
         shifted: Any = torch.bitwise_right_shift
         shifts: Any = _SHIFTS
         if codes.device.type == "cpu":  # numpy is done before torch's threads are awake
-            into, source, shifted = into.numpy(), source.numpy(), np.right_shift
+            into, source, masked, shifted = into.numpy(), source.numpy(), np.bitwise_and, np.right_shift
         else:
             shifts = _shifts_on(codes.device)
         into[:wide] = source[:wide]
         if half:
-            part = into[wide : wide + four]
-            shifted(source[wide : wide + half], shifts[:2], out=part.reshape(2, half, count))
-            part &= 15
+            pairs = source[wide : wide + half]
+            masked(pairs, 15, out=into[wide : wide + half])
+            shifted(pairs, 4, out=into[wide + half : wide + four])
         if quarter and len(out) == self.rank:
             part = into[wide + four :]
-            shifted(source[wide + half :], shifts[2:], out=part.reshape(4, quarter, count))
+            shifted(source[wide + half :], shifts, out=part.reshape(4, quarter, count))
             part &= 3
         return out.view(torch.int8)
 

@@ -11,7 +11,8 @@ import torch
 from .token_rows import TokenRows
 
 BLOCK = 4096
-"""Tokens that are scored at a time: what is made of them stays in the processor's cache."""
+"""Tokens that are scored at a time: what is made of them stays in the processor's cache. Twice as many of more than
+four times as many: there the calls cost more than the memory does."""
 HIDDEN = np.float32(-1e30)
 """The score of padding."""
 
@@ -24,6 +25,11 @@ class Asked(NamedTuple):
     factor: np.ndarray
     """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
     constant: np.ndarray
+
+
+def scored_at_once(tokens: int) -> int:
+    """How many of so many tokens are scored at a time at most."""
+    return min(tokens, BLOCK if tokens <= 4 * BLOCK else 2 * BLOCK)
 
 
 class CompactKeys(ABC):
@@ -82,19 +88,28 @@ class CompactKeys(ABC):
         """(h, n), of any type, with what is held of n tokens of a row: valid until the next."""
 
     def best_of_units(
-        self, low: np.ndarray, row: int, unit_size: int, visible: torch.Tensor | None, roughly: bool = False
+        self,
+        low: np.ndarray,
+        row: int,
+        unit_size: int,
+        visible: torch.Tensor | None,
+        roughly: bool = False,
+        units: np.ndarray | None = None,
     ) -> np.ndarray:
-        """(h, units) float32: the largest score in each unit of `row` for low-rank queries (h, ·). `visible`
-        (·, tokens) puts padding below everything. `roughly`: by those components that say most, if that is faster."""
-        axis, held, tokens = self._rows.axis - 1, self._rows.data[row], self._rows.tokens
-        asked, found = self._asked(low, roughly), []
-        block = (BLOCK // unit_size or 1) * unit_size
+        """(h, n) float32: the largest score in each of `units` (n,) of `row`, None: of all, for low-rank queries
+        (h, ·). `visible` (·, tokens) puts padding below everything. `roughly`: by those components that say most, if
+        that is faster."""
+        axis, asked, found = self._rows.axis - 1, self._asked(low, roughly), []
+        held = self._rows.data[row] if units is None else self._rows.of_units(row, units, unit_size)
+        tokens = held.shape[axis]
+        seen = None if visible is None else self._seen(visible, row, units, unit_size)
+        block = (scored_at_once(tokens) // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
             raw = self._products(asked, held if count == tokens else held.narrow(axis, first, count))
-            if visible is not None:
+            if seen is not None:
                 least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
-                raw.masked_fill_(~visible[min(row, len(visible) - 1), first : first + count], least)
+                raw.masked_fill_(~seen[first : first + count], least)
             found.append(raw.view(len(low), -1, unit_size).amax(2))
         best: np.ndarray = (found[0] if len(found) == 1 else torch.cat(found, 1)).float().numpy(force=True)
         best *= asked.factor
@@ -111,10 +126,15 @@ class CompactKeys(ABC):
         scores *= asked.factor
         scores += asked.constant
         if visible is not None:
-            seen = visible[min(row, len(visible) - 1), : self.tokens].unflatten(0, (-1, unit_size))
-            seen = seen[torch.from_numpy(units).to(seen.device)]
-            scores = np.where(seen.flatten().numpy(force=True), scores, HIDDEN)
+            scores = np.where(self._seen(visible, row, units, unit_size).numpy(force=True), scores, HIDDEN)
         return scores.reshape(len(low), -1, unit_size)
+
+    def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
+        """What of the tokens of `units` of a row is no padding, one after the other."""
+        seen = visible[min(row, len(visible) - 1), : self.tokens]
+        if units is None:
+            return seen
+        return seen.unflatten(0, (-1, unit_size))[torch.from_numpy(units).to(seen.device)].flatten()
 
     @abstractmethod
     def capture(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..errors import ContextError
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
-from .compact_keys import BLOCK, Asked, CompactKeys
+from .compact_keys import Asked, CompactKeys, scored_at_once
 from .directions import parts
 from .integer_product import multiplied, rounded
 from .token_rows import TokenRows
@@ -83,7 +83,7 @@ class LowRankKeys(CompactKeys):
         kept = 4 if dtype == torch.float32 else 2
         own = Planned.always({"compact keys": keys, "adapters": 2 * width * rank * kept})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
-        most = max(min(tokens, BLOCK), wanted * unit_size)
+        most = max(scored_at_once(tokens), wanted * unit_size)
         scores = {"scores": 4 * heads * (most + -(-tokens // unit_size))}
         return LayerPlan(own, Planned(moving, {**moving, **scores}))
 

@@ -501,6 +501,26 @@ def test_the_view_grows_in_steps(storage: Storage) -> None:
     assert areas.view(2, 3, 1, FORM, CPU, room=1) is not first
 
 
+def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> None:
+    """And gives it back when it does not any more."""
+    areas, account = Areas(storage.account), storage.account
+    payload, planned = 64, Areas.planned(8 * 64, 9 * 64, 18 * 64, 1, "cpu")
+    assert planned == {"staging": 8 * 64, "selection": 18 * 64}
+    assert Areas.planned(8 * 64, 9 * 64, 10 * 64, 1, "cpu") == {"staging": 16 * 64, "selection": 9 * 64}
+    lent, ahead = areas.borrow(8 * payload, CPU), areas.borrow_ahead(8 * payload, CPU)
+    areas.view(1, 8, 1, FORM, CPU, room=9)
+    areas.give_back(lent)
+    areas.give_back(ahead, ahead=True)
+    held = dict(account.by_owner)
+    assert (held["staging"], held["selection"]) == (16 * payload, 9 * payload)
+    areas.view(1, 17, 1, FORM, CPU, room=9)
+    assert (account.by_owner["staging"], account.by_owner["selection"]) == (0, 18 * payload)
+    areas.give_back(areas.borrow(8 * payload, CPU))
+    assert account.peak == sum(planned.values())
+    areas.view(1, 5, 1, FORM, CPU, room=9)
+    assert (account.by_owner["staging"], account.by_owner["selection"]) == (8 * payload, 9 * payload)
+
+
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_the_view_is_written_to_in_any_mode(storage: Storage, first: Any, then: Any) -> None:

@@ -305,6 +305,31 @@ def test_the_write_queue_is_bounded(account: MemoryAccount) -> None:
     prefetcher.close()
 
 
+def test_the_write_queue_is_made_shorter_when_what_is_in_it_is_written(account: MemoryAccount) -> None:
+    store = SlowWrites(memory())
+    ids = store.allocate(4)
+    prefetcher = Prefetcher(account, 4 * RECORD_BYTES)
+    for one in range(4):
+        prefetcher.write(store, ids[one : one + 1], pattern(1, seed=one))
+    thread, outcome = in_background(lambda: prefetcher.limit_writes(RECORD_BYTES))
+    thread.join(0.05)
+    assert thread.is_alive() and account.current == 4 * RECORD_BYTES
+    store.gate.open()
+    thread.join(LONG)
+    assert outcome == [None] and account.current <= RECORD_BYTES
+    prefetcher.flush()
+    account.peak = 0
+    for one in range(4):
+        prefetcher.write(store, ids[one : one + 1], pattern(1, seed=one))
+    assert account.peak == RECORD_BYTES
+    prefetcher.limit_writes(4 * RECORD_BYTES)  # longer: at once
+    prefetcher.flush()
+    assert torch.equal(read(store, ids), torch.cat([pattern(1, seed=one) for one in range(4)]))
+    prefetcher.close()
+    with pytest.raises(CacheClosedError):
+        prefetcher.limit_writes(1)
+
+
 @pytest.mark.parametrize("advises", [True, False])
 def test_a_queued_write_is_read_from_the_queue(prefetcher: Prefetcher, advises: bool) -> None:
     store = SlowWrites(memory())

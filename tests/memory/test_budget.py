@@ -370,6 +370,46 @@ def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
         assert cache.report().decode_steps == 41
 
 
+@pytest.mark.parametrize("look_ahead", [True, None])
+def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None) -> None:
+    """It attends to more than a step does, in the memory of the reads ahead, which go on after it; tokens are those of
+    a cache without a limit."""
+    model, fields = tiny("llama"), {"look_ahead": look_ahead, "layer_budgets": "uniform"}
+    ids = padded_ids(700)[0][1:].repeat_interleave(2, 1)[:, :700]
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 6}
+    with DiskSwapCache.for_budget(model, "3/5", CONTEXT, num_selected=64, reuse_capacity=16, **fields) as cache:
+        with DiskSwapCache(model, config=cache.config, memory=None) as free:
+            expected = model.generate(ids, past_key_values=free, **arguments)
+        widest = []
+        cache.selecting.watch = lambda layer_idx, choice: widest.append(choice.units.shape[1])
+        found = model.generate(ids, past_key_values=cache, **arguments)
+        plan, report = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1), cache.report()
+        usual = cache.selecting.units(None, cache.selective[0].history.form.group_size)
+        assert min(widest) <= usual < max(widest)
+        assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
+    assert torch.equal(found, expected)
+
+
+def test_a_prefill_may_have_more_writes_waiting_than_a_step() -> None:
+    """The queue is short while steps select, for which slots have the memory, and long again in the next turn."""
+    model = tiny("llama")
+    with DiskSwapCache(model, num_selected=32, write_queue="1MiB", max_context=CONTEXT, max_batch=1) as cache:
+        ids = padded_ids(700)[0][:1]
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            assert cache.storage.write_queue == 2**20
+            model(ids[:, :1], past_key_values=cache)
+            layers = cache.selective
+            unit = layers[0].history.form.record_bytes
+            plan = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1)
+            assert cache.storage.write_queue == plan.decode["write queue"] == max(2, len(layers)) * unit
+            assert plan.prefill["write queue"] == 2**20
+            model(ids[:, :50], past_key_values=cache)
+            assert cache.storage.write_queue == 2**20
+    exact = DiskSwapCache.plan(Geometry.of(model), DiskSwapConfig(exact=True, write_queue="1MiB"), CONTEXT, 1)
+    assert exact.decode["write queue"] == 2**20
+
+
 def test_what_the_account_holds_is_what_was_planned() -> None:
     """At the end of the context, by owner, for what does not depend on the moment. Slots are a mean over layers."""
     model = tiny("llama")
