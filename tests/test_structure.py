@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_one_idea_a_file(package: Package) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the tests
+
+
+def test_no_import_makes_a_tensor(package: Package) -> None:
+    """Whoever imports under `torch.device("meta")`, or in inference mode, would have one of that kind for good."""
+    names = [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in package.files]
+    modules = [importlib.import_module(f"hf_offload_cache.{name}") for name in names if name[:2] != "__"]
+    found = [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    assert len(modules) > 150
+    assert_none(found)
 
 
 def test_tests_lie_where_the_package_has_what_they_test() -> None:

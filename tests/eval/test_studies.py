@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import torch
 from harness import build
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from eval.needles import Needle
 from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
 from hf_offload_cache import DiskSwapCache
 
@@ -245,6 +247,39 @@ def test_the_worst_layer_is_that_of_the_mean() -> None:
     found = fidelity.means(rows)["one"]
     assert (found["mass"], found["worst"], found["worst_layer"]) == (pytest.approx(0.55), pytest.approx(0.5), 0)
     assert (found["hit_rate"], found["overlap"]) == (0.5, None)
+
+
+def test_what_the_full_cache_does_not_know_is_asked_of_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor when an interrupted study goes on; what it knows is asked of those who were not asked yet."""
+    needles = [Needle(f"document {number}", "a fact", "what?", str(number), 0.5) for number in range(3)]
+    prefilled: list[int] = []
+    monkeypatch.setattr(found_facts, "build_prompt", lambda tokenizer, document, question: torch.zeros(1, 9))
+    monkeypatch.setattr(found_facts, "prefill", lambda model, ids: prefilled.append(1))
+    monkeypatch.setattr(found_facts, "open_cache", lambda model, fields, room, path: contextlib.nullcontext(fields))
+
+    def answered(fields: Any, model: Any, tokenizer: Any, context: Any, ids: Any, code: str, rolling: bool) -> dict:
+        return {"answered": code != "1", "text": ""}
+
+    monkeypatch.setattr(found_facts, "_ask_one", answered)
+    contenders = {name: fidelity.Contender({}) for name in ("first", "second")}
+    arguments = argparse.Namespace(known=True, path=None)
+
+    def asked(rows: common.Rows, known: bool, **chosen: fidelity.Contender) -> list[tuple[int, str]]:
+        before = len(rows.rows)
+        arguments.known = known
+        found_facts.ask(arguments, rows, chosen, needles, None, None)
+        return [(row["sample"], row["name"]) for row in rows.rows[before:]]
+
+    head = {"study": "needles", "arguments": {}}
+    rows = common.Rows(head, tmp_path / "rows.json", say=lambda line: None)
+    every = [(0, "DynamicCache"), (0, "first"), (1, "DynamicCache"), (2, "DynamicCache"), (2, "first")]
+    assert asked(rows, True, first=contenders["first"]) == every and len(prefilled) == 3
+    again = common.Rows(head, tmp_path / "rows.json", say=lambda line: None)
+    again.resume()
+    assert asked(again, True, **contenders) == [(0, "second"), (2, "second")] and len(prefilled) == 5
+    assert asked(again, False, **contenders) == [(1, "first"), (1, "second")]
 
 
 def test_facts_are_lost_of_those_that_the_full_cache_knows() -> None:

@@ -29,6 +29,17 @@ class TestLowRankPredictor(PredictorTests):
         return LowRankPredictor.planned(self.form, self.rules, self.rules.rank, self.num_heads, context, rows, wanted)
 
 
+    def test_what_a_guess_goes_by_is_counted(self) -> None:
+        """The importance of all units, which the latest choice leaves behind."""
+        predictor, keys = self.learnt(3)
+        before = predictor.tables_nbytes
+        self.chosen(predictor, self.query(3, keys))
+        held, least = predictor.tables_nbytes, 3 * (self.tokens // self.form.group_size) * 4
+        assert held - before >= least
+        predictor.truncate(self.tokens // self.form.group_size - 1)
+        assert held - predictor.tables_nbytes >= least
+
+
 class TestLowRankPredictorIn8Bits(TestLowRankPredictor):
     rules = Rules(torch.int8, PredictorTests.num_sinks, 6, reserve=PredictorTests.tokens)
 
