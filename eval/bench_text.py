@@ -109,10 +109,13 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
-    weights. `shared_prefill`: of one sequence, prefilled once in one piece and put into every cache; their seconds
-    are then those of the putting."""
+    weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
+    followed by its own text in all of them; seconds of a prefill are then those of the putting."""
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    shared = prefill(model, ids[:, :tokens]) if shared_prefill else None
+    shared = None
+    if shared_prefill:
+        ids = ids[:1].expand(len(ids), -1)
+        shared = prefill(model, ids[:1, :tokens]).repeated(len(ids))
     with contextlib.ExitStack() as stack:
         contenders: list[Contender] = []
         for name in (ALONE, *in_memory, *ours):
@@ -175,7 +178,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
     parser.add_argument("--only-ours", action="store_true", help="and the model alone")
-    parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all: long histories")
+    parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all rows and caches")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--path", help="folder on the disk to use")
@@ -195,8 +198,6 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     in_memory = () if given.only_ours else (DYNAMIC, STATIC)
-    if given.shared_prefill and given.batch > 1:
-        parser.error("--shared-prefill is of one sequence: leave out --batch")
     rows = run(
         model, ids, tokens, steps, given.chunk, ours, in_memory, shared_prefill=given.shared_prefill, path=given.path,
         say=say,

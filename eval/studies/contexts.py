@@ -27,7 +27,8 @@ LATEST = QUERIES_SEEN
 @dataclass(frozen=True)
 class Context:
     """What a prefill of token ids (1, T) in one piece leaves: for each layer keys and values (1, Hk, T, D) as
-    `DynamicCache` holds them, and the latest queries (1, H, at most LATEST, D). Read only: contenders copy."""
+    `DynamicCache` holds them, and the latest queries (1, H, at most LATEST, D); or that in several rows. Read only:
+    contenders copy."""
 
     ids: torch.Tensor
     keys: list[torch.Tensor]
@@ -37,6 +38,13 @@ class Context:
     @property
     def tokens(self) -> int:
         return self.ids.shape[1]
+
+    def repeated(self, rows: int) -> Context:
+        """The same in each of `rows` rows, without copies."""
+        keys, values, queries = (
+            [part.expand(rows, -1, -1, -1) for part in parts] for parts in (self.keys, self.values, self.queries)
+        )
+        return Context(self.ids.expand(rows, -1), keys, values, queries)
 
 
 class _RecordingLayer(OffloadLayer):
