@@ -19,17 +19,25 @@ from .token_rows import TokenRows
 
 
 class CodedKeys(CompactKeys):
-    """`CompactKeys` by a `Coding`: (B, bytes, tokens) uint8, on the device of the keys, so that each class of bits is
-    unpacked by a few operations on whole rows.
+    """`CompactKeys` by a `Coding`: (B, bytes * tokens of a unit, units) uint8, on the device of the keys, so that each
+    class of bits is unpacked, and the best token of each unit found, by a few operations on whole rows.
 
     Args:
+        unit_size: tokens of a unit; 1: of any, whose tokens lie side by side.
         workspace: for what is unpacked and the scores of it; shared by layers.
     """
 
     def __init__(
-        self, coding: Coding, num_key_heads: int, batch: int, account: MemoryAccount, workspace: Workspace
+        self,
+        coding: Coding,
+        num_key_heads: int,
+        batch: int,
+        account: MemoryAccount,
+        workspace: Workspace,
+        unit_size: int = 1,
     ) -> None:
-        super().__init__(TokenRows((batch, coding.nbytes, 0), 2, torch.uint8, coding.keys.device, account))
+        shape = batch, coding.nbytes * unit_size, 0
+        super().__init__(TokenRows(shape, 2, torch.uint8, coding.keys.device, account, unit_size))
         self.coding = coding
         self._key_heads = num_key_heads
         self._account, self._workspace = account, workspace
@@ -91,11 +99,12 @@ class CodedKeys(CompactKeys):
         return Asked(queries, unit, low[:, -1:] + (used @ self._offsets[:count])[:, None] * unit)
 
     def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
-        (heads, rank), count = asked.queries.shape, some.shape[1]
+        (heads, rank), count = asked.queries.shape, some.shape[1] * self._rows.each
         wide, most = 4 * heads * count, max(count, scored_at_once(self._rows.tokens))
         memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=some.device)
-        unpacked = self.coding.unpacked(some, memory[wide : wide + rank * count].view(rank, count))
-        return multiplied(asked.queries, unpacked, memory)
+        codes = some if self._rows.each == 1 else some.unflatten(0, (-1, self._rows.each))
+        unpacked = self.coding.unpacked(codes, memory[wide : wide + rank * count].view(rank, *codes.shape[1:]))
+        return multiplied(asked.queries, unpacked.view(rank, count), memory)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
@@ -104,16 +113,19 @@ class CodedKeys(CompactKeys):
 
     @classmethod
     def restore(
-        cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace
+        cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int
     ) -> CodedKeys:
         """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
         each one's account counts them. Raises `ContextError` where the tree does not hold together."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
-        if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes:
+        if codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0:
+            # In version 2 of a context's format tokens lie side by side.
+            codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
+        if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes * unit_size:
             raise ContextError(
                 f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "
-                f"{coding.nbytes} bytes: save the context anew"
+                f"{coding.nbytes} bytes for each of {unit_size} tokens: save the context anew"
             )
-        found = cls(coding, num_key_heads, 0, account, workspace)
-        found._rows = TokenRows.shared(codes, 2, account)
+        found = cls(coding, num_key_heads, 0, account, workspace, unit_size)
+        found._rows = TokenRows.shared(codes, 2, account, unit_size)
         return found

@@ -19,7 +19,7 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
-_SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None, None]
+_SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
 """By how much packed components of 2 bits, four to a byte, are shifted."""
 
 
@@ -88,12 +88,12 @@ class Coding:
         return wide + four if 3 * (wide + four) >= self.rank else self.rank
 
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The components (r, n) int8, in `out` (uint8) if given, of `codes` (nbytes, n) uint8; `offsets` are not
+        """The components (r, ...) int8, in `out` (uint8) if given, of `codes` (nbytes, ...) uint8; `offsets` are not
         added. An `out` of fewer rows, `rough` ones, gets the first components."""
         wide, four, two = self.counts
         if out is None:
-            out = torch.empty(self.rank, codes.shape[1], dtype=torch.uint8, device=codes.device)
-        half, quarter, count = four // 2, two // 4, codes.shape[1]
+            out = torch.empty(self.rank, *codes.shape[1:], dtype=torch.uint8, device=codes.device)
+        half, quarter = four // 2, two // 4
         into: Any = out
         source: Any = codes
         masked: Any = torch.bitwise_and
@@ -110,7 +110,8 @@ class Coding:
             shifted(pairs, 4, out=into[wide + half : wide + four])
         if quarter and len(out) == self.rank:
             part = into[wide + four :]
-            shifted(source[wide + half :], shifts, out=part.reshape(4, quarter, count))
+            shifts = shifts.reshape(4, *[1] * codes.ndim)
+            shifted(source[wide + half :], shifts, out=part.reshape(4, quarter, *codes.shape[1:]))
             part &= 3
         return out.view(torch.int8)
 

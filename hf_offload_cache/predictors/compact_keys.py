@@ -85,7 +85,8 @@ class CompactKeys(ABC):
 
     @abstractmethod
     def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
-        """(h, n), of any type, with what is held of n tokens of a row: valid until the next."""
+        """(h, n), of any type, with what is held of n tokens of a row: valid until the next. Where units lie side by
+        side, the first tokens of all come first, then the second."""
 
     def best_of_units(
         self,
@@ -99,18 +100,19 @@ class CompactKeys(ABC):
         """(h, n) float32: the largest score in each of `units` (n,) of `row`, None: of all, for low-rank queries
         (h, ·). `visible` (·, tokens) puts padding below everything. `roughly`: by those components that say most, if
         that is faster."""
-        axis, asked, found = self._rows.axis - 1, self._asked(low, roughly), []
-        held = self._rows.data[row] if units is None else self._rows.of_units(row, units, unit_size)
-        tokens = held.shape[axis]
+        rows, asked = self._rows, self._asked(low, roughly)
+        held = rows.data[row] if units is None else rows.of_units(row, units, unit_size)
+        axis, heads, each = rows.axis - 1, len(low), rows.each
+        tokens, found = held.shape[axis] * each, []
         seen = None if visible is None else self._seen(visible, row, units, unit_size)
         block = (scored_at_once(tokens) // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
-            raw = self._products(asked, held if count == tokens else held.narrow(axis, first, count))
+            raw = self._products(asked, held if count == tokens else held.narrow(axis, first // each, count // each))
             if seen is not None:
                 least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
-                raw.masked_fill_(~seen[first : first + count], least)
-            found.append(raw.view(len(low), -1, unit_size).amax(2))
+                raw.masked_fill_(~self._in_order(seen[first : first + count]), least)
+            found.append(raw.view(heads, -1, unit_size).amax(2) if each == 1 else _largest(raw.view(heads, each, -1)))
         best: np.ndarray = (found[0] if len(found) == 1 else torch.cat(found, 1)).float().numpy(force=True)
         best *= asked.factor
         best += asked.constant
@@ -126,8 +128,11 @@ class CompactKeys(ABC):
         scores *= asked.factor
         scores += asked.constant
         if visible is not None:
-            scores = np.where(self._seen(visible, row, units, unit_size).numpy(force=True), scores, HIDDEN)
-        return scores.reshape(len(low), -1, unit_size)
+            seen = self._in_order(self._seen(visible, row, units, unit_size))
+            scores = np.where(seen.numpy(force=True), scores, HIDDEN)
+        if self._rows.each == 1:
+            return scores.reshape(len(low), -1, unit_size)
+        return scores.reshape(len(low), unit_size, -1).swapaxes(1, 2)
 
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
         """What of the tokens of `units` of a row is no padding, one after the other."""
@@ -136,6 +141,10 @@ class CompactKeys(ABC):
             return seen
         return seen.unflatten(0, (-1, unit_size))[torch.from_numpy(units).to(seen.device)].flatten()
 
+    def _in_order(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(n,) of tokens one after the other, in the order in which products come."""
+        return tokens if self._rows.each == 1 else tokens.view(-1, self._rows.each).t().flatten()
+
     @abstractmethod
     def capture(self) -> dict[str, Any]:
         """All that is held, as a tree to restore: no copies, not to be changed. Who holds it sees no later change."""
@@ -143,3 +152,10 @@ class CompactKeys(ABC):
     def close(self) -> None:
         """Give the memory back."""
         self._rows.close()
+
+
+def _largest(products: torch.Tensor) -> torch.Tensor:
+    """(h, n) of (h, tokens of a unit, n): over the tokens."""
+    if products.device.type != "cpu" or products.dtype == torch.bfloat16:
+        return products.amax(1)
+    return torch.from_numpy(np.maximum.reduce(products.numpy(), 1))

@@ -151,7 +151,7 @@ class LearntKeys:
             with shared.account.holding("fitting", room):
                 coding = fit_coding(keys(), sealed.tokens, heads, visible, nbytes, seen)
             self.close()
-            self.keys = CodedKeys(coding, heads, self.rows, *made_of)
+            self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
             rank = rules.rank or default_rank(form.key_width)
             with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows)):
@@ -258,7 +258,9 @@ class LearntKeys:
         if summary is not None:
             keys: CompactKeys
             if "coding" in summary:
-                keys = CodedKeys.restore(summary, form.num_key_heads, shared.account, shared.workspace)
+                keys = CodedKeys.restore(
+                    summary, form.num_key_heads, shared.account, shared.workspace, form.group_size
+                )
             else:
                 keys = LowRankKeys.restore(summary, shared.account, shared.workspace)
             self.keys, sealed = keys, tree["units"] * form.group_size

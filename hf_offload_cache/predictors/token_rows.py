@@ -16,12 +16,20 @@ class TokenRows:
 
     Args:
         shape: (rows, room, n) or (rows, n, room), as `axis` says: 1 or 2.
+        each: tokens of a unit; units and not tokens lie side by side along axis 2, and the tokens of each below each
+            other: (rows, n * each, room). A maximum over a unit's tokens is one over whole rows then.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], axis: int, dtype: torch.dtype, device: torch.device, account: MemoryAccount
+        self,
+        shape: tuple[int, int, int],
+        axis: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        account: MemoryAccount,
+        each: int = 1,
     ) -> None:
-        self.axis, self.tokens = axis, 0
+        self.axis, self.each, self.tokens = axis, each, 0
         self._account = account
         self._lent = 0  # so many first tokens are looked at by others too, and are not to be written to
         self._data = self._made(shape, dtype, device)
@@ -34,22 +42,29 @@ class TokenRows:
         return lasting_empty(*shape, dtype=dtype, device=device)
 
     @classmethod
-    def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount) -> TokenRows:
-        """All of `data`, which others look at too: it is copied before it is changed. The account counts it."""
-        rows = cls((0, 0, 0), axis, data.dtype, data.device, account)
+    def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
+        """All of `data`, whole units, which others look at too: it is copied before it is changed. The account counts
+        it."""
+        rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
         account.hold("compact keys", data.nbytes)
         rows._data = data
-        rows._lent = rows.tokens = data.shape[axis]
+        rows._lent = rows.tokens = data.shape[axis] * each
         return rows
+
+    def _places(self, tokens: int) -> int:
+        """Places along the axis that so many tokens take."""
+        return -(-tokens // self.each)
 
     @property
     def data(self) -> torch.Tensor:
         """What is held, a view: valid until the next change."""
-        return self._data.narrow(self.axis, 0, self.tokens)
+        return self._data.narrow(self.axis, 0, self._places(self.tokens))
 
     def of_units(self, row: int, units: np.ndarray, unit_size: int) -> torch.Tensor:
-        """What is held of the tokens of `units` (n,) of a row, in their order: a copy, of one axis fewer."""
+        """What is held of the tokens of `units` (n,) of a row, in their order: a copy, of one axis fewer. Units of
+        `each` tokens, where that is not 1."""
         axis, held = self.axis - 1, self.data[row]
+        unit_size //= self.each
         shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
         parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
         if held.is_cpu and held.dtype != torch.bfloat16:  # numpy is done before torch's threads are awake
@@ -64,18 +79,30 @@ class TokenRows:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
         old = self._data
-        if tokens > old.shape[self.axis] or (tokens > self.tokens and self.tokens < self._lent):
+        if self._places(tokens) > old.shape[self.axis] or (tokens > self.tokens and self.tokens < self._lent):
             shape = list(old.shape)
-            shape[self.axis] = tokens if not self.tokens else tokens + max(128, tokens // 32)
+            shape[self.axis] = self._places(tokens if not self.tokens else tokens + max(128, tokens // 32))
             grown = self._made(tuple(shape), old.dtype, old.device)
-            grown.narrow(self.axis, 0, self.tokens).copy_(self.data)
+            grown.narrow(self.axis, 0, self._places(self.tokens)).copy_(self.data)
             self._account.release("compact keys", old.nbytes)
             self._data, self._lent = grown, 0
 
     def append(self, more: torch.Tensor) -> None:
-        """Add what is of further tokens; room was reserved."""
-        count = more.shape[self.axis]
-        self._data.narrow(self.axis, self.tokens, count).copy_(more)
+        """Add what is of further tokens, side by side; room was reserved."""
+        first, count, each = self.tokens, more.shape[self.axis], self.each
+        if each == 1:
+            self._data.narrow(self.axis, first, count).copy_(more)
+        else:
+            parted = self._data.unflatten(1, (-1, each))
+            head = min(count, -first % each)  # what fills a unit that was begun
+            whole = (count - head) // each * each
+            begun, units, rest = more.split([head, whole, count - head - whole], 2)
+            place = self._places(first)
+            if head:
+                parted[..., first % each : first % each + head, place - 1] = begun
+            parted[..., place : place + whole // each] = units.unflatten(2, (-1, each)).transpose(2, 3)
+            if rest.shape[2]:
+                parted[..., : rest.shape[2], place + whole // each] = rest
         self.tokens += count
 
     def truncate(self, tokens: int) -> None:

@@ -51,9 +51,11 @@ def exact_scores(query: torch.Tensor, keys: torch.Tensor) -> np.ndarray:
     return found
 
 
-def coded(keys: torch.Tensor, coding: Coding, account: MemoryAccount | None = None) -> CodedKeys:
+def coded(
+    keys: torch.Tensor, coding: Coding, account: MemoryAccount | None = None, unit_size: int = 1
+) -> CodedKeys:
     account = account or MemoryAccount()
-    made = CodedKeys(coding, KV, keys.shape[0], account, Workspace(account, "scores"))
+    made = CodedKeys(coding, KV, keys.shape[0], account, Workspace(account, "scores"), unit_size)
     made.append(keys)
     return made
 
@@ -192,11 +194,12 @@ def test_parts_of_any_length_make_the_same() -> None:
     torch.testing.assert_close(whole.key_scale, pieces.key_scale, rtol=1e-3, atol=1e-6)
 
 
-def test_padding_is_below_everything() -> None:
+@pytest.mark.parametrize("unit_size", [1, 4])
+def test_padding_is_below_everything(unit_size: int) -> None:
     keys, query = keys_of(2, 64), query_of(2)
     visible = torch.ones(2, 64, dtype=torch.bool)
     visible[1, :10] = False
-    found = coded(keys, coding_of(keys_of(1, 1000), 8))
+    found = coded(keys, coding_of(keys_of(1, 1000), 8), unit_size=unit_size)
     low = found.low_rank_query(query)[1]
     best, plain = (found.best_of_units(low, 1, 4, seen) for seen in (visible, None))
     assert (best[:, :2] < -1e6).all()
@@ -206,15 +209,49 @@ def test_padding_is_below_everything() -> None:
     np.testing.assert_allclose(best[:, 5], scores[:, 0].max(-1), rtol=1e-5, atol=1e-4)
 
 
-def test_many_tokens_are_scored_some_at_a_time() -> None:
+@pytest.mark.parametrize("unit_size", [1, 4])
+def test_many_tokens_are_scored_some_at_a_time(unit_size: int) -> None:
     account = MemoryAccount()
     keys, query = keys_of(1, 2 * BLOCK + 12), query_of(1)
     coding = coding_of(keys, 8)
-    found = coded(keys, coding, account)
+    found = coded(keys, coding, account, unit_size)
     best = found.best_of_units(found.low_rank_query(query)[0], 0, 4, None)
     assert account.by_owner["scores"] == BLOCK * (coding.rank + 4 * HEADS)
     whole = found.of_units(found.low_rank_query(query)[0], 0, np.arange(best.shape[1]), 4, None).max(-1)
     np.testing.assert_allclose(best, whole, rtol=1e-5, atol=1e-4)
+
+
+def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
+    """Best tokens, all tokens, of some units and of all, roughly too, with padding; twice as many at a time of many
+    tokens."""
+    keys, query = keys_of(2, 4 * BLOCK + 600), query_of(2)
+    visible = torch.rand(2, keys.shape[2], generator=torch.Generator().manual_seed(3)) < 0.9
+    visible[1, :41] = False
+    coding, accounts = coding_of(keys, 10), (MemoryAccount(), MemoryAccount())
+    tokens, side = (coded(keys, coding, account, size) for account, size in zip(accounts, (1, 4), strict=True))
+    some = np.array([7, 0, 2000, 12, 13])
+    for row, seen in itertools.product(range(2), (None, visible)):
+        low = tokens.low_rank_query(query)[row]
+        for options in ({}, {"roughly": True}, {"units": some}):
+            expected, found = (each.best_of_units(low, row, 4, seen, **options) for each in (tokens, side))
+            np.testing.assert_array_equal(found, expected)
+        expected, found = (each.of_units(low, row, some, 4, seen) for each in (tokens, side))
+        np.testing.assert_array_equal(found, expected)
+    for account in accounts:
+        assert account.by_owner["scores"] == 2 * BLOCK * (coding.rank + 4 * HEADS)
+
+
+def test_codes_of_version_2_of_a_context_are_laid_anew() -> None:
+    keys = keys_of(2, 1200)
+    coding = coding_of(keys, 8)
+    old, new = coded(keys, coding), coded(keys, coding, unit_size=4)
+    tree, account = old.capture(), MemoryAccount()
+    found = CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 4)
+    assert torch.equal(found.capture()["codes"], new.capture()["codes"])
+    assert account.by_owner["compact keys"] == 2 * 1200 * coding.nbytes and found.fits(2, 1200, KV, DIM)
+    assert torch.equal(old.capture()["codes"], tree["codes"])
+    with pytest.raises(ContextError, match="for each of 7 tokens"):
+        CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 7)
 
 
 def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,22 +289,25 @@ def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pyt
     assert (rough[1, :10] < 1e-6).all()
 
 
-def test_rows_pieces_truncation_and_the_account() -> None:
+@pytest.mark.parametrize("unit_size", [1, 4])
+def test_rows_pieces_truncation_and_the_account(unit_size: int) -> None:
     """Appended in pieces as at once; rows and lengths follow; what is held is in the account, and is given back."""
     account = MemoryAccount()
     keys = keys_of(2, 900)
     coding = coding_of(keys, 8)
-    whole, found = coded(keys, coding), CodedKeys(coding, KV, 2, account, Workspace(account, "scores"))
+    whole = coded(keys, coding)
+    found = CodedKeys(coding, KV, 2, account, Workspace(account, "scores"), unit_size)
     query = query_of(1)
 
     def check(rows: list[int], tokens: int) -> None:
         assert found.tokens == tokens
         for row, source in enumerate(rows):
             own, expected = (
-                each.of_units(each.low_rank_query(query)[0], place, np.arange(tokens), 1, None)
-                for each, place in ((found, row), (whole, source))
+                each.of_units(each.low_rank_query(query)[0], place, np.arange(-(-tokens // size)), size, None)
+                for each, place, size in ((found, row, unit_size), (whole, source, 1))
             )
-            np.testing.assert_array_equal(own, expected)
+            own = own.reshape(len(own), -1)[:, :tokens]
+            np.testing.assert_array_equal(own, expected[..., 0])
         assert account.by_owner["adapters"] == coding.own_bytes <= Coding.planned(WIDTH)
 
     for start, stop in ((0, 1), (1, 4), (4, 300), (300, 300), (300, 900)):
@@ -279,7 +319,7 @@ def test_rows_pieces_truncation_and_the_account() -> None:
     found.select_rows(torch.tensor([1, 0, 1]))
     check([1, 0, 1], 900)
     tree = found.capture()
-    again = CodedKeys.restore(tree, KV, MemoryAccount(), Workspace(MemoryAccount(), "scores"))
+    again = CodedKeys.restore(tree, KV, MemoryAccount(), Workspace(MemoryAccount(), "scores"), unit_size)
     again.append(keys[[1, 0, 1], :, :8])
     check([1, 0, 1], 900)
     assert again.tokens == 908
@@ -305,7 +345,7 @@ def test_what_does_not_hold_together_is_refused(change: Any) -> None:
     tree = coded(keys, coding_of(keys, 8)).capture()
     change(tree)
     with pytest.raises(ContextError):
-        CodedKeys.restore(tree, KV, MemoryAccount(), Workspace(MemoryAccount(), "scores"))
+        CodedKeys.restore(tree, KV, MemoryAccount(), Workspace(MemoryAccount(), "scores"), 1)
 
 
 @pytest.mark.parametrize(("width", "nbytes", "components"), [(32, 8, 32), (192, 24, 64), (1024, 128, 256)])
