@@ -65,7 +65,8 @@ def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
     """Bytes that wait to be written at most while steps select, which leaves memory for slots; `units`: what each layer
-    writes at a time. All layers write together, and then not for as many steps as a unit has tokens."""
+    writes at a time. In steps of one token all layers write together, and then not for as many steps as a unit has
+    tokens; a verification that writes more waits for it."""
     each = list(units)
     return min(write_queue, max(sum(each), 2 * max(each, default=0)))
 

@@ -96,13 +96,14 @@ class SelectiveCache(OffloadCache):
         return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
     def make_room(self, tokens: int) -> None:
-        """Slots have the memory that a prefill's writes had, and a verification of candidates, which attends to more,
-        that of a read ahead."""
-        units = [layer.history.rows * layer.history.form.record_bytes for layer in self.offloaded if layer.length]
-        self.storage.limit_writes(decoding_queue(self.storage.widest_queue, units))
-        if tokens > 1 and self.look_ahead is not None:
-            for layer in self.selective:
-                layer.drop_ahead()
+        """Where memory is limited, slots have what a prefill's writes had, and a verification of candidates, which
+        attends to more, has that of a read ahead."""
+        assert self.selecting is not None
+        if self.storage.account.limit is not None:
+            units = [layer.history.rows * layer.history.form.record_bytes for layer in self.offloaded if layer.length]
+            self.storage.limit_writes(decoding_queue(self.storage.widest_queue, units))
+        if tokens == 1:
+            self.selecting.areas.narrow()
 
     def before_selecting(self) -> None:
         """A step that selects begins."""

@@ -141,6 +141,8 @@ class SelectiveLayer(SelectivePlan):
         assert selecting is not None
         units, rows = history.units, history.rows
         made_for = selecting.version, rows, units
+        if self._fetcher is not None and self._fetcher.closed:  # something else needed its memory
+            self.drop_fetcher()
         if self._fetcher is None or made_for != self._made_for:
             group = history.form.group_size
             capacity = rows * selecting.slots(self.layer_idx, group, units)

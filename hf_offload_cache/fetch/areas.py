@@ -30,6 +30,8 @@ class Areas:
         self._free: list[Staging] = []
         self._borrowed: list[Staging] = []
         self._view: torch.Tensor | None = None
+        self._widened = False
+        account.spare.add(self)
         self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
 
     @staticmethod
@@ -37,7 +39,7 @@ class Areas:
         area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str
     ) -> dict[str, int]:
         """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view: of
-        `view_bytes`, or of `widest_bytes` while nothing is read ahead."""
+        `view_bytes`, or of `widest_bytes` in a step that reads nothing ahead into them."""
         area = area_bytes * Staging.sides(device_type)
         usual = {"staging": (1 + ahead) * area, "selection": view_bytes}
         widest = {"staging": area, "selection": widest_bytes}
@@ -57,8 +59,9 @@ class Areas:
         return area
 
     def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
-        """As `borrow`; None where as many are lent as may be: reading ahead is never needed."""
-        if self._lent >= self._most_ahead:
+        """As `borrow`; None where as many are lent as may be, or there is no memory: reading ahead is never needed."""
+        free = any(area.fits(nbytes, device) for area in self._free)
+        if self._lent >= self._most_ahead or not (free or self._account.has_room(nbytes * Staging.sides(device.type))):
             return None
         area = self.borrow(nbytes, device)
         self._lent += 1
@@ -72,27 +75,32 @@ class Areas:
 
     def view(self, rows: int, width: int, behind: int, form: Any, device: torch.device, room: int) -> View:
         """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. One that
-        needs more, for a verification of candidates, takes the place of areas that nobody borrows. Raises
-        `BudgetError`."""
+        needs more, for a verification of candidates, takes the place of areas that nobody borrows, until `narrow`.
+        Raises `BudgetError`."""
         parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
         size, memory = rows * (width + behind) * form.payload_width, self._view
         room *= form.payload_width
-        fits = memory is not None and (memory.dtype, memory.device) == (form.dtype, device)
-        if memory is None or not fits or not size <= memory.numel() <= max(size, room):
+        if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
+            memory = None  # the old one goes before the new one comes
             self._drop_view()
             if size > room:
                 self._release_free()
-                room = size
+                self._widened, room = True, size
             self._account.hold("selection", room * form.dtype.itemsize)
             memory = self._view = lasting_empty(room, dtype=form.dtype, device=device)
         view = View(memory, rows, width, behind, form)
         self._parted = parts, view
         return view
 
+    def narrow(self) -> None:
+        """A step that needs no more than usual begins: what the view needed more is given back."""
+        if self._widened:
+            self._drop_view()
+
     def _drop_view(self) -> None:
-        self._parted = None
+        self._parted, self._widened = None, False
         if self._view is not None:
             self._account.release("selection", self._view.nbytes)
             self._view = None
@@ -108,6 +116,10 @@ class Areas:
         """Give back what nobody borrows, and the view, until they are wanted again."""
         self._release_free()
         self._drop_view()
+
+    def free_memory(self) -> None:
+        """As `Spare.free_memory`: areas that nobody borrows."""
+        self._release_free()
 
     def _release_free(self) -> None:
         for area in self._free:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,21 +14,12 @@ from .byte_rows import ByteRows
 from .choice import Choice, Extents
 from .fetched import Fetched, Source, valid_entries
 from .placing import Found, among, distinct, keep, keep_in, take_resident
+from .read_ahead import ReadAhead
 from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
 from .tier import Tier
 from .view import View
-
-
-@dataclass
-class _Ahead:
-    """A read under way: row i of the area gets `records[i]` (ascending)."""
-
-    choice: Choice
-    records: np.ndarray
-    ticket: Ticket
-    area: Staging
 
 
 class Fetcher:
@@ -51,9 +41,11 @@ class Fetcher:
         self.most_units = most_units
         self._several = len(self.tiers) > 1
         self._layer_idx = layer_idx
-        self._ahead: _Ahead | None = None
+        self._ahead: ReadAhead | None = None
         self.latest: Choice | None = None
         """What was gathered last; None after a change of the rows."""
+        self.closed = self._at_work = False
+        storage.account.spare.add(self)
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
@@ -73,8 +65,7 @@ class Fetcher:
         Does nothing where no area is free. What it raises has changed nothing; a read that fails is dropped when the
         gather comes to it. May outlive the step.
         """
-        if self._ahead is not None:
-            self.drop_ahead()
+        self.drop_ahead()
         room, records = self._room(history), self._absent(history, choice)
         if not records.size and others is None:
             return
@@ -89,7 +80,7 @@ class Fetcher:
             records = np.concatenate([records, more[: room - records.size]])
             records.sort()
         ticket = self._read(history, records, area, ahead=True)
-        self._ahead = _Ahead(choice, records, ticket, area)
+        self._ahead = ReadAhead(choice, records, ticket, area)
 
     def _absent(self, history: Source, choice: Choice) -> np.ndarray:
         """The records of a choice that no tier holds, ascending."""
@@ -127,7 +118,7 @@ class Fetcher:
             with contextlib.suppress(OSError, CacheClosedError):
                 self._areas.give_back(self._land().area, ahead=True)
 
-    def _land(self) -> _Ahead:
+    def _land(self) -> ReadAhead:
         """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with."""
         ahead = self._ahead
         assert ahead is not None
@@ -147,6 +138,13 @@ class Fetcher:
         Waits for what was read ahead, reads what is still missing, and keeps what was read. A choice that is gathered
         again is counted once. Raises `StoreError`, `BudgetError`; nothing has changed then.
         """
+        self._at_work = True
+        try:
+            return self._gather(history, choice)
+        finally:
+            self._at_work = False
+
+    def _gather(self, history: Source, choice: Choice) -> Fetched:
         form, extents, recent = history.form, history.extents(choice.units), history.recent
         rows, width = extents.records.shape
         records, latest = extents.records.reshape(-1), recent.shape[1]
@@ -191,7 +189,7 @@ class Fetcher:
         missing, which = distinct(records[places])
         each = slice(missing.size) if which is None else which  # the missing record of each place
         ahead = None if self._ahead is None else self._come()
-        ready, row = None, missing  # which of the missing records were read ahead, and where they lie
+        came, ready, row = 0, None, missing  # which of the missing records were read ahead, and where they lie
         if ahead is not None and ahead.records.size:
             ready, row = among(missing, ahead.records)
         rest = missing if ready is None else missing[~ready]
@@ -204,7 +202,6 @@ class Fetcher:
                     self._areas.give_back(ahead.area, ahead=True)
                 raise
         take_resident(found, view)  # while the read runs
-        came = 0
         if ahead is not None:
             if ready is not None:
                 here = ready[each].nonzero()[0]
@@ -245,7 +242,7 @@ class Fetcher:
                 into.put(target[here], payloads, rows[here] - start)
         self._areas.give_back(area)
 
-    def _come(self) -> _Ahead | None:
+    def _come(self) -> ReadAhead | None:
         """What was read ahead, whose area is the caller's to give back then. A guess that failed is no guess. Raises
         `StalledError`."""
         assert self._ahead is not None
@@ -261,8 +258,7 @@ class Fetcher:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
         valid until the next call. -1: zeros. Raises as `gather`."""
         form = history.form
-        rows, width = extents.records.shape
-        records = extents.records.reshape(-1)
+        (rows, width), records = extents.records.shape, extents.records.reshape(-1)
         places = (records >= 0).nonzero()[0]
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if places.size:
@@ -276,7 +272,7 @@ class Fetcher:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def rows_changed(self) -> None:
-        """ByteRows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
+        """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
         self.latest = None
         self.drop_ahead()
 
@@ -290,8 +286,14 @@ class Fetcher:
     def tables_nbytes(self) -> int:
         return sum([tier.tables_nbytes for tier in self.tiers])
 
+    def free_memory(self) -> None:
+        """As `Spare.free_memory`: all that it has, unless it gathers; it is closed then."""
+        if not self._at_work:
+            self.close()
+
     def close(self) -> None:
         """Give the tiers back; what is read ahead is waited for. Idempotent."""
+        self.closed = True
         self.rows_changed()
         for tier in self.tiers:
             tier.close()

@@ -31,13 +31,14 @@ class Prefetcher:
     Reads run as their store starts them (see `Store.start`): by the kernel; on the thread that waits, after advice; or,
     where a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in the order
     they came. Threads start when first needed and end with `close`, or soon after this object is gone. After `close`,
-    `read`, `write` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`, raise
+    `read`, `write`, `limit_writes` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`, raise
     `ForkedProcessError`, and `close` does nothing.
 
     What does not end within `timeout` seconds (None: no limit) raises `StalledError` in whoever waits: `Ticket.wait`,
-    `write`, `flush`, `cancel`, `close`. What is stuck goes on by itself: a daemon thread, or the ring of the store,
-    holds the store and the memory until it ends. A read that a store does on the thread that waits (`LateRead`: a map)
-    has no such limit. A thread that dies, or cannot be started, is an error in whoever waits for it, too.
+    `write`, `limit_writes`, `flush`, `cancel`, `close`. What is stuck goes on by itself: a daemon thread, or the ring
+    of the store, holds the store and the memory until it ends. A read that a store does on the thread that waits
+    (`LateRead`: a map) has no such limit. A thread that dies, or cannot be started, is an error in whoever waits for
+    it, too.
 
     A write that failed is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading
     one of its records raises until it is written again.
@@ -131,8 +132,9 @@ class Prefetcher:
     def write(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes both over.
 
-        Blocks while the queue would hold more than `write_queue_bytes`; a batch larger than that waits for an empty
-        queue. Queued bytes are in the memory account as "write queue". When it raises, nothing was queued.
+        Blocks while the queue would hold more than `write_queue_bytes`, or than `limit_writes` said; a larger batch
+        waits for an empty queue. Queued bytes are in the memory account as "write queue". When it raises, nothing was
+        queued.
         """
         check_batch(ids, records, store.record_bytes)
         self._log.process.check("this prefetcher")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -151,10 +152,12 @@ class Storage:
 
     def limit_writes(self, most_bytes: int | None) -> None:
         """Let at most so many bytes wait to be written, None: as many as the configuration says; blocks until no more
-        do. Raises `StalledError`."""
+        do, in the counters as stalled. Raises `StalledError`, with all as it was."""
         limit = self.widest_queue if most_bytes is None else most_bytes
         if limit != self.write_queue:
+            started = time.perf_counter()
             self.prefetcher.limit_writes(limit)
+            self.counters.stall_seconds += time.perf_counter() - started
             self.write_queue = limit
 
     # --- the books ---------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ class WriteQueue:
         """See `Prefetcher.limit_writes`."""
         with self._changed:
             self._check_open()
-            self._most_bytes = most_bytes
             self._wait(lambda: self._bytes <= most_bytes)
+            self._most_bytes = most_bytes
 
     def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
         """See `Prefetcher.write`."""

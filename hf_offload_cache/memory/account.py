@@ -6,18 +6,32 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Protocol
+from weakref import WeakSet
 
 from ..errors import BudgetError
 from ..report.text import size_text
 
 
+class Spare(Protocol):
+    """Holds what can be had again: copies of what is stored."""
+
+    def free_memory(self) -> None:
+        """Release what is not at work just now, if anything. On the thread that runs the model."""
+
+
 class MemoryAccount:
-    """Bytes that a cache holds, by owner, and the most it ever held at once; any thread may call.
+    """Bytes that a cache holds, by owner, and the most it ever held at once; any thread may call, but for `hold` of
+    more, where there is something to `spare`: that is for the thread that runs the model.
 
     Each owner of an allocation calls `hold` *before* it allocates and `release` after it freed.
 
     Args:
         limit: the most that may be held, in bytes; None: no limit.
+
+    Attributes:
+        spare: what is asked to give back before something is refused. Not kept alive.
+        pressed: how often it was.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -26,11 +40,22 @@ class MemoryAccount:
         self.by_owner: Counter[str] = Counter()
         self.current = 0
         self.peak = 0
+        self.spare: WeakSet[Spare] = WeakSet()
+        self.pressed = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more are within the limit as it is."""
+        return self.limit is None or self.current + nbytes <= self.limit
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Book `nbytes` more (or, negative, less). Raises `BudgetError`, with nothing booked, above the limit."""
+        """Book `nbytes` more (or, negative, less). Above the limit all `spare` is given back first. Raises
+        `BudgetError`, with nothing booked, where it is still above."""
+        if nbytes > 0 and self.spare and not self.has_room(nbytes):
+            self.pressed += 1
+            for spare in list(self.spare):
+                spare.free_memory()
         with self._lock:
-            if nbytes > 0 and self.limit is not None and self.current + nbytes > self.limit:
+            if nbytes > 0 and not self.has_room(nbytes):
                 held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
                 raise BudgetError(
                     f"memory: {owner} would take {nbytes:,} bytes beside the {self.current:,} held ({held}), above the "

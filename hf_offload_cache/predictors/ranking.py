@@ -19,8 +19,6 @@ _FEW = 8
 """Where candidates are at most one group in so many, all are first ranked roughly."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
-_FAR = np.float32(80)
-"""exp of a number further from 0 than this is not a normal one."""
 _NOTHING = np.float32(-1e30)
 """The score of what counts for nothing."""
 
@@ -87,15 +85,10 @@ def rank_units(
         others, last = None if apart is None else apart[row], None if exact is None else exact[row]
         if others is not None:
             best[:, others] = _NOTHING
-        weights, total, top = _weights(best, last)
-        found = _shares(weights, total, others)
-        if rough:  # what is no candidate keeps its rough weight, and stays below what is wanted
-            chosen = largest(found[None], count)[0]
-            best[:, chosen] = closely = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
-            weights_of_chosen = _exp(np.minimum(closely - top, _FAR))
-            total += _sum(weights_of_chosen) - _sum(weights[:, chosen])
-            found[chosen] = _shares(weights_of_chosen, total)
-        importance[place] = found
+        if rough:
+            chosen = largest(_shares(best, last, others)[None], count)[0]
+            best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
+        importance[place] = found = _shares(best, last, others)
         if mass:
             chosen = candidates[place] = largest(found[None], count)[0]
             scores = keys.of_units(low[row], row, chosen, group_size, visible)
@@ -104,18 +97,13 @@ def rank_units(
     return Ranking(importance, candidates, rest) if mass else Ranking(importance)
 
 
-def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """exp of each head's `best` scores (h, groups) less its largest; the sum (h, 1) of these and of as much of the
-    scores `last` (h, t); and the largest (h, 1)."""
+def _shares(best: np.ndarray, last: np.ndarray | None, others: np.ndarray | None) -> np.ndarray:
+    """(groups,): the softmax of each head's `best` scores (h, groups), beside the scores `last` (h, t), summed over
+    heads; below 0 for the groups `others`."""
+    groups = best.shape[1]
     both = best if last is None else np.concatenate([best, last], 1)
-    top = np.maximum.reduce(both, 1, keepdims=True)
-    weights = _exp(both - top)
-    return weights[:, : best.shape[1]], _sum(weights), top
-
-
-def _shares(weights: np.ndarray, total: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
-    """(n,): `weights` (h, n) over each head's `total` (h, 1), summed over heads; below 0 for the groups `others`."""
-    shares: np.ndarray = (1 / total[:, 0]) @ weights
+    weights = _exp(both - np.maximum.reduce(both, 1, keepdims=True))
+    shares: np.ndarray = (1 / _sum(weights)[:, 0]) @ weights[:, :groups]
     if others is not None:
         shares[others] = -1
     return shares
@@ -157,6 +145,5 @@ _sum = partial(np.add.reduce, axis=-1, keepdims=True)
 
 
 def _exp(values: np.ndarray) -> np.ndarray:
-    """exp of values that are not large. Those too small for a normal number take many times longer and count for
-    nothing."""
-    return np.exp(np.maximum(values, -_FAR))
+    """exp of values at most 0; those too small for a normal number take many times longer and count for nothing."""
+    return np.exp(np.maximum(values, -80.0, dtype=np.float32))

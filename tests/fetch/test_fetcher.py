@@ -518,7 +518,28 @@ def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> No
     areas.give_back(areas.borrow(8 * payload, CPU))
     assert account.peak == sum(planned.values())
     areas.view(1, 5, 1, FORM, CPU, room=9)
-    assert (account.by_owner["staging"], account.by_owner["selection"]) == (8 * payload, 9 * payload)
+    assert account.by_owner["selection"] == 18 * payload
+    for _ in range(2):
+        areas.narrow()
+        areas.view(1, 5, 1, FORM, CPU, room=9)
+        assert (account.by_owner["staging"], account.by_owner["selection"]) == (8 * payload, 9 * payload)
+
+
+def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> None:
+    """Slots go where something else needs the memory, but for those of the gather that needs it; areas that nobody
+    borrows go too, and nothing is read ahead for which others would have to go."""
+    store, account = filled(storage), storage.account
+    source = Source(store, np.arange(10)[None])
+    here, there = fetcher(storage, 4), fetcher(storage, 4)
+    for one in (here, there):
+        one.gather(source, Choice(units([1, 2])))
+    held = account.by_owner["slots 0"]
+    account.limit = account.current
+    assert there._areas.borrow_ahead(2**20, CPU) is None and account.pressed == 0
+    choice = Choice(units(range(9)))  # one more than the view and the area are made for
+    assert_holds(source, choice, here.gather(source, choice))
+    assert account.pressed >= 1 and account.by_owner["slots 0"] == held // 2
+    assert there.closed and not here.closed and account.current <= account.limit
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])

@@ -17,6 +17,7 @@ from hf_offload_cache.caches import disk_swap
 from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
+from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
 
@@ -317,6 +318,34 @@ def test_an_account_with_a_limit_refuses_before_it_books() -> None:
     assert (account.current, account.peak) == (100, 110)
 
 
+def test_what_can_be_had_again_is_given_back_before_something_is_refused() -> None:
+    account = MemoryAccount(100)
+
+    class Copies:
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+            account.hold("slots", nbytes)
+            account.spare.add(self)
+
+        def free_memory(self) -> None:
+            account.release("slots", self.nbytes)
+            self.nbytes = 0
+
+    some, others = Copies(40), Copies(50)
+    account.hold("packing", 10)
+    assert (account.pressed, account.current) == (0, 100) and account.has_room(0) and not account.has_room(1)
+    account.hold("fitting", 60)
+    assert (account.pressed, account.by_owner["slots"], account.current) == (1, 0, 70)
+    assert some.nbytes == others.nbytes == 0 and account.peak == 100
+    with pytest.raises(BudgetError, match="fitting would take 31 bytes"):
+        account.hold("fitting", 31)
+    del some, others
+    account.hold("fitting", 30)
+    with pytest.raises(BudgetError):
+        account.hold("fitting", 1)
+    assert account.pressed == 2  # nobody is left to be asked
+
+
 # ---------------------------------------------------------------------------------------------- a model that runs
 
 
@@ -351,6 +380,7 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     most = {owner: max(plan.prefill.get(owner, 0), plan.decode.get(owner, 0)) for owner in report.memory_by_owner}
     over = {owner: (held, most[owner]) for owner, held in report.memory_by_owner.items() if held > most[owner]}
     assert over == {}
+    assert cache.storage.account.pressed == 0
 
 
 @pytest.mark.parametrize("chunk", [CONTEXT, 128])
@@ -373,41 +403,90 @@ def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
 @pytest.mark.parametrize("look_ahead", [True, None])
 def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None) -> None:
     """It attends to more than a step does, in the memory of the reads ahead, which go on after it; tokens are those of
-    a cache without a limit."""
-    model, fields = tiny("llama"), {"look_ahead": look_ahead, "layer_budgets": "uniform"}
+    a cache without a limit, and no slot was given up for it."""
+    model, fields = tiny("llama"), {"look_ahead": look_ahead, "layer_budgets": "uniform", "group_size": 8}
     ids = padded_ids(700)[0][1:].repeat_interleave(2, 1)[:, :700]
     arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 6}
-    with DiskSwapCache.for_budget(model, "3/5", CONTEXT, num_selected=64, reuse_capacity=16, **fields) as cache:
+    with DiskSwapCache.for_budget(model, "2/5", CONTEXT, num_selected=64, **fields) as cache:
         with DiskSwapCache(model, config=cache.config, memory=None) as free:
             expected = model.generate(ids, past_key_values=free, **arguments)
-        widest = []
-        cache.selecting.watch = lambda layer_idx, choice: widest.append(choice.units.shape[1])
+        widest, views, areas = [], [], []
+
+        def seen(layer_idx: int, choice: Any) -> None:
+            account = cache.storage.account.by_owner
+            widest.append(choice.units.shape[1])
+            views.append(account["selection"])
+            areas.append(account["staging"])
+
+        cache.selecting.watch = seen
         found = model.generate(ids, past_key_values=cache, **arguments)
         plan, report = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1), cache.report()
-        usual = cache.selecting.units(None, cache.selective[0].history.form.group_size)
+        usual = cache.selecting.units(None, 8)
         assert min(widest) <= usual < max(widest)
+        for owner, held in (("selection", views), ("staging", areas)):
+            assert max(held[at] for at, width in enumerate(widest) if width <= usual) <= plan.decode[owner]
+        assert max(view + area for view, area in zip(views, areas, strict=True)) <= (
+            plan.decode["selection"] + plan.decode["staging"]
+        )
+        assert views[widest.index(max(widest))] > plan.decode["selection"]
         assert report.peak_memory_bytes <= plan.peak_bytes <= report.memory_budget
+        assert cache.storage.account.pressed == 0
     assert torch.equal(found, expected)
 
 
-def test_a_prefill_may_have_more_writes_waiting_than_a_step() -> None:
-    """The queue is short while steps select, for which slots have the memory, and long again in the next turn."""
-    model = tiny("llama")
-    with DiskSwapCache(model, num_selected=32, write_queue="1MiB", max_context=CONTEXT, max_batch=1) as cache:
-        ids = padded_ids(700)[0][:1]
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            assert cache.storage.write_queue == 2**20
-            model(ids[:, :1], past_key_values=cache)
+def test_a_prefill_may_have_more_writes_waiting_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is short while steps select, for which slots have the memory, and long again in the next turn; without
+    a limit it stays as it is."""
+    model, limits = tiny("llama"), []
+    limit = Prefetcher.limit_writes
+    monkeypatch.setattr(Prefetcher, "limit_writes", lambda self, most: [limits.append(most), limit(self, most)])
+    fields: dict[str, Any] = {"num_selected": 32, "write_queue": "1MiB", "max_context": CONTEXT, "max_batch": 1}
+    ids = padded_ids(700)[0][:1]
+    for memory in ("32MiB", None):
+        with DiskSwapCache(model, memory=memory, **fields) as cache, torch.no_grad():
+            for tokens in (700, 1, 1, 50):
+                model(ids[:, :tokens], past_key_values=cache)
             layers = cache.selective
-            unit = layers[0].history.form.record_bytes
             plan = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1)
-            assert cache.storage.write_queue == plan.decode["write queue"] == max(2, len(layers)) * unit
-            assert plan.prefill["write queue"] == 2**20
-            model(ids[:, :50], past_key_values=cache)
-            assert cache.storage.write_queue == 2**20
+            short = max(2, len(layers)) * layers[0].history.form.record_bytes
+            assert (plan.prefill["write queue"], plan.decode["write queue"]) == (2**20, short)
+    assert limits == [short, 2**20]
     exact = DiskSwapCache.plan(Geometry.of(model), DiskSwapConfig(exact=True, write_queue="1MiB"), CONTEXT, 1)
     assert exact.decode["write queue"] == 2**20
+
+
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
+    """A short prompt: compact keys are first made, with all that takes, between steps that have slots."""
+    model = tiny("llama")
+    fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "look_ahead": False}
+    with DiskSwapCache.for_budget(model, "1/2", CONTEXT, group_size=group_size, **fields) as cache, torch.no_grad():
+        ids = padded_ids(620)[0][:1]
+        model(ids[:, :300], past_key_values=cache)
+        for place in range(300, 620):
+            model(ids[:, place : place + 1], past_key_values=cache)
+        report = cache.report()
+        assert all(layer.predictor.ready(layer.history.units) for layer in cache.selective)
+        assert 0 < cache.storage.account.pressed <= 2 * len(cache.selective)
+        assert report.peak_memory_bytes <= report.memory_budget and report.memory_by_owner["reuse slots"] > 0
+
+
+def test_slots_make_room_for_a_crop() -> None:
+    """One that goes back into what was sealed reads a part of it again."""
+    model = tiny("llama")
+    fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "group_size": 4}
+    with DiskSwapCache.for_budget(model, "1/2", CONTEXT, **fields) as cache, torch.no_grad():
+        with DiskSwapCache(model, config=cache.config, memory=None) as free:
+            ids, said = padded_ids(730)[0][:1], []
+            for one in (free, cache):
+                model(ids[:, :700], past_key_values=one)
+                for place in range(700, 720):
+                    model(ids[:, place : place + 1], past_key_values=one)
+                one.crop(-60)
+                said.append(model(ids[:, 720:721], past_key_values=one).logits)
+        assert cache.get_seq_length() == 661 and torch.equal(*said)
+        assert cache.storage.account.pressed == 1
+        assert cache.report().peak_memory_bytes <= cache.report().memory_budget
 
 
 def test_what_the_account_holds_is_what_was_planned() -> None:
