@@ -76,7 +76,7 @@ class OffloadConfig:
     disk), "auto": the first of uring, direct, mapped that works here."""
     write_queue: int | str = "4MiB"
     """Bytes that may wait to be written; `update` blocks while more would. With `memory`, while steps select, no more
-    than a unit of each layer."""
+    than a unit of each layer, or two of one."""
     memory: int | str | None = None
     """Most that the cache may ever hold, in bytes or as "300MiB"; `BudgetError` before it would hold more."""
     max_context: int | None = None

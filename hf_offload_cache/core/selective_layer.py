@@ -214,8 +214,8 @@ class SelectiveLayer(SelectivePlan):
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
         if self._sparse() and self.can_choose():
-            with contextlib.suppress(OSError, BudgetError):  # also what a predictor asks to look at on the way
-                self.ahead(self.choose(self.query_of(states, visible), guess=True))
+            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+                self.ahead(self.choose(self.query_of(states, visible), guess=True))  # it may ask to look at something
 
     def prefetch_again(self) -> None:
         """Start reading what the last step chose and no tier holds: most of it is chosen again."""
@@ -227,7 +227,7 @@ class SelectiveLayer(SelectivePlan):
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
-        with contextlib.suppress(OSError, BudgetError):
+        with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             fetcher = self.fetcher
             fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 

@@ -31,7 +31,7 @@ class Areas:
         self._borrowed: list[Staging] = []
         self._view: torch.Tensor | None = None
         self._widened = False
-        account.spare.add(self)
+        account.spare(self)
         self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
 
     @staticmethod

@@ -45,7 +45,7 @@ class Fetcher:
         self.latest: Choice | None = None
         """What was gathered last; None after a change of the rows."""
         self.closed = self._at_work = False
-        storage.account.spare.add(self)
+        storage.account.spare(self)
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
@@ -287,8 +287,8 @@ class Fetcher:
         return sum([tier.tables_nbytes for tier in self.tiers])
 
     def free_memory(self) -> None:
-        """As `Spare.free_memory`: all that it has, unless it gathers; it is closed then."""
-        if not self._at_work:
+        """As `Spare.free_memory`: all that it has, unless it gathers or reads ahead; it is closed then."""
+        if not self._at_work and self._ahead is None:
             self.close()
 
     def close(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
-from weakref import WeakSet
 
 from ..errors import BudgetError
 from ..report.text import size_text
@@ -17,7 +17,7 @@ class Spare(Protocol):
     """Holds what can be had again: copies of what is stored."""
 
     def free_memory(self) -> None:
-        """Release what is not at work just now, if anything. On the thread that runs the model."""
+        """Release what is not at work just now, if anything. On the thread that runs the model; does not block."""
 
 
 class MemoryAccount:
@@ -30,8 +30,7 @@ class MemoryAccount:
         limit: the most that may be held, in bytes; None: no limit.
 
     Attributes:
-        spare: what is asked to give back before something is refused. Not kept alive.
-        pressed: how often it was.
+        pressed: how often something was given back so that something else could be held.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -40,20 +39,33 @@ class MemoryAccount:
         self.by_owner: Counter[str] = Counter()
         self.current = 0
         self.peak = 0
-        self.spare: WeakSet[Spare] = WeakSet()
         self.pressed = 0
+        self._spare: list[weakref.ref[Spare]] = []
+        self._sparing = True
+
+    def spare(self, one: Spare) -> None:
+        """`one` is asked to give back before something is refused, those that came last first. Not kept alive."""
+        self._spare = [each for each in self._spare if each() is not None]
+        self._spare.append(weakref.ref(one))
+
+    @contextlib.contextmanager
+    def not_sparing(self) -> Iterator[None]:
+        """Nothing is given back inside, for what is not needed."""
+        before, self._sparing = self._sparing, False
+        try:
+            yield
+        finally:
+            self._sparing = before
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more are within the limit as it is."""
         return self.limit is None or self.current + nbytes <= self.limit
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Book `nbytes` more (or, negative, less). Above the limit all `spare` is given back first. Raises
-        `BudgetError`, with nothing booked, where it is still above."""
-        if nbytes > 0 and self.spare and not self.has_room(nbytes):
-            self.pressed += 1
-            for spare in list(self.spare):
-                spare.free_memory()
+        """Book `nbytes` more (or, negative, less). Above the limit what others `spare` is given back first, one after
+        the other until there is room. Raises `BudgetError`, with nothing booked, where there is none."""
+        if nbytes > 0 and not self.has_room(nbytes) and self._sparing:
+            self._press(nbytes)
         with self._lock:
             if nbytes > 0 and not self.has_room(nbytes):
                 held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
@@ -62,6 +74,16 @@ class MemoryAccount:
                     f"{self.limit:,} allowed: give more memory, or let `for_budget` choose the fields"
                 )
             self._book(owner, nbytes)
+
+    def _press(self, nbytes: int) -> None:
+        """Let others give back until there is room for `nbytes`, unless there can be none."""
+        for one in reversed(self._spare if self.limit is None or nbytes <= self.limit else []):
+            spare, held = one(), self.current
+            if spare is not None:
+                spare.free_memory()
+            self.pressed += self.current < held
+            if self.has_room(nbytes):
+                return
 
     def release(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` less."""

@@ -53,7 +53,7 @@ class CodedKeys(CompactKeys):
     ) -> LayerPlan:
         """What one layer takes for `rows` rows of `tokens` tokens, `width` their keys' elements; `wanted` units are
         looked at closely."""
-        keys = rows * tokens * nbytes
+        keys = rows * -(-tokens // unit_size) * unit_size * nbytes
         own = Planned.always({"compact keys": keys, "adapters": Coding.planned(width)})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
         most = max(scored_at_once(tokens), wanted * unit_size)
@@ -115,12 +115,13 @@ class CodedKeys(CompactKeys):
     def restore(
         cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int
     ) -> CodedKeys:
-        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
-        each one's account counts them. Raises `ContextError` where the tree does not hold together."""
+        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes
+        (those of a context of version 2 are laid anew); each one's account counts them. Raises `ContextError` where
+        the tree does not hold together, `BudgetError`."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
         if codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0:
-            # In version 2 of a context's format tokens lie side by side.
-            codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
+            with account.holding("moving rows", codes.nbytes):  # in version 2 of the format tokens lie side by side
+                codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
         if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes * unit_size:
             raise ContextError(
                 f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "

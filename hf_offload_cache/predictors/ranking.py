@@ -114,7 +114,7 @@ def _masses(
 ) -> tuple[np.ndarray, float]:
     """The mass, summed over heads, of each of the groups `chosen`, whose tokens' scores are (h, n, tokens); and that of
     `last`. The other groups are taken to be as much larger than their `best` token as these."""
-    top = np.maximum.reduce(best, 1, keepdims=True)
+    top = np.maximum(np.maximum.reduce(best, 1, keepdims=True), scores.max((1, 2))[:, None])
     exact = np.zeros_like(top)
     if last is not None and last.size:
         top = np.maximum(top, np.maximum.reduce(last, 1, keepdims=True))

@@ -113,7 +113,7 @@ class TokenRows:
         """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
         old, rows = self._data, rows.to(self._data.device)
         if len(rows) == len(old) and not self._lent:
-            for part in self.data.split(PART, self.axis):
+            for part in self.data.split(max(1, PART // self.each), self.axis):
                 part.copy_(part.index_select(0, rows))
             return
         self._data = self._made((len(rows), *old.shape[1:]), old.dtype, old.device)

@@ -325,7 +325,7 @@ def test_what_can_be_had_again_is_given_back_before_something_is_refused() -> No
         def __init__(self, nbytes: int) -> None:
             self.nbytes = nbytes
             account.hold("slots", nbytes)
-            account.spare.add(self)
+            account.spare(self)
 
         def free_memory(self) -> None:
             account.release("slots", self.nbytes)
@@ -334,16 +334,20 @@ def test_what_can_be_had_again_is_given_back_before_something_is_refused() -> No
     some, others = Copies(40), Copies(50)
     account.hold("packing", 10)
     assert (account.pressed, account.current) == (0, 100) and account.has_room(0) and not account.has_room(1)
-    account.hold("fitting", 60)
-    assert (account.pressed, account.by_owner["slots"], account.current) == (1, 0, 70)
-    assert some.nbytes == others.nbytes == 0 and account.peak == 100
-    with pytest.raises(BudgetError, match="fitting would take 31 bytes"):
-        account.hold("fitting", 31)
-    del some, others
+    with account.not_sparing(), pytest.raises(BudgetError):  # for what is not needed nobody gives anything
+        account.hold("staging", 1)
+    with pytest.raises(BudgetError, match="fitting would take 101 bytes"):  # nor for what can never be held
+        account.hold("fitting", 101)
+    assert (account.pressed, account.current) == (0, 100)
+    account.hold("fitting", 45)  # who came last gives first, and the others keep what is not needed
+    assert (some.nbytes, others.nbytes, account.pressed, account.current) == (40, 0, 1, 95)
     account.hold("fitting", 30)
-    with pytest.raises(BudgetError):
-        account.hold("fitting", 1)
-    assert account.pressed == 2  # nobody is left to be asked
+    assert (some.nbytes, account.pressed, account.current, account.peak) == (0, 2, 85, 100)
+    with pytest.raises(BudgetError, match="fitting would take 16 bytes"):
+        account.hold("fitting", 16)
+    del some, others
+    account.hold("fitting", 15)
+    assert account.pressed == 2
 
 
 # ---------------------------------------------------------------------------------------------- a model that runs
