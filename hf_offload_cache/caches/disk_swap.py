@@ -39,9 +39,12 @@ from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
 from .summary_bytes import RETRIEVES
 
-_LEARNT = ("summary", "sinks", "adapter", "fitted_at", "longest_piece", "measured_at", "latest_queries", "kept")
+_LEARNT = (
+    "summary", "sinks", "adapter", "fitted_at", "longest_piece", "measured_at", "latest_queries", "latest", "beyond",
+    "since", "kept",
+)  # fmt: skip
 """What of a captured layer is its predictor's."""
-_NOTHING = {"fitted_at": 0, "longest_piece": 0, "measured_at": 0, "kept": {"usual": NEVER, "choice": None}}
+_NOTHING = {"fitted_at": 0, "longest_piece": 0, "measured_at": 0, "since": 0, "kept": {"usual": NEVER, "choice": None}}
 """Those that are there of a layer that has learnt nothing."""
 
 
@@ -77,7 +80,8 @@ class DiskSwapLayer(SelectiveLayer):
             storage.account, selecting.workspace, selecting.generator, lambda: storage.counters
         )
         rules = rules_of(selecting.settings)
-        return LowRankPredictor(self.history.form, self.history.rows, rules, shared, self.name, self.adapter)
+        form, rows = self.history.form, self.history.rows
+        return LowRankPredictor(form, rows, rules, shared, self.name, self.adapter, self.layer_idx)
 
     @classmethod
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -149,7 +153,8 @@ class DiskSwapLayer(SelectiveLayer):
 
     @classmethod
     def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return {"kept": _NOTHING["kept"], "sinks": None, "longest_piece": 0, **tree}
+        fresh = {"kept": _NOTHING["kept"], "longest_piece": 0, "since": 0}
+        return {**dict.fromkeys(("sinks", "latest", "beyond")), **fresh, **tree}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         learnt = {name: tree[name] for name in _LEARNT}

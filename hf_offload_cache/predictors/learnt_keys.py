@@ -187,10 +187,14 @@ class LearntKeys:
             rows, mass,
         )  # fmt: skip
 
-    def rank_among(self, query: Query, candidates: np.ndarray) -> np.ndarray:
+    def rank_among(self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None) -> np.ndarray:
         """See `ranking.rank_among`."""
-        assert self.keys is not None
-        return rank_among(self.keys, query.states, query.scaling, self.form.group_size, candidates)
+        keys, seen = self.keys, self.seen(query)
+        assert keys is not None
+        exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
+        return rank_among(
+            keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond
+        )
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: what of the tokens that are ranked is no padding; None: all."""

@@ -18,7 +18,7 @@ from .captured_mass import curve, enough
 from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES, SPACING
 from .learnt_keys import LearntKeys, LowRankShared, Rules
-from .ranking import CANDIDATES
+from .ranking import CANDIDATES, STEPS, few_of_many
 from .sinks import largest, with_sinks
 
 _MEASURE_AGAIN = 2
@@ -28,8 +28,13 @@ _MEASURE_AGAIN = 2
 class LowRankPredictor:
     """Of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
 
+    In a long context, where few of many units are wanted, all are ranked at every fourth step alone. In between the
+    query chooses among those that mattered most when each was last ranked, four times as many as it wants, and those
+    that were sealed since: beyond the paper, whose step ranks all.
+
     Args:
         adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys.
+        phase: in which of those steps all are ranked, so that not all layers do it in the same.
     """
 
     def __init__(
@@ -40,13 +45,16 @@ class LowRankPredictor:
         shared: LowRankShared,
         name: str,
         adapter: torch.Tensor | None = None,
+        phase: int = 0,
     ) -> None:
         self.form, self.rows, self.rules = form, rows, rules
         self.learnt = LearntKeys(form, rows, rules, shared, adapter)
         self.latest_queries: torch.Tensor | None = None
         self._shared, self._name = shared, name
         self._measured_at = 0
-        self._latest: np.ndarray | None = None  # importance of the units, by the latest query
+        self._latest: np.ndarray | None = None  # importance of the units, by the latest query that ranked each
+        self._beyond: np.ndarray | None = None  # see `Ranking`; of the latest query that ranked all
+        self._phase, self._since = phase, 0  # steps since then
         self._kept = KeptChoice(rules.steps_per_selection if rules.estimates else 1)
 
     @staticmethod
@@ -103,12 +111,15 @@ class LowRankPredictor:
         """What the query of each of `rows` chooses, one row of the choice for each."""
         rules, seen = self.rules, self.learnt.seen(query)
         whole = rules.target_mass is not None and rules.estimates
+        if not whole and len(rows) == self.rows and self._may_go_by_latest(budget):
+            return self._among_latest(query, budget, seen)
         ranking = self.learnt.rank(query, budget, rows, mass=whole)
         seen = None if seen is None else seen[rows]
         importance = ranking.importance.copy() if whole else ranking.importance
         importance = with_sinks(importance, rules.num_sinks, self.form.group_size, seen)
         if len(rows) == self.rows:
-            self._latest = importance
+            self._since = self._phase % STEPS if self._latest is None else 0
+            self._latest, self._beyond = importance, ranking.beyond
         elif self._latest is not None:
             self._latest[rows] = importance
         if not whole:
@@ -120,6 +131,32 @@ class LowRankPredictor:
         counters.mass_captured += float(captured.sum())
         counters.mass_steps += len(captured)
         return Choice(np.sort(chosen, 1))
+
+    def _may_go_by_latest(self, budget: int) -> bool:
+        """Few of many are wanted, and all were ranked not long ago; what was sealed since is made to be looked at."""
+        latest, units = self._latest, self.learnt.units
+        if latest is None or self._beyond is None or not few_of_many(budget, units) or self._since >= STEPS - 1:
+            return False
+        if latest.shape[1] < units:
+            fresh = np.full((self.rows, units - latest.shape[1]), np.inf, dtype=np.float32)
+            self._latest = np.concatenate([latest, fresh], 1)
+        return True
+
+    def _among_latest(self, query: Query, budget: int, seen: torch.Tensor | None) -> Choice:
+        """What the query chooses of the units that mattered most when each was last ranked."""
+        latest = self._latest
+        assert latest is not None
+        self._since += 1
+        candidates = largest(latest, CANDIDATES * budget)
+        np.put_along_axis(latest, candidates, self.learnt.rank_among(query, candidates, self._beyond), 1)
+        with_sinks(latest, self.rules.num_sinks, self.form.group_size, seen)
+        chosen = _best(np.take_along_axis(latest, candidates, 1), budget)
+        units = np.take_along_axis(candidates, chosen.units, 1)
+        order = np.argsort(units, 1)
+        assert chosen.importance is not None
+        return Choice(
+            np.take_along_axis(units, order, 1), importance=np.take_along_axis(chosen.importance, order, 1)
+        )
 
     def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
         """(most + 1,): the share of attention mass that the tail, the sinks and the m best other units capture, by the
@@ -139,12 +176,16 @@ class LowRankPredictor:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        self._latest = None
+        if self._latest is not None:
+            self._latest = self._latest[:, :units].copy()
         self._kept.drop()
         self.learnt.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        self._latest = None
+        if self._latest is not None:
+            self._latest = self._latest[rows.numpy(force=True)]
+        if self._beyond is not None:
+            self._beyond = self._beyond[rows.numpy(force=True)]
         self._kept.select_rows(rows)
         self.rows = len(rows)
         if self.latest_queries is not None:
@@ -166,7 +207,11 @@ class LowRankPredictor:
 
     def capture(self) -> dict[str, Any]:
         queries = {"measured_at": self._measured_at, "latest_queries": self.latest_queries}
-        return {**self.learnt.capture(), **queries, "kept": self._kept.capture()}
+        latest, beyond = (
+            None if part is None else torch.from_numpy(part.copy()) for part in (self._latest, self._beyond)
+        )
+        ranked = {"latest": latest, "beyond": beyond, "since": self._since}
+        return {**self.learnt.capture(), **queries, **ranked, "kept": self._kept.capture()}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
@@ -179,10 +224,26 @@ class LowRankPredictor:
                     f"{tuple(queries.shape)}, for {self.rows} sequences and {form.num_key_heads} key heads of "
                     f"{form.key_dim}"
                 )
+        self._restore_latest(tree)
         self.learnt.restore(tree)
         self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
         self._measured_at = tree["measured_at"]
         self._kept.restore(tree["kept"], self.rows, tree["units"])
+
+
+    def _restore_latest(self, tree: dict[str, Any]) -> None:
+        latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]
+        right = since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
+        for part in (latest, beyond):
+            right = right and (
+                part is None or (part.ndim == 2 and len(part) == self.rows and part.dtype == torch.float32)
+            )
+        if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
+            raise ContextError(f"{self._name} of the context does not hold together: importance of its groups")
+        self._latest, self._beyond = (
+            None if part is None else part.numpy(force=True).copy() for part in (latest, beyond)
+        )
+        self._since = since
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:

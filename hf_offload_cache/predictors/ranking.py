@@ -17,6 +17,8 @@ CANDIDATES = 4
 mass is estimated, and a guess may choose from."""
 _FEW = 8
 """Where candidates are at most one group in so many, all are first ranked roughly."""
+STEPS = 4
+"""There all are ranked once in so many steps; in between, those that mattered most when each was last looked at."""
 _BELOW = 1e4
 """Puts what is no candidate below all candidates."""
 _NOTHING = np.float32(-1e30)
@@ -35,6 +37,14 @@ class Ranking:
     """(B, n) groups whose mass was estimated, in no order; None: it was not asked for."""
     rest: np.ndarray | None = None
     """(B,) estimated mass, summed over heads, of what is no group: the tail; None: it was not asked for."""
+    beyond: np.ndarray | None = None
+    """(B, h) by how many times the sum of each head's softmax is larger than over those groups alone that were looked
+    at closely, and the exact tokens; None: all were."""
+
+
+def few_of_many(wanted: int, groups: int) -> bool:
+    """Whether candidates for `wanted` of so many groups are few of them."""
+    return _FEW * CANDIDATES * wanted <= groups
 
 
 def rank_units(
@@ -76,34 +86,44 @@ def rank_units(
         return Ranking(np.concatenate([keys.best_of_units(low[row], row, group_size, visible) for row in rows]))
     low *= np.float32(scaling)
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
-    rough = _FEW * count <= groups and keys.has_rough_form
+    rough = few_of_many(wanted, groups) and keys.has_rough_form
     importance = np.empty((len(rows), groups), dtype=np.float32)
     candidates = np.empty((len(rows), count if mass else 0), dtype=np.int64)
     rest = np.zeros(len(rows), dtype=np.float32)
+    beyond = np.ones((len(rows), low.shape[1]), dtype=np.float32)
     for place, row in enumerate(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
         others, last = None if apart is None else apart[row], None if exact is None else exact[row]
         if others is not None:
             best[:, others] = _NOTHING
         if rough:
-            chosen = largest(_shares(best, last, others)[None], count)[0]
+            chosen = largest(_shares(*_weights(best, last), others)[None], count)[0]
             best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
-        importance[place] = found = _shares(best, last, others)
+        weights, total = _weights(best, last)
+        importance[place] = found = _shares(weights, total, others)
+        if rough:
+            looked_at = total - _sum(weights) + _sum(weights[:, chosen])
+            beyond[place] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
         if mass:
             chosen = candidates[place] = largest(found[None], count)[0]
             scores = keys.of_units(low[row], row, chosen, group_size, visible)
             importance[place] -= _BELOW
             importance[place, chosen], rest[place] = _masses(best, last, chosen, scores)
-    return Ranking(importance, candidates, rest) if mass else Ranking(importance)
+    beyond_them = beyond if rough else None
+    return Ranking(importance, candidates, rest, beyond_them) if mass else Ranking(importance, beyond=beyond_them)
 
 
-def _shares(best: np.ndarray, last: np.ndarray | None, others: np.ndarray | None) -> np.ndarray:
-    """(groups,): the softmax of each head's `best` scores (h, groups), beside the scores `last` (h, t), summed over
-    heads; below 0 for the groups `others`."""
-    groups = best.shape[1]
+def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """exp of each head's `best` scores (h, groups), less the largest, and the sum (h, 1) of these and of as much of the
+    scores `last` (h, t)."""
     both = best if last is None else np.concatenate([best, last], 1)
     weights = _exp(both - np.maximum.reduce(both, 1, keepdims=True))
-    shares: np.ndarray = (1 / _sum(weights)[:, 0]) @ weights[:, :groups]
+    return weights[:, : best.shape[1]], _sum(weights)
+
+
+def _shares(weights: np.ndarray, total: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
+    """(groups,): `weights` (h, groups) over each head's `total` (h, 1), summed over heads; below 0 for `others`."""
+    shares: np.ndarray = (1 / total[:, 0]) @ weights
     if others is not None:
         shares[others] = -1
     return shares
@@ -126,17 +146,27 @@ def _masses(
 
 
 def rank_among(
-    keys: CompactKeys, query: torch.Tensor, scaling: float, group_size: int, candidates: np.ndarray
+    keys: CompactKeys,
+    query: torch.Tensor,
+    scaling: float,
+    group_size: int,
+    candidates: np.ndarray,
+    visible: torch.Tensor | None = None,
+    exact: np.ndarray | None = None,
+    apart: np.ndarray | None = None,
+    beyond: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Estimated attention mass (B, n) of groups `candidates` (B, n) among themselves, summed over heads: a small
-    part of the bytes that `rank_units` reads, for a query that is a guess."""
+    """How much groups `candidates` (B, n) matter, (B, n) float32: as `rank_units` has it, where the sum of each head's
+    softmax is `beyond` (B, h) times what it is over these. A small part of the bytes that it reads."""
     low = keys.low_rank_query(query)
+    low *= np.float32(scaling)
     importance = np.empty(candidates.shape, dtype=np.float32)
     for row, chosen in enumerate(candidates):
-        scores = keys.of_units(low[row], row, chosen, group_size, None)
-        scores *= np.float32(scaling)
-        mass = _exp(scores - scores.max((1, 2), keepdims=True)).sum(-1)
-        importance[row] = (1 / mass.sum(-1)) @ mass
+        best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
+        if apart is not None:
+            best[:, np.isin(chosen, apart[row])] = _NOTHING
+        weights, total = _weights(best, None if exact is None else exact[row])
+        importance[row] = _shares(weights, total if beyond is None else total * beyond[row][:, None])
     return importance
 
 

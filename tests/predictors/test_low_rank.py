@@ -207,7 +207,7 @@ def test_the_tail_shares_the_softmax() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) -> None:
-    """The same masses as a ranking of all gives them, up to each head's share of all."""
+    """The same shares as a ranking of all gives them, where there are no others; `beyond` says what others take."""
     keys, query = keys_of(2, 800), query_of(2)
     summary = predictor(keys, WIDTH, dtype)
     summary.append(keys)
@@ -216,8 +216,16 @@ def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) ->
     alone = predictor(keys, WIDTH, dtype)
     parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
     alone.append(torch.stack(parts))
-    expected = rank_units(alone, query, 0.3, GROUP, 60, mass=True).importance
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    expected = rank_units(alone, query, 0.3, GROUP, 60).importance
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    halved = rank_among(summary, query, 0.3, GROUP, candidates, beyond=np.full((2, HEADS), 2, dtype=np.float32))
+    np.testing.assert_allclose(halved, expected / 2, rtol=1e-4, atol=1e-5)
+    exact = np.random.default_rng(0).normal(size=(2, HEADS, 9)).astype(np.float32)
+    some = rank_among(summary, query, 0.3, GROUP, candidates, exact=exact, apart=candidates[:, 7:9])
+    where = np.array([[7, 8], [7, 8]])
+    expected = rank_units(alone, query, 0.3, GROUP, 50, exact=exact, apart=where).importance
+    expected[:, 7:9] = 0  # those are below all others there
+    np.testing.assert_allclose(some, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_the_same_size_allocates_nothing() -> None:

@@ -1,0 +1,138 @@
+"""Few of many units: all are ranked at every fourth step, and in between those that mattered most."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.errors import ContextError
+from hf_offload_cache.history.base import Sealed
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.predictors.learnt_keys import LearntKeys, LowRankShared, Rules
+from hf_offload_cache.predictors.low_rank import LowRankPredictor
+from hf_offload_cache.predictors.ranking import CANDIDATES, few_of_many
+from hf_offload_cache.report.counters import Counters
+
+KV, HEADS, DIM, GROUP, UNITS, BUDGET = 2, 4, 16, 4, 200, 6
+FORM = RecordFormat.of_sizes((KV, DIM, KV, DIM), torch.float32, GROUP)
+RULES = {"coded": Rules(None, 4, summary_bytes=12), "int8": Rules(torch.int8, 4, 16)}
+
+
+def predictor(kind: str, rows: int, phase: int = 0) -> LowRankPredictor:
+    counters, account = Counters(), MemoryAccount()
+    shared = LowRankShared(account, Workspace(account, "scores"), torch.Generator(), lambda: counters)
+    return LowRankPredictor(FORM, rows, RULES[kind], shared, "layer 0", phase=phase)
+
+
+def keys_of(rows: int, units: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, KV, units * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def learn(one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None) -> None:
+    fresh = keys.shape[2] if fresh is None else fresh
+    sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [keys[:, :, -fresh:]], lambda: iter([keys]))
+    queries = torch.randn(len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM)
+    one.learn(sealed, queries, None)
+
+
+def query_of(rows: int, seed: int) -> Query:
+    """Of attention that is far from even, as most of a model's is."""
+    states = 4 * torch.randn(rows, HEADS, DIM, generator=torch.Generator().manual_seed(100 + seed))
+    return Query(states, DIM**-0.5, None, functools.partial(keys_of, rows, 2, 7))
+
+
+def chosen(one: LowRankPredictor, seed: int, rows: int = 2) -> np.ndarray:
+    choice: Any = one.select(query_of(rows, seed), BUDGET, False)
+    assert choice.units.shape == (rows, BUDGET) and (np.diff(choice.units) > 0).all()
+    assert (choice.units[:, 0] == 0).all()
+    return choice.units
+
+
+@pytest.fixture
+def ranked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was ranked, "all" or "some", select by select."""
+    seen: list[str] = []
+    rank, among = LearntKeys.rank, LearntKeys.rank_among
+    monkeypatch.setattr(LearntKeys, "rank", lambda *a, **k: [seen.append("all"), rank(*a, **k)][1])
+    monkeypatch.setattr(LearntKeys, "rank_among", lambda *a, **k: [seen.append("some"), among(*a, **k)][1])
+    return seen
+
+
+@pytest.mark.parametrize(("phase", "fulls"), [(0, [0, 4, 8]), (1, [0, 3, 7]), (2, [0, 2, 6]), (3, [0, 1, 5, 9])])
+def test_layers_take_turns(phase: int, fulls: list[int], ranked: list[str]) -> None:
+    one, keys = predictor("coded", 2, phase), keys_of(2, UNITS)
+    learn(one, keys)
+    for seed in range(10):
+        chosen(one, seed)
+    assert [step for step, what in enumerate(ranked) if what == "all"] == fulls
+
+
+@pytest.mark.parametrize(("kind", "units"), [("coded", 150), ("int8", UNITS)])
+def test_where_many_are_wanted_or_nothing_is_rough_all_are_ranked(kind: str, units: int, ranked: list[str]) -> None:
+    one, keys = predictor(kind, 2), keys_of(2, units)
+    learn(one, keys)
+    assert few_of_many(BUDGET, UNITS) and not few_of_many(BUDGET, 150)
+    for seed in range(3):
+        chosen(one, seed)
+    assert ranked == ["all"] * 3
+
+
+def test_the_same_query_chooses_the_same(ranked: list[str]) -> None:
+    """But for what had been ranked roughly; and another one chooses of those that mattered most."""
+    one, keys = predictor("coded", 2), keys_of(2, UNITS)
+    learn(one, keys)
+    first = chosen(one, 0)
+    assert one.learnt.keys is not None and one.learnt.keys.has_rough_form
+    again = chosen(one, 0)
+    assert all(len(set(a) & set(b)) >= BUDGET - 1 for a, b in zip(again, first, strict=True))
+    best = one.learnt.rank(query_of(2, 0), BUDGET).importance
+    candidates = np.argsort(-best, 1)[:, : CANDIDATES * BUDGET]
+    other, free = chosen(one, 1), predictor("coded", 2)
+    learn(free, keys)
+    for row, wanted in enumerate(chosen(free, 1)):
+        assert len(set(other[row]) - set(candidates[row]) - {0}) <= 1
+        assert set(wanted) - set(candidates[row])  # it would have wanted others too
+    assert ranked == ["all", "some", "all", "some", "all"]
+
+
+def test_what_was_sealed_since_is_looked_at() -> None:
+    one, keys = predictor("coded", 2), keys_of(2, UNITS)
+    learn(one, keys)
+    chosen(one, 0)
+    states = query_of(2, 1).states.view(2, KV, HEADS // KV, DIM).mean(2)
+    more = torch.cat([keys, (3 * states)[:, :, None].expand(-1, -1, GROUP, -1)], 2)
+    learn(one, more, GROUP)
+    assert (chosen(one, 1)[:, -1] == UNITS).all()
+
+
+def test_it_goes_on_after_changes_as_what_was_captured_does() -> None:
+    one, keys = predictor("coded", 2, 2), keys_of(2, UNITS)
+    learn(one, keys)
+    chosen(one, 0)
+    chosen(one, 1)
+    tree = {**one.capture(), "units": UNITS}
+    again, swapped = predictor("coded", 2), predictor("coded", 2)
+    again.restore(tree)
+    swapped.restore(tree)
+    swapped.select_rows(torch.tensor([1, 0]))
+    for seed in range(2, 9):
+        query = query_of(2, seed)
+        units = one.select(query, BUDGET, False).units
+        assert np.array_equal(units, again.select(query, BUDGET, False).units)
+        back = dataclasses.replace(query, states=query.states[[1, 0]], recent=lambda: keys_of(2, 2, 7)[[1, 0]])
+        assert np.array_equal(units[[1, 0]], swapped.select(back, BUDGET, False).units)
+    one.truncate(UNITS - 3)
+    assert one.tables_nbytes >= 2 * (UNITS - 3) * 4 and chosen(one, 0).max() < UNITS - 3
+    for wrong in ({"since": 4}, {"since": None}, {"latest": tree["latest"][:1]}, {"latest": tree["latest"].double()}):
+        with pytest.raises(ContextError, match="importance of its groups"):
+            predictor("coded", 2).restore({**tree, **wrong})
+    with pytest.raises(ContextError, match="importance of its groups"):
+        predictor("coded", 2).restore({**tree, "units": UNITS - 1})
