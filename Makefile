@@ -21,7 +21,7 @@ TRANSFORMERS_LOWEST := transformers==5.17.*
 
 # OpenMP's workers spin by default and starve the threads that read and write the store.
 export OMP_WAIT_POLICY := PASSIVE
-# But for about a millisecond, in which the next operation comes.
+# But for two or three milliseconds, in which the next operation comes.
 export GOMP_SPINCOUNT := 100000
 # Nothing here needs a hub: the demo's model comes as a package, the tests' models are made on the spot.
 export HF_HUB_OFFLINE := 1

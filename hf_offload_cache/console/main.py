@@ -66,7 +66,7 @@ def _set_wait_policy(restart: bool) -> None:
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # about a millisecond: long enough to meet the next operation
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # some milliseconds: long enough to meet the next operation
     if restart and "torch" in sys.modules:
         os.execv(sys.executable, [sys.executable, "-m", "hf_offload_cache.console.main", *sys.argv[1:]])
 

@@ -19,6 +19,7 @@ from .pace import Pace
 from .planned import decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
+from .step import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,7 @@ class SelectiveCache(OffloadCache):
         ahead += sum(layer.reads_for_next_step for layer in self.selective)
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, ahead)
         self._pace = Pace(settings.look_ahead)
+        self._queue_for = 0  # sequences whose writes the queue is short for
         self._selective: dict[int, SelectiveLayer] = {}
         if self.selecting is None:
             return
@@ -83,7 +85,7 @@ class SelectiveCache(OffloadCache):
         if not step.selects:
             self.rest()
             return changed
-        self.make_room(step.tokens)
+        self.make_room(step)
         self.before_selecting()
         # no layer is before the first
         if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
@@ -95,14 +97,15 @@ class SelectiveCache(OffloadCache):
         """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
         return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
-    def make_room(self, tokens: int) -> None:
+    def make_room(self, step: Step) -> None:
         """Where memory is limited, slots have what a prefill's writes had, and a verification of candidates, which
         attends to more, has that of a read ahead."""
         assert self.selecting is not None
-        if self.storage.account.limit is not None:
+        if self._queue_for != step.sequences and self.storage.account.limit is not None:
             units = [layer.history.rows * layer.history.form.record_bytes for layer in self.offloaded if layer.length]
             self.storage.limit_writes(decoding_queue(self.storage.widest_queue, units))
-        if tokens == 1:
+            self._queue_for = step.sequences
+        if step.tokens == 1:
             self.selecting.areas.narrow()
 
     def before_selecting(self) -> None:
@@ -115,6 +118,7 @@ class SelectiveCache(OffloadCache):
                 layer.drop_fetcher()
             self.selecting.rest()
             self.storage.limit_writes(None)
+            self._queue_for = 0
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         super().enter_block(layer_idx, block, hidden)

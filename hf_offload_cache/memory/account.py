@@ -77,7 +77,9 @@ class MemoryAccount:
 
     def _press(self, nbytes: int) -> None:
         """Let others give back until there is room for `nbytes`, unless there can be none."""
-        for one in reversed(self._spare if self.limit is None or nbytes <= self.limit else []):
+        if self.limit is None or nbytes > self.limit:
+            return
+        for one in reversed(self._spare):
             spare, held = one(), self.current
             if spare is not None:
                 spare.free_memory()

@@ -119,7 +119,8 @@ class CodedKeys(CompactKeys):
         (those of a context of version 2 are laid anew); each one's account counts them. Raises `ContextError` where
         the tree does not hold together, `BudgetError`."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
-        if codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0:
+        by_token = codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0
+        if unit_size > 1 and by_token:
             with account.holding("moving rows", codes.nbytes):  # in version 2 of the format tokens lie side by side
                 codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
         if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes * unit_size:

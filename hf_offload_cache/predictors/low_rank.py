@@ -62,7 +62,7 @@ class LowRankPredictor:
         form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
     ) -> LayerPlan:
         """See `LearntKeys.planned`; and the importance of all units."""
-        tables = Planned(decode={"tables": 4 * rows * (context // form.group_size)})
+        tables = Planned(decode={"tables": 4 * rows * (context // form.group_size + heads)})
         return LearntKeys.planned(form, rules, rank, heads, context, rows, wanted) + LayerPlan(tables)
 
     # --- learning ----------------------------------------------------------------------------------------------
@@ -92,10 +92,7 @@ class LowRankPredictor:
                 self._kept.went_on()
             return kept
         if guess and self._latest is not None and rules.estimates:
-            candidates = largest(self._latest, min(CANDIDATES * budget, self._latest.shape[1]))
-            among = self.learnt.rank_among(query, candidates)
-            best = largest(among, min(budget, among.shape[1]))
-            return Choice(np.sort(np.take_along_axis(candidates, best, 1), 1))
+            return self._among_latest(query, budget, self._latest.copy())
         if rules.selection == "random":
             importance = torch.rand(self.rows, self.learnt.units, generator=self._shared.generator).numpy()
             return _best(with_sinks(importance, rules.num_sinks, self.form.group_size, self.learnt.seen(query)), budget)
@@ -112,7 +109,9 @@ class LowRankPredictor:
         rules, seen = self.rules, self.learnt.seen(query)
         whole = rules.target_mass is not None and rules.estimates
         if not whole and len(rows) == self.rows and self._may_go_by_latest(budget):
-            return self._among_latest(query, budget, seen)
+            assert self._latest is not None
+            self._since += 1
+            return self._among_latest(query, budget, self._latest)
         ranking = self.learnt.rank(query, budget, rows, mass=whole)
         seen = None if seen is None else seen[rows]
         importance = ranking.importance.copy() if whole else ranking.importance
@@ -142,21 +141,16 @@ class LowRankPredictor:
             self._latest = np.concatenate([latest, fresh], 1)
         return True
 
-    def _among_latest(self, query: Query, budget: int, seen: torch.Tensor | None) -> Choice:
-        """What the query chooses of the units that mattered most when each was last ranked."""
-        latest = self._latest
-        assert latest is not None
-        self._since += 1
-        candidates = largest(latest, CANDIDATES * budget)
+    def _among_latest(self, query: Query, budget: int, latest: np.ndarray) -> Choice:
+        """What the query chooses of the units that mattered most when each was last ranked; `latest`, how much each
+        did, has it from then on."""
+        seen = self.learnt.seen(query)
+        candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
+        candidates.sort(1)
         np.put_along_axis(latest, candidates, self.learnt.rank_among(query, candidates, self._beyond), 1)
         with_sinks(latest, self.rules.num_sinks, self.form.group_size, seen)
-        chosen = _best(np.take_along_axis(latest, candidates, 1), budget)
-        units = np.take_along_axis(candidates, chosen.units, 1)
-        order = np.argsort(units, 1)
-        assert chosen.importance is not None
-        return Choice(
-            np.take_along_axis(units, order, 1), importance=np.take_along_axis(chosen.importance, order, 1)
-        )
+        best = _best(np.take_along_axis(latest, candidates, 1), budget)
+        return Choice(np.take_along_axis(candidates, best.units, 1), importance=best.importance)
 
     def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
         """(most + 1,): the share of attention mass that the tail, the sinks and the m best other units capture, by the
@@ -194,13 +188,13 @@ class LowRankPredictor:
 
     @property
     def tables_nbytes(self) -> int:
-        held = sum([part.nbytes for part in (self._latest, self.latest_queries) if part is not None])
+        held = sum([part.nbytes for part in (self._latest, self._beyond, self.latest_queries) if part is not None])
         return self._kept.nbytes + held
 
     def close(self) -> None:
         self.learnt.close()
         self._measured_at = 0
-        self.latest_queries = self._latest = None
+        self.latest_queries = self._latest = self._beyond = None
         self._kept = KeptChoice(self._kept.steps)
 
     # --- contexts ----------------------------------------------------------------------------------------------
@@ -229,7 +223,6 @@ class LowRankPredictor:
         self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
         self._measured_at = tree["measured_at"]
         self._kept.restore(tree["kept"], self.rows, tree["units"])
-
 
     def _restore_latest(self, tree: dict[str, Any]) -> None:
         latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]

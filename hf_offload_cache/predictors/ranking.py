@@ -90,7 +90,7 @@ def rank_units(
     importance = np.empty((len(rows), groups), dtype=np.float32)
     candidates = np.empty((len(rows), count if mass else 0), dtype=np.int64)
     rest = np.zeros(len(rows), dtype=np.float32)
-    beyond = np.ones((len(rows), low.shape[1]), dtype=np.float32)
+    beyond = np.empty((len(rows), low.shape[1]), dtype=np.float32) if rough else None
     for place, row in enumerate(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
         others, last = None if apart is None else apart[row], None if exact is None else exact[row]
@@ -101,7 +101,7 @@ def rank_units(
             best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
         importance[place] = found = _shares(weights, total, others)
-        if rough:
+        if beyond is not None:
             looked_at = total - _sum(weights) + _sum(weights[:, chosen])
             beyond[place] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
         if mass:
@@ -109,8 +109,7 @@ def rank_units(
             scores = keys.of_units(low[row], row, chosen, group_size, visible)
             importance[place] -= _BELOW
             importance[place, chosen], rest[place] = _masses(best, last, chosen, scores)
-    beyond_them = beyond if rough else None
-    return Ranking(importance, candidates, rest, beyond_them) if mass else Ranking(importance, beyond=beyond_them)
+    return Ranking(importance, candidates, rest, beyond) if mass else Ranking(importance, beyond=beyond)
 
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -523,6 +524,45 @@ def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> No
         areas.narrow()
         areas.view(1, 5, 1, FORM, CPU, room=9)
         assert (account.by_owner["staging"], account.by_owner["selection"]) == (8 * payload, 9 * payload)
+
+
+def test_a_view_is_made_anew_only_where_it_is_too_small(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where what lies behind comes and goes; and the old one is gone before the new one comes."""
+    areas, account, alive = Areas(storage.account), storage.account, []
+    hold = account.hold
+
+    def watched(owner: str, nbytes: int) -> None:
+        if owner == "selection" and nbytes > 0:
+            alive.append([one() is not None for one in views])
+        hold(owner, nbytes)
+
+    views: list[Any] = []
+    monkeypatch.setattr(account, "hold", watched)
+    for behind, room in ((1, 9), (2, 10), (1, 9), (2, 10), (1, 9)):
+        view = areas.view(1, 8, behind, FORM, CPU, room=room)
+        views.append(weakref.ref(view.payloads.tensor.untyped_storage()))
+        del view
+    assert len(alive) == 2 and not any(alive[1])
+
+
+def test_a_queue_that_was_not_waited_for_stays_as_it_was(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while it is made shorter: the next call waits anew."""
+    asked: list[int] = []
+
+    def interrupted(most: int) -> None:
+        asked.append(most)
+        raise KeyboardInterrupt
+
+    before = storage.write_queue
+    with monkeypatch.context() as once:
+        once.setattr(storage.prefetcher, "limit_writes", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                storage.limit_writes(2**17)
+            assert storage.write_queue == before
+    storage.limit_writes(2**17)
+    storage.limit_writes(None)
+    assert asked == [2**17] * 2 and storage.write_queue == before
 
 
 def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> None:

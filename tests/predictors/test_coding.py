@@ -241,6 +241,14 @@ def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
         assert account.by_owner["scores"] == 2 * BLOCK * (coding.rank + 4 * HEADS)
 
 
+@pytest.mark.parametrize("tokens", [640, 641, 655])
+def test_whole_units_are_planned(tokens: int) -> None:
+    coding, account = coding_of(keys_of(2, 640), 8), MemoryAccount()
+    CodedKeys(coding, KV, 2, account, Workspace(account, "scores"), 16).reserve(tokens)
+    planned = CodedKeys.planned(WIDTH, coding.nbytes, tokens, 2, HEADS, 16, 4).own.decode["compact keys"]
+    assert account.by_owner["compact keys"] == planned == 2 * -(-tokens // 16) * 16 * coding.nbytes
+
+
 def test_codes_of_version_2_of_a_context_are_laid_anew() -> None:
     keys = keys_of(2, 1200)
     coding = coding_of(keys, 8)

@@ -16,6 +16,7 @@ from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
 from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.predictors.coded_keys import CodedKeys
 from hf_offload_cache.predictors.learnt_keys import LearntKeys, LowRankShared, Rules
 from hf_offload_cache.predictors.low_rank import LowRankPredictor
 from hf_offload_cache.predictors.ranking import CANDIDATES, few_of_many
@@ -39,8 +40,8 @@ def keys_of(rows: int, units: int, seed: int = 0) -> torch.Tensor:
 def learn(one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None) -> None:
     fresh = keys.shape[2] if fresh is None else fresh
     sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [keys[:, :, -fresh:]], lambda: iter([keys]))
-    queries = torch.randn(len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM)
-    one.learn(sealed, queries, None)
+    shape = len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM
+    one.learn(sealed, torch.randn(shape, generator=torch.Generator().manual_seed(5)), None)
 
 
 def query_of(rows: int, seed: int) -> Query:
@@ -136,3 +137,36 @@ def test_it_goes_on_after_changes_as_what_was_captured_does() -> None:
             predictor("coded", 2).restore({**tree, **wrong})
     with pytest.raises(ContextError, match="importance of its groups"):
         predictor("coded", 2).restore({**tree, "units": UNITS - 1})
+
+
+def test_a_guess_goes_by_the_latest_and_leaves_it() -> None:
+    """The sinks are among what it chooses; the next choice is as if nothing had been guessed."""
+    one, free = predictor("coded", 2), predictor("coded", 2)
+    for each in (one, free):
+        learn(each, keys_of(2, UNITS))
+        chosen(each, 0)
+    for seed in range(1, 6):
+        guessed: Any = one.select(query_of(2, seed + 50), BUDGET, True)
+        assert (guessed.units[:, 0] == 0).all() and (np.diff(guessed.units) > 0).all()
+        assert np.array_equal(chosen(one, seed), chosen(free, seed))
+
+
+def test_what_is_known_of_the_rest_gives_candidates_the_weight_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, keys, looked_at = predictor("coded", 2), keys_of(2, UNITS), []
+    learn(one, keys)
+    best_of_units = CodedKeys.best_of_units
+
+    def watched(self: CodedKeys, *arguments: Any, units: Any = None) -> np.ndarray:
+        looked_at.extend([] if units is None else [units])
+        return best_of_units(self, *arguments, units=units)
+
+    even = dataclasses.replace(query_of(2, 0), states=query_of(2, 0).states / 8)  # there the rest weighs much
+    with monkeypatch.context() as watching:
+        watching.setattr(CodedKeys, "best_of_units", watched)
+        ranking = one.learnt.rank(even, BUDGET)
+    candidates = np.stack(looked_at)
+    assert candidates.shape == (2, CANDIDATES * BUDGET) and ranking.beyond is not None and ranking.beyond.min() > 1.5
+    expected = np.take_along_axis(ranking.importance, candidates, 1)
+    found = one.learnt.rank_among(even, candidates, ranking.beyond)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert (one.learnt.rank_among(even, candidates) > 1.2 * expected).all()
