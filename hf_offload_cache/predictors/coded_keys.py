@@ -99,11 +99,13 @@ class CodedKeys(CompactKeys):
         return Asked(queries, unit, low[:, -1:] + (used @ self._offsets[:count])[:, None] * unit)
 
     def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
-        (heads, rank), count = asked.queries.shape, some.shape[1] * self._rows.each
+        (heads, rank), each = asked.queries.shape, self._rows.each
+        held, places = some.shape
+        count = places * each
         wide, most = 4 * heads * count, max(count, scored_at_once(self._rows.tokens))
         memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=some.device)
-        codes = some if self._rows.each == 1 else some.unflatten(0, (-1, self._rows.each))
-        unpacked = self.coding.unpacked(codes, memory[wide : wide + rank * count].view(rank, *codes.shape[1:]))
+        codes, out = some.view(held // each, each, places), memory[wide : wide + rank * count]
+        unpacked = self.coding.unpacked(codes, out.view(rank, each, places))
         return multiplied(asked.queries, unpacked.view(rank, count), memory)
 
     # --- contexts ----------------------------------------------------------------------------------------------
