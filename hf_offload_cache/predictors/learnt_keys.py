@@ -26,7 +26,7 @@ from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES
 from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
-from .sink_keys import SinkKeys
+from .sink_keys import SinkKeys, first_tokens
 
 _REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
 """An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
@@ -116,6 +116,11 @@ class LearntKeys:
         """Units a row that can be ranked."""
         return 0 if self.keys is None else self.keys.tokens // self.form.group_size
 
+    @property
+    def others(self) -> int:
+        """Units a row that can be ranked, less those that are taken for the sinks'."""
+        return max(0, self.units - (0 if self.sinks is None else self.sinks.units.shape[1]))
+
     # --- learning ----------------------------------------------------------------------------------------------
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
@@ -124,7 +129,7 @@ class LearntKeys:
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
-        grown = sealed.tokens >= self.fitted_at * often
+        grown = sealed.tokens >= self.fitted_at * often or (self._wants_sinks and self.sinks is None)
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
@@ -132,6 +137,11 @@ class LearntKeys:
             keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
             seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
             self._fit(keys, sealed, seen, visible)
+
+    @property
+    def _wants_sinks(self) -> bool:
+        """Sinks are compared exactly, once all of every row's are known."""
+        return self.rules.estimates and self.rules.num_sinks > 0
 
     @property
     def _least(self) -> int:
@@ -161,10 +171,9 @@ class LearntKeys:
                 found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
-        if rules.estimates and rules.num_sinks:
-            seen_tokens = None if visible is None else visible[:, : sealed.tokens]
-            device = self.keys.device
-            self.sinks = SinkKeys(form, self.rows, rules.num_sinks, device, shared.account, seen_tokens)
+        first = None if visible is None else first_tokens(visible[:, : sealed.tokens].expand(self.rows, -1))
+        if self._wants_sinks and (0 if first is None else first.max()) + rules.num_sinks <= sealed.tokens:
+            self.sinks = SinkKeys(form, self.rows, rules.num_sinks, self.keys.device, shared.account, first)
         for part in keys():
             if self.sinks is not None:
                 self.sinks.see(part, self.keys.tokens)
@@ -209,7 +218,7 @@ class LearntKeys:
         # By numpy: products this small are done before torch's threads are awake.
         held = keys.float().numpy(force=True)
         states = query.states.float().numpy(force=True).reshape(*held.shape[:2], -1, held.shape[3])
-        scores = np.matmul(states, held.swapaxes(2, 3)).reshape(len(held), -1, held.shape[2])
+        scores = np.matmul(states, held.swapaxes(2, 3)).reshape(len(held), query.states.shape[1], held.shape[2])
         scores *= np.float32(query.scaling)
         if query.visible is not None:
             here = query.visible[:, query.visible.shape[1] - latest.shape[2] :].expand(self.rows, -1)

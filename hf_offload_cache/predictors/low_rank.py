@@ -75,7 +75,9 @@ class LowRankPredictor:
         self.learnt.learn(sealed, queries, visible)
 
     def watch(self, queries: torch.Tensor, length: int) -> None:
-        """A prompt's queries (B, H, q, D) come: keep some of the latest, if density is to be measured with them."""
+        """A prompt's queries (B, H, q, D) come: what mattered before it tells nothing of what will. Keep some of the
+        latest, if density is to be measured with them."""
+        self._latest = self._beyond = None
         self._kept.watch(queries)
         if self.rules.measures_density and queries.shape[2] > 1 and length >= _MEASURE_AGAIN * self._measured_at:
             self.latest_queries = queries[:, :, -LATEST_QUERIES * SPACING :][:, :, ::SPACING].detach().clone()
@@ -160,7 +162,7 @@ class LowRankPredictor:
         Forgets those queries. `query_of` makes a `Query` of states (B, H, D).
         """
         queries, self.latest_queries = self.latest_queries, None
-        if queries is None or self.learnt.keys is None or queries.shape[0] != self.rows:
+        if queries is None or queries.shape[0] != self.rows or not self.learnt.others:
             return None
         self._measured_at = length
         wanted, heads = min(most, self.learnt.units), queries.shape[1]
@@ -171,7 +173,7 @@ class LowRankPredictor:
 
     def truncate(self, units: int) -> None:
         if self._latest is not None:
-            self._latest = self._latest[:, :units].copy()
+            self._latest = self._latest[:, :units].copy() if units else None
         self._kept.drop()
         self.learnt.truncate(units)
 

@@ -18,22 +18,18 @@ class SinkKeys:
     """Keys (B, Hk, n, D) of the `n` first tokens of each row, on the device of the keys. In the account as "sinks".
 
     Args:
-        visible: (B or 1, tokens) bool, what is no padding; None: all. It says where in each row the sinks are.
+        first: (B,) int64, the token that the sinks of each row begin at; None: 0.
     """
 
     def __init__(
         self, form: RecordFormat, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
-        visible: torch.Tensor | None = None,
+        first: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        first = np.zeros(rows, dtype=np.int64)
-        if visible is not None:
-            first = visible.expand(rows, -1).int().argmax(1).numpy(force=True)
-            first = np.minimum(first, max(0, visible.shape[1] - num_sinks))
         self._unit_size, self._account = form.group_size, account
         account.hold(_OWNER, self.planned(form, num_sinks, rows)[_OWNER])
         shape = rows, form.num_key_heads, num_sinks, form.key_dim
         self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
-        self._place(first)
+        self._place(np.zeros(rows, dtype=np.int64) if first is None else first)
 
     def _place(self, first: np.ndarray) -> None:
         """The sinks of row i begin at token `first[i]`."""
@@ -94,3 +90,9 @@ class SinkKeys:
         """Give the memory back."""
         self._account.release(_OWNER, self.keys.nbytes)
         self.keys = self.keys[:0]
+
+
+def first_tokens(visible: torch.Tensor) -> np.ndarray:
+    """(B,) int64: the first token of each row of visible (B, tokens) that is no padding; `tokens` where all are."""
+    first: np.ndarray = visible.int().argmax(1).numpy(force=True)
+    return np.where(visible.any(1).numpy(force=True), first, visible.shape[1])

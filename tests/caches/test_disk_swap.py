@@ -432,6 +432,51 @@ def test_sparse_beams_hold_what_their_rows_hold(monkeypatch: pytest.MonkeyPatch)
         assert len(seen) == 5 * 3
 
 
+@pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
+def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
+    """A crop takes the whole tail, and there are no sinks: no token is compared exactly when the next query is
+    guessed."""
+    with sparse(num_sinks=0, **fields) as cache:
+        feed(cache, prompt(long_model(), 1, LONG))
+        feed(cache, prompt(long_model(), 1, 3, seed=9), 1)
+        cache.crop(-cache.offloaded[0].history.recent.shape[1])
+        before = cache.storage.counters.units_ready
+        feed(cache, prompt(long_model(), 1, 1, seed=4))
+        assert cache.storage.counters.units_ready > before
+
+
+def test_another_prompt_after_a_crop_of_nearly_all() -> None:
+    """Few tokens stay, none of them sealed, as where a library finds a short prefix: the next prompt is looked ahead
+    for as the first one was."""
+    with sparse() as cache:
+        feed(cache, prompt(long_model(), 1, LONG))
+        feed(cache, prompt(long_model(), 1, 3, seed=9), 1)
+        cache.crop(10 - LONG - 3)
+        feed(cache, prompt(long_model(), 1, LONG, seed=3))
+        feed(cache, prompt(long_model(), 1, 3, seed=4), 1)
+        layer = cache.selective[-1]
+        assert layer.predictor.ready(layer.history.units)
+        assert cache.storage.counters.units_ready > 0
+
+
+@pytest.mark.parametrize(("padding", "num_sinks"), [(601, 4), (0, 600), (37, 600)])
+def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) -> None:
+    """Where a row is all padding when keys are first made compact, or has fewer tokens than there are sinks: until all
+    are known none is compared exactly, and then those that are."""
+    model = long_model()
+    ids = prompt(model, 2, 1120)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    with sparse(num_sinks=num_sinks) as cache, torch.no_grad():
+        model(ids[:, :560], attention_mask=mask[:, :560], past_key_values=cache)
+        assert all(layer.predictor.learnt.sinks is None for layer in cache.selective)
+        model(ids[:, 560:], attention_mask=mask, past_key_values=cache)
+        for layer in cache.selective:
+            keys, sinks = layer.keys, layer.predictor.learnt.sinks.keys
+            for row, first in enumerate((0, padding)):
+                assert torch.equal(sinks[row], keys[row, :, first : first + num_sinks])
+
+
 def test_crop_into_groups_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most groups are selected and stay resident; after the crop their records are used again. Nothing of what lay in
     them is seen (checked in `selections`), and the summary covers what is there."""

@@ -110,6 +110,19 @@ def test_a_padded_row_does_not_count_padding_as_density() -> None:
     np.testing.assert_allclose(curves[0], curves[1], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("sinks", "left"), [(4, 14), (4, 8), (0, 8)])
+def test_nothing_is_measured_of_sinks_alone(sinks: int, left: int) -> None:
+    """A crop leaves the sinks' unit and the tail, or the tail alone: there is nothing to spread budgets by."""
+    model = long_model()
+    ids = prompt(model, 1, LONG)
+    with sparse(num_sinks=sinks, layer_budgets="measured") as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.crop(left - LONG)
+        expected = model(torch.cat([ids[:, :left], ids[:, :1]], 1)).logits[:, -1]
+        found = model(ids[:, :1], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_cache_measures_without_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows what of it is padding when it measures, before the step's mask is there."""
     make_one_layer_dense(monkeypatch)

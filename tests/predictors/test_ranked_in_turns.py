@@ -114,6 +114,28 @@ def test_what_was_sealed_since_is_looked_at() -> None:
     assert (chosen(one, 1)[:, -1] == UNITS).all()
 
 
+def test_a_prompt_begins_anew(ranked: list[str]) -> None:
+    """What mattered to the turn before tells nothing: the first step after a prompt looks at all, sinks included."""
+    one, free, keys = predictor("coded", 2), predictor("coded", 2), keys_of(2, 2 * UNITS)
+    learn(one, keys[:, :, : UNITS * GROUP])
+    chosen(one, 0)
+    one.watch(torch.randn(2, HEADS, 40, DIM), UNITS * GROUP)
+    for each in (one, free):
+        learn(each, keys)
+    assert (chosen(one, 1) == chosen(free, 1)).all()
+    assert ranked == ["all"] * 3
+
+
+def test_nothing_is_left_of_nothing() -> None:
+    """A crop of all units, then others: a guess ranks all of them."""
+    one, keys = predictor("coded", 2), keys_of(2, UNITS)
+    learn(one, keys)
+    chosen(one, 0)
+    one.truncate(0)
+    learn(one, keys_of(2, UNITS, 3))
+    assert one.select(query_of(2, 1), BUDGET, True).units.shape == (2, BUDGET)
+
+
 def test_it_goes_on_after_changes_as_what_was_captured_does() -> None:
     one, keys = predictor("coded", 2, 2), keys_of(2, UNITS)
     learn(one, keys)
