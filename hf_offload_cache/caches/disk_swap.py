@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -37,7 +36,7 @@ from ..stores.freezable import FreezableStore
 from .adapter import Adapter, adapter_rank
 from .disk_swap_config import DiskSwapConfig
 from .disk_swap_fit import fit_disk_swap
-from .summary_bytes import RETRIEVES
+from .summary_bytes import shortfalls
 
 _LEARNT = (
     "summary", "sinks", "adapter", "fitted_at", "longest_piece", "measured_at", "latest_queries", "latest", "beyond",
@@ -224,19 +223,10 @@ class DiskSwapCache(SelectiveCache):
         return fit_disk_swap(search, forms, area)
 
     @classmethod
-    def shortfalls(cls, config: Any, geometry: Geometry) -> list[str]:
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
         width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
-        found = super().shortfalls(config, geometry)
-        if config.exact or config.summaries != "coded" or not width:
-            return found
-        nbytes, needed = config.summary_bytes or default_summary_bytes(width), math.ceil(RETRIEVES * width)
-        if nbytes >= needed:
-            return found
-        return [
-            *found,
-            f"compact keys of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any "
-            "was lost (measured on SmolLM2-135M): give more memory, or fewer tokens",
-        ]
+        found = super().shortfalls(config, geometry, given)
+        return found if config.exact or not width else [*found, *shortfalls(config, width, given)]
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..predictors.coding import default_summary_bytes
 from ..predictors.low_rank_keys import default_rank
 from .adapter import adapter_rank
 from .disk_swap_config import DiskSwapConfig
-from .summary_bytes import QUEUE_HALVED, SHARES, worth
+from .summary_bytes import QUEUE_HALVED, sizes_to_try, worth
 
 _LAST_TAIL = 8
 """`num_recent` where not even `SHORT_TAIL` leaves room."""
@@ -108,7 +108,7 @@ class _Coded:
         self._search = search
         self._width = max((form.key_width for form in forms), default=1)
         given = search.fields.get("summary_bytes")
-        self._amounts = sorted({max(4, round(share * self._width)) for share in SHARES} if given is None else {given})
+        self._amounts = sizes_to_try(self._width) if given is None else [given]
         self.least = self._amounts[0]
         self.wanted = default_summary_bytes(self._width) if given is None else given
 
@@ -157,7 +157,7 @@ def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterat
         full = {"num_selected": _selected(search), "look_ahead": False}
         uniform = {**search.least_streams(recent), **full, "layer_budgets": "uniform"}
         yield uniform
-        for selected in range(DiskSwapConfig.num_selected - group, LEAST_SELECTED, -group):
+        for selected in range(full["num_selected"] - group, LEAST_SELECTED, -group):
             yield {**uniform, "num_selected": selected}
         yield {**uniform, "num_selected": LEAST_SELECTED}
 

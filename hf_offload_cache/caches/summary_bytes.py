@@ -1,28 +1,68 @@
-"""What bytes of coded compact keys are worth against slots, by what was measured: how a budget is divided."""
+"""What bytes of compact keys are worth against slots, by what was measured: how a budget is divided, and when it is too
+small."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Iterable
 
-LOST = ((0.0625, 0.27), (0.083, 0.13), (0.104, 0.06), (0.125, 0.02), (0.167, 0.01), (0.25, 0.0))
+import numpy as np
+import torch
+
+from ..predictors.coding import default_summary_bytes, most_bytes
+from ..predictors.low_rank_keys import default_rank
+from .disk_swap_config import DiskSwapConfig
+
+LOST = (
+    (0.0, 1.0), (0.031, 0.6), (0.042, 0.4), (0.0625, 0.15), (0.083, 0.08), (0.104, 0.04), (0.125, 0.001), (0.188, 0.0),
+)  # fmt: skip
 """Bytes of a code over the elements of a joined key -> facts lost of those that the full cache finds: SmolLM2-135M,
-prompts of 7,000 tokens, 400 of them selected, trials of 16 facts, so that each value may be off by one fact. Another
-model has another curve."""
-HITS = ((0.0, 0.0), (0.04, 0.035), (0.27, 0.23), (0.5, 0.39), (1.0, 0.79), (1.5, 0.86), (2.0, 0.89), (4.0, 0.95))
+prompts of 4,000 and 7,000 tokens, 400 of them selected, 17 to 44 facts a value. Another model has another curve."""
+HITS = ((0.0, 0.0), (0.28, 0.29), (0.52, 0.49), (0.76, 0.66), (1.0, 0.80), (1.5, 0.87), (2.0, 0.89), (4.0, 0.92))
 """Slots over the units of one selection -> hit rate: the same model, on text."""
 RETRIEVES = 0.1
 """Bytes over elements below which facts get lost: worth a warning."""
+RETRIEVES_TRUNCATED = 0.2
+"""The same, of truncated keys."""
 _SPEED = 0.1
 """What a hit rate of 1 is worth, in facts: a step without any takes about half as long again."""
 QUEUE_HALVED = 0.004
 """What a write queue of half the size costs, in facts: a prefill waits for the disk more often."""
-SHARES = (1 / 4, 1 / 6, 1 / 8, 5 / 48, 1 / 12, 1 / 16, 1 / 24, 1 / 32)
+_SHARES = (1 / 4, 1 / 6, 1 / 8, 5 / 48, 1 / 12, 1 / 16, 5 / 96, 1 / 24, 1 / 32)
 """Bytes over elements that are tried."""
+
+
+def sizes_to_try(key_width: int) -> list[int]:
+    """Bytes of a code that are worth trying, ascending."""
+    most = most_bytes(key_width)
+    return sorted({max(4, min(most, round(share * key_width))) for share in _SHARES})
 
 
 def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> float:
     """How good a cache with codes of so many bytes and slots for so many tokens is, to be compared."""
     return _SPEED * _at(slots / max(1, selected), HITS) - _at(summary_bytes / key_width, LOST)
+
+
+def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
+    """What of `config` loses facts, for keys of `key_width` elements: compact keys that are too short, and a selection
+    that gave way to a budget; but not a rank or a selection that the user chose, which are `given`."""
+    chosen, found, usual = set(given), [], DiskSwapConfig.num_selected
+    advice = "(measured on SmolLM2-135M): give more memory, or fewer tokens"
+    if config.summaries == "coded":
+        name, share = "compact keys", RETRIEVES
+        nbytes = config.summary_bytes or default_summary_bytes(key_width)
+    else:
+        name, share = f"compact keys truncated to a rank, in {config.summaries},", RETRIEVES_TRUNCATED
+        nbytes = (config.rank or default_rank(key_width)) * getattr(torch, config.summaries).itemsize
+    needed = math.ceil(share * key_width)
+    if nbytes < needed and (config.summaries == "coded" or "rank" not in chosen):
+        found.append(
+            f"{name} of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any was lost "
+            f"{advice}"
+        )
+    if config.num_selected < usual and "num_selected" not in chosen:
+        found.append(f"a step selects {config.num_selected} tokens; with {usual} fewer facts are lost {advice}")
+    return found
 
 
 def _at(place: float, curve: tuple[tuple[float, float], ...]) -> float:

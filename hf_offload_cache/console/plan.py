@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
     _print(arguments, plan, config, needs, room, fits)
-    for shortfall in cls.shortfalls(config, geometry):
+    for shortfall in cls.shortfalls(config, geometry, fields):
         print(f"note: {shortfall}")
     if arguments.json is not None:
         chosen = dataclasses.asdict(config)

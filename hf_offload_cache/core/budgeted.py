@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -58,14 +59,14 @@ class Budgeted:
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields)
-        for shortfall in cls.shortfalls(config, geometry):
+        for shortfall in cls.shortfalls(config, geometry, fields):
             warnings.warn(shortfall, UserWarning, stacklevel=2)
         return cls(model, path=path, config=config)  # type: ignore[call-arg]
 
     @classmethod
-    def shortfalls(cls, config: OffloadConfig, geometry: Geometry) -> list[str]:
+    def shortfalls(cls, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
         """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
-        `for_budget` to tell."""
+        `for_budget` to tell. `given`: the fields that the user chose."""
         return []
 
     @classmethod

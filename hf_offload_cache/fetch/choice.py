@@ -40,9 +40,12 @@ class Choice:
 
     def with_rows(self, rows: Sequence[int], anew: Choice) -> Choice:
         """Row `rows[i]` is row i of `anew`, which is as wide, and of whole units as this one; the others stay."""
-        units = self.units.copy()
+        units, importance = self.units.copy(), None
         units[rows] = anew.units
-        return Choice(units)
+        if self.importance is not None and anew.importance is not None:
+            importance = self.importance.copy()
+            importance[rows] = anew.importance
+        return Choice(units, importance=importance)
 
     @classmethod
     def union(cls, choices: list[Choice], most: int) -> Choice:

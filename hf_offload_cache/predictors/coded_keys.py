@@ -11,7 +11,7 @@ from ..errors import ContextError
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
-from .coding import Coding, most_components
+from .coding import Coding, most_bytes, most_components
 from .compact_keys import Asked, CompactKeys, scored_at_once
 from .directions import parts
 from .integer_product import multiplied, rounded
@@ -53,7 +53,7 @@ class CodedKeys(CompactKeys):
     ) -> LayerPlan:
         """What one layer takes for `rows` rows of `tokens` tokens, `width` their keys' elements; `wanted` units are
         looked at closely."""
-        keys = rows * -(-tokens // unit_size) * unit_size * nbytes
+        keys = rows * -(-tokens // unit_size) * unit_size * min(nbytes, most_bytes(width))
         own = Planned.always({"compact keys": keys, "adapters": Coding.planned(width)})
         moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
         most = max(scored_at_once(tokens), wanted * unit_size)

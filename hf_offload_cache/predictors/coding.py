@@ -19,6 +19,8 @@ from ..errors import ContextError
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
+MOST_WIDE = 8
+"""Components of 8 bits that a code has at most."""
 _SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
 """By how much packed components of 2 bits, four to a byte, are shifted."""
 
@@ -83,9 +85,10 @@ class Coding:
 
     @property
     def rough(self) -> int:
-        """How many of the first components tell roughly what a score is: those of 8 and 4 bits, if they are not few."""
-        wide, four, _ = self.counts
-        return wide + four if 3 * (wide + four) >= self.rank else self.rank
+        """How many of the first components tell roughly what a score is: those of 8 and 4 bits, if they are neither
+        few nor nearly all."""
+        some = self.counts[0] + self.counts[1]
+        return some if self.rank <= 3 * some <= 9 * self.rank // 4 else self.rank
 
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The components (r, ...) int8, in `out` (uint8) if given, of `codes` (nbytes, ...) uint8; `offsets` are not
@@ -150,12 +153,20 @@ def _shifts_on(device: torch.device) -> torch.Tensor:
 
 def default_summary_bytes(width: int) -> int:
     """Bytes of a code when none are given: a sixteenth of a key in 16 bits, from 8 to 128."""
-    return min(width, max(8, min(128, width // 8)))
+    return min(max(8, min(128, width // 8)), most_bytes(width))
 
 
 def most_components(width: int) -> int:
     """Components that codes of keys of `width` elements may have: a third, from 64 to 256."""
     return min(width, max(64, min(256, width // 3)))
+
+
+def most_bytes(width: int) -> int:
+    """Bytes of a code beyond which no more are used: all components that there may be, the first `MOST_WIDE` of them
+    in 8 bits and the others in 4."""
+    components = most_components(width)
+    wide = min(MOST_WIDE, components)
+    return wide + (components - wide + 1) // 2
 
 
 def bytes_of(counts: Iterable[int]) -> int:

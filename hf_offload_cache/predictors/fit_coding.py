@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from .coding import CLASSES, Coding, most_components
+from .coding import CLASSES, MOST_WIDE, Coding, most_components
 from .directions import PART, identity_roots, parts, query_moment, roots_of, scaled_directions
 
 _SAMPLE = 1536
@@ -76,7 +76,7 @@ def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np
     count = len(errors[0])
     by_wide = np.argsort(errors[8] - errors[4], kind="stable")  # those that gain most come first
     best: tuple[float, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
-    for wide in range(min(nbytes, count, 8) + 1):
+    for wide in range(min(nbytes, count, MOST_WIDE) + 1):
         first, rest = by_wide[:wide], by_wide[wide:]
         by_four = rest[np.argsort((errors[4] - errors[2])[rest], kind="stable")]
         for four in range(0, min(len(rest), 2 * (nbytes - wide)) + 1, 2):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..caches.disk_swap_config import DiskSwapConfig
-from ..caches.summary_bytes import SHARES
+from ..caches.summary_bytes import sizes_to_try
 from ..history.record_format import RecordFormat
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
@@ -61,7 +61,7 @@ def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> 
 
 def code_sizes(form: RecordFormat) -> list[int]:
     """Bytes of coded keys that the planner tries, descending."""
-    return sorted({max(4, round(share * form.key_width)) for share in SHARES}, reverse=True)
+    return sizes_to_try(form.key_width)[::-1]
 
 
 def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache
-from hf_offload_cache.caches import disk_swap
+from hf_offload_cache.caches import summary_bytes
 from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
+from hf_offload_cache.predictors.coding import most_bytes
 
 SMOL = Geometry.uniform(30, 9, 3, 64)
 LLAMA_8B = Geometry.uniform(32, 32, 8, 128)
@@ -197,8 +198,27 @@ def test_what_more_memory_buys() -> None:
     values = [worth(config.summary_bytes or 0, 192, config.reuse_capacity, 400) for config in configs]
     assert values == sorted(values)
     assert [config.look_ahead for config in configs] == [False, None, None, None, None, None]
-    assert configs[-1].summary_bytes == 48 and configs[-1].reuse_capacity == 7168
+    assert configs[-1].summary_bytes == 36 and configs[-1].reuse_capacity == 7168
     assert [config.block_tokens for config in configs][-1] == 2048
+
+
+def test_no_slot_is_bought_with_the_bytes_that_find_facts() -> None:
+    """Between 1/20 and 1/34 of 7,000 tokens: codes are as long as what all of the prefill leaves allows, and the
+    shorter they are the more is lost."""
+    full = SMOL.full_kv_bytes(7230, 1)
+    configs = [DiskSwapCache.fit(SMOL, full // part, 7230, 1, {}) for part in (34, 30, 25, 22, 20)]
+    found = [config.summary_bytes or 0 for config in configs]
+    assert found == sorted(found) and found[2] >= 12
+    for nbytes in range(6, 24):
+        assert worth(nbytes + 1, 192, 0, 400) > worth(nbytes, 192, 0, 400)
+
+
+def test_no_more_bytes_than_codes_can_have() -> None:
+    """Three key heads of 64: 64 components at most, 8 of them in 8 bits."""
+    assert most_bytes(192) == 36
+    plans = [DiskSwapCache.plan(SMOL, DiskSwapConfig(summary_bytes=nbytes), 8192, 1) for nbytes in (35, 36, 4096)]
+    held = [plan.decode["compact keys"] for plan in plans]
+    assert held[0] < held[1] == held[2]
 
 
 def test_a_budget_below_what_retrieval_needs_is_told() -> None:
@@ -209,12 +229,30 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
         assert bool(said) is told
         if told:
             assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "with 20" in said[0]
-    assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL) == []
+    assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL, {"rank"}) == []
     assert DiskSwapCache.shortfalls(DiskSwapConfig(exact=True), SMOL) == []
 
 
+@pytest.mark.parametrize(
+    ("context", "part", "fields", "words"),
+    [
+        (4200, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
+        (8192, 34, {"summary_dtype": "int8"}, ["truncated", "a step selects"]),
+        (8192, 20, {"summary_bytes": 24}, ["a step selects"]),
+        (8192, 20, {"summary_bytes": 24, "num_selected": 300}, []),
+        (700, 6, {}, ["truncated"]),
+    ],
+)
+def test_all_that_gives_way_is_told(context: int, part: int, fields: dict[str, Any], words: list[str]) -> None:
+    """Coded keys that are too short, truncated ones in their place, fewer tokens selected; not what the user chose."""
+    config = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(context, 1) // part, context, 1, fields)
+    said = DiskSwapCache.shortfalls(config, SMOL, fields)
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+
+
 def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_swap, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
+    monkeypatch.setattr(summary_bytes, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
     with pytest.warns(UserWarning, match="bytes a token lose facts"):
         DiskSwapCache.for_budget(tiny("llama"), "16MiB", 960, engine="memory").close()
 

@@ -14,7 +14,7 @@ from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
 from hf_offload_cache.predictors import ranking
 from hf_offload_cache.predictors.coded_keys import CodedKeys
-from hf_offload_cache.predictors.coding import Coding, bytes_of, default_summary_bytes, most_components
+from hf_offload_cache.predictors.coding import Coding, bytes_of, default_summary_bytes, most_bytes, most_components
 from hf_offload_cache.predictors.compact_keys import BLOCK, HIDDEN
 from hf_offload_cache.predictors.fit_coding import allocate, fit_coding
 from hf_offload_cache.predictors.ranking import rank_units
@@ -155,6 +155,13 @@ def test_components_lie_where_queries_look() -> None:
         scores = found.of_units(found.low_rank_query(queries[:, :, -1])[0], 0, np.arange(2500), 1, None)[..., 0]
         errors.append(np.square(scores - exact_scores(queries[:, :, -1], keys)[0]).mean())
     assert errors[1] < 0.5 * errors[0]
+
+
+def test_no_code_is_longer_than_most_bytes() -> None:
+    """However many are allowed: all components in at least 4 bits."""
+    coding = coding_of(keys_of(1, 600), 1000)
+    assert coding.rank == most_components(WIDTH) == WIDTH
+    assert coding.nbytes == most_bytes(WIDTH) == 20
 
 
 def test_a_heavy_tail_is_measured() -> None:
