@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "text": (["-m", "eval.bench_text"], ["--quick"]),
+    "text, whole": (["-m", "eval.bench_text", "--chunk", "7936", "--steps", "32"], ["--quick"]),
+    "text, 32K": (["-m", "eval.bench_decode", "--text"], ["--quick"]),
+    "text, 32K, batch 4": (["-m", "eval.bench_decode", "--text", "--batch", "4", "--repetitions", "2"], ["--quick"]),
     "engines": (["-m", "eval.engines"], ["--file-mib", "16", "--trials", "5"]),
     "memory": (["-m", "eval.memory"], ["--tokens", "2048"]),
     "decode": (["-m", "eval.bench_decode", "--targets"], ["--quick"]),
@@ -61,12 +64,39 @@ def _added_by_forks(found: dict[str, Any]) -> float:
 
 def _over_full_cache(found: dict[str, Any]) -> float:
     """tokens/s on text at a thirteenth of the memory, over the faster of the caches that hold everything."""
-    full = min(found["rows"][name]["median_seconds"] for name in ("DynamicCache", "StaticCache"))
-    return full / found["rows"]["1/13"]["median_seconds"]
+    rows = _rows_of_text(found)
+    return min(rows[name]["median_seconds"] for name in ("DynamicCache", "StaticCache")) / _ours(rows)["median_seconds"]
+
+
+def _rows_of_text(found: dict[str, Any]) -> dict[str, Any]:
+    rows: dict[str, Any] = found["rows"] if "rows" in found else found["runs"][0]["rows"]
+    return rows
+
+
+def _ours(rows: dict[str, Any]) -> dict[str, Any]:
+    """At a thirteenth of the memory."""
+    row: dict[str, Any] = rows["1/13"] if "1/13" in rows else rows["DiskSwapCache"]
+    return row
+
+
+def _of_ours(field: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda found: _ours(_rows_of_text(found))[field]
+
+
+def _prefill_ratio(found: dict[str, Any]) -> float:
+    rows = _rows_of_text(found)
+    return _ours(rows)["prefill_seconds"] / rows["DynamicCache"]["prefill_seconds"]
 
 
 PROMISES: tuple[Promise, ...] = (
     Promise("tokens/s over the faster full cache, text, 8K, 1/13", ">= 1x", "text", _over_full_cache, lambda v: v >= 1),
+    Promise("the same at 32K", ">= 1.6x", "text, 32K", _over_full_cache, lambda v: v >= 1.6),
+    Promise("the same at 32K, batch 4", ">= 2.5x", "text, 32K, batch 4", _over_full_cache, lambda v: v >= 2.5),
+    Promise("hit rate, text, 8K, 1/13", ">= 0.3", "text", _of_ours("hit_rate"), lambda v: v >= 0.3),
+    Promise("the same at 32K", ">= 0.8", "text, 32K", _of_ours("hit_rate"), lambda v: v >= 0.8),
+    Promise("first 16 steps over settled", "<= 1.1x", "text", _of_ours("first_over_settled"), lambda v: v <= 1.1),
+    Promise("prefill over DynamicCache, 8K, pieces", "<= 1.1x", "text", _prefill_ratio, lambda v: v <= 1.1),
+    Promise("the same, whole", "<= 1.05x", "text, whole", _prefill_ratio, lambda v: v <= 1.05),
     Promise("architectures exact", ">= 130", "walk", lambda r: r["exact"], lambda v: v >= 130),
     Promise("architectures wrong", "0", "walk", lambda r: r["wrong"], lambda v: v == 0),
     Promise("architectures tagged throughout", ">= 105", "walk", lambda r: r["tagged_throughout"], lambda v: v >= 105),

@@ -1,7 +1,7 @@
 """Decoding over a long context: `DiskSwapCache` beside the caches in memory and its baselines, at equal memory.
 
 Shapes: SmolLM2-135M and Llama-3.2-1B with random weights, and the replay of Llama-3.1-8B's cache layers (`replay`).
-`--targets` runs what the project promises of speed.
+`--targets` runs what the project promises of speed, `--text` the real model on real text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from hf_offload_cache.config import parse_size
 
+from . import bench_text
 from .bench import machine
 from .compare import SHAPES, compare, setting_of
 from .contenders import FULL, IN_MEMORY, METHODS, OWN
@@ -72,6 +73,10 @@ def main() -> int:
     parser.add_argument("--disk-limit", type=parse_size, default=20 << 30)
     parser.add_argument("--memory-limit", type=parse_size, default=8 << 30)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument(
+        "--text", action="store_true",
+        help="the real model on real text, prefilled once for all, in the place of a shape (see eval.bench_text)",
+    )  # fmt: skip
     parser.add_argument("--targets", action="store_true", help="what is promised of speed, instead")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--path", help="folder on the disk to use")
@@ -80,6 +85,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
+    if given.plot and given.text:
+        parser.error("--plot draws shapes, not --text: leave one of them out")
     torch.set_num_threads(given.threads)
     sizes: dict[str, Any] = {
         "steps": 3 if given.quick else given.steps,
@@ -94,7 +101,17 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     whole: dict[str, Any] = {"machine": machine(given.path), "arguments": _plain(vars(given))}
-    if given.targets:
+    if given.text:
+        fields = parse_setting(":" + ",".join(given.set))[1]
+        ours = {OWN: fields if given.memory is None else {"memory": str(given.memory), **fields}}
+        steps = bench_text.FIRST + (8 if given.quick else given.steps * given.repetitions)
+        lengths = [1024] if given.quick else given.context
+        whole["runs"] = [
+            bench_text.measure(tokens, batch, steps, ours, shared_prefill=True, path=given.path)
+            for tokens, batch in itertools.product(lengths, given.batch)
+        ]
+        results = []
+    elif given.targets:
         length = {"tokens": 8192, "batches": (2, 2)} if given.quick else {}
 
         def keep(runs: dict[str, Any]) -> None:

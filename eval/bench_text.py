@@ -32,6 +32,8 @@ from .studies.fidelity import distance
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
 SHORT = 64
 """Tokens of history of the model alone."""
+TOKENS = 7936
+"""Of the history: with the steps after it no more positions than the model was trained for."""
 FIRST = 16
 """Steps after a prefill that are told apart from those that follow."""
 USUAL: dict[str, dict[str, Any]] = {"1/13": {"memory": "1/13"}, "default": {}}
@@ -89,7 +91,7 @@ class Contender:
             row["hit_rate"] = report.hit_rate
             row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
             row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
-            shown = ("rank", "reuse_capacity", "num_selected", "look_ahead")
+            shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "look_ahead")
             row["fields"] = {name: getattr(self.cache.config, name) for name in shown}
         return row
 
@@ -168,10 +170,38 @@ def text_rows(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     return torch.stack([ids[(start := row * (len(ids) - length) // batch) : start + length] for row in range(batch)])
 
 
+def measure(
+    tokens: int,
+    batch: int,
+    steps: int,
+    ours: dict[str, dict[str, Any]],
+    chunk: int = 2048,
+    text: Path | None = None,
+    in_memory: Iterable[str] = (DYNAMIC, STATIC),
+    shared_prefill: bool = False,
+    path: str | None = None,
+) -> dict[str, Any]:
+    """`run` with the embedded model on a text, Python's help texts where none is given; what was asked, and whether
+    that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    model, tokenizer = load_default_model(torch.bfloat16)
+    texts = None if text is None else text.read_text(encoding="utf-8")
+    ids = text_rows(sample_ids(texts, tokenizer)[0], batch, tokens + steps + 1)
+    trained = model.config.max_position_embeddings
+    if tokens + steps > trained:
+        say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
+    rows = run(model, ids, tokens, steps, chunk, ours, in_memory, shared_prefill=shared_prefill, path=path, say=say)
+    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, "shared_prefill": shared_prefill}
+    return {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
+
+
 def main() -> int:
     """A real model on real text: prefill, steps, and distance to DynamicCache."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the history")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the history")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=112)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prefill call")
@@ -186,25 +216,13 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     tokens, steps = (1024, 24) if given.quick else (given.tokens, given.steps)
-    model, tokenizer = load_default_model(torch.bfloat16)
-    texts = None if given.text is None else given.text.read_text(encoding="utf-8")
-    ids = text_rows(sample_ids(texts, tokenizer)[0], given.batch, tokens + steps + 1)
     ours = dict(map(parse_setting, given.set)) or USUAL
-    trained = model.config.max_position_embeddings
-    if tokens + steps > trained:
-        print(f"positions beyond the {trained:,} that the model was trained for", file=sys.stderr)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     in_memory = () if given.only_ours else (DYNAMIC, STATIC)
-    rows = run(
-        model, ids, tokens, steps, given.chunk, ours, in_memory, shared_prefill=given.shared_prefill, path=given.path,
-        say=say,
-    )  # fmt: skip
+    found = measure(
+        tokens, given.batch, steps, ours, given.chunk, given.text, in_memory, given.shared_prefill, given.path
+    )
     if given.json:
-        asked = {"tokens": tokens, "batch": given.batch, "steps": steps, "chunk": given.chunk}
-        write_json(given.json, {"machine": machine(given.path), **asked, "rows": rows})
+        write_json(given.json, {"machine": machine(given.path), **found})
     return 0
 
 

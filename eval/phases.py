@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.tuning.sample import sample_ids
 
-from .bench_text import FIRST, SHORT, USUAL, Contender, text_rows
+from .bench_text import FIRST, SHORT, TOKENS, USUAL, Contender, text_rows
 from .needles import parse_setting
 from .studies.contexts import open_cache, prefill, replay
 
@@ -76,7 +76,7 @@ def phases(events: list[dict[str, Any]], first: int = FIRST) -> dict[str, float]
 def main() -> int:
     """A table by phase of a step of DiskSwapCache on real text."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the history")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the history")
     parser.add_argument("--steps", type=int, default=FIRST + 64)
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
     parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from harness import fresh
 
-from eval import bench_text
+from eval import bench, bench_decode, bench_text
 from eval.bench_text import ALONE, DYNAMIC, FIRST, SHORT, STATIC, run, text_rows
+from eval.contenders import OWN
+
+
+def test_bench_decode_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each length and batch, one prefill for all, the budget and fields given; the rows are judged like the others."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measured(tokens: int, batch: int, steps: int, ours: dict[str, Any], **more: Any) -> dict[str, Any]:
+        asked.append((tokens, batch, steps, ours, more["shared_prefill"]))
+        row = {"median_seconds": 1.0, "prefill_seconds": 2.0, "hit_rate": 0.5, "first_over_settled": 1.0}
+        return {"rows": {DYNAMIC: {**row, "median_seconds": 4.0}, STATIC: {**row, "median_seconds": 2.0}, OWN: row}}
+
+    monkeypatch.setattr(bench_text, "measure", measured)
+    words = ["--text", "--batch", "1", "4", "--context", "300", "--steps", "5", "--repetitions", "2", "--json"]
+    monkeypatch.setattr(sys, "argv", ["bench_decode", *words, str(tmp_path / "f.json"), "--set", "num_selected=64"])
+    assert bench_decode.main() == 0
+    fields = {OWN: {"memory": "1/13", "num_selected": 64}}
+    assert asked == [(300, batch, FIRST + 10, fields, True) for batch in (1, 4)]
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert sorted(row["measured"] for row in bench.judge({"text, 32K": found})) == [0.5, 2.0]
+
 
 EVERYTHING = {"num_selected": 1024, "num_recent": 8, "group_size": 4, "engine": "memory"}
 LITTLE = {**EVERYTHING, "num_selected": 16, "reuse_capacity": 16, "steps_per_selection": 1}
