@@ -9,9 +9,9 @@ class Pace:
     """Says before each step whether to take the first way (`first`), and is told after it how long it took.
 
     Both ways must give the same results. Tries both in turns, forth and back, so that other work on the machine
-    meets them alike, and goes on with the faster one: as soon as its slowest step of `CLEAR` took less than the other's
-    fastest, or else after `TRIAL` steps of each by their medians. The first step of each is not counted. Tries again
-    after `AGAIN` steps, since the length of the context and other work change.
+    meets them alike, and goes on with the faster one: as soon as each of `CLEAR` steps took less than the other way's
+    step beside it, or else after `TRIAL` steps of each by their medians. The first step of each is not counted. Tries
+    again after `AGAIN` steps, since the length of the context and other work change.
     """
 
     CLEAR, TRIAL, AGAIN = 3, 8, 512
@@ -45,5 +45,6 @@ class Pace:
         tried = min(len(first), len(second))
         if tried < self.CLEAR:
             return
-        if max(first) < min(second) or max(second) < min(first) or tried >= self.TRIAL - 1:
+        faster = [one < other for one, other in zip(first, second, strict=False)]
+        if all(faster) or not any(faster) or tried >= self.TRIAL - 1:
             self._chosen = statistics.median(first) <= statistics.median(second)

@@ -29,12 +29,21 @@ def test_the_faster_way_is_kept_and_tried_again(faster: bool) -> None:
 
 
 @pytest.mark.parametrize("faster", [True, False])
+def test_a_machine_that_gets_slower_does_not_decide(faster: bool) -> None:
+    """In turns, both ways meet that alike: steps side by side are compared, and the last ones take longest."""
+    pace = Pace()
+    for step in range(8):
+        pace.took((1.0 if pace.first is faster else 1.1) * (1 + step / 16))
+    assert [pace.first, pace.first] == [faster, faster]
+
+
+@pytest.mark.parametrize("faster", [True, False])
 def test_what_is_not_clear_is_tried_longer_and_decided_by_medians(faster: bool) -> None:
-    """A machine that gets slower while it tries: in turns, both ways meet that alike."""
+    """The slower way was faster once."""
     pace, ways = Pace(), []
     for step in range(2 * Pace.TRIAL):
         ways.append(pace.first)
-        pace.took((1.0 if ways[-1] is faster else 1.1) * (1 + step / 16))
+        pace.took(1.0 if ways[-1] is faster else 0.9 if step in (4, 5) else 1.1)
     assert ways == Pace.TRIAL // 2 * TURNS
     assert [pace.first, pace.first] == [faster, faster]
 
