@@ -129,7 +129,8 @@ class LearntKeys:
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
-        grown = sealed.tokens >= self.fitted_at * often or (self._wants_sinks and self.sinks is None)
+        grown = sealed.tokens >= self.fitted_at * often
+        grown = grown or (self.sinks is None and self._sinks_begin(sealed, visible) is not None)
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
@@ -138,10 +139,14 @@ class LearntKeys:
             seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
             self._fit(keys, sealed, seen, visible)
 
-    @property
-    def _wants_sinks(self) -> bool:
-        """Sinks are compared exactly, once all of every row's are known."""
-        return self.rules.estimates and self.rules.num_sinks > 0
+    def _sinks_begin(self, sealed: Sealed, visible: torch.Tensor | None) -> np.ndarray | None:
+        """(B,) the first token of each row's sinks; None: they are not compared exactly, or not all are known."""
+        if not self.rules.estimates or not self.rules.num_sinks:
+            return None
+        first = np.zeros(self.rows, dtype=np.int64)
+        if visible is not None:
+            first = first_tokens(visible[:, : sealed.tokens].expand(self.rows, -1))
+        return first if first.max(initial=0) + self.rules.num_sinks <= sealed.tokens else None
 
     @property
     def _least(self) -> int:
@@ -171,8 +176,8 @@ class LearntKeys:
                 found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
-        first = None if visible is None else first_tokens(visible[:, : sealed.tokens].expand(self.rows, -1))
-        if self._wants_sinks and (0 if first is None else first.max()) + rules.num_sinks <= sealed.tokens:
+        first = self._sinks_begin(sealed, visible)
+        if first is not None:
             self.sinks = SinkKeys(form, self.rows, rules.num_sinks, self.keys.device, shared.account, first)
         for part in keys():
             if self.sinks is not None:
@@ -281,8 +286,9 @@ class LearntKeys:
                 raise self._wrong(f"its compact keys are none of {self.rows} x {sealed} tokens of this model")
             keys.reserve(self.rules.reserve)
         if tree["sinks"] is not None:
-            captured = tree["sinks"]
-            self.sinks = SinkKeys(form, self.rows, captured["keys"].shape[2], captured["keys"].device, shared.account)
+            captured, first = tree["sinks"], np.zeros(self.rows, dtype=np.int64)
+            count, device = captured["keys"].shape[2], captured["keys"].device
+            self.sinks = SinkKeys(form, self.rows, count, device, shared.account, first)
             if not self.sinks.restore(captured, tree["units"] * form.group_size):
                 raise self._wrong("its keys of the first tokens are none of this model")
         self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]

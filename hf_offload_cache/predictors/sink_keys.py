@@ -18,18 +18,18 @@ class SinkKeys:
     """Keys (B, Hk, n, D) of the `n` first tokens of each row, on the device of the keys. In the account as "sinks".
 
     Args:
-        first: (B,) int64, the token that the sinks of each row begin at; None: 0.
+        first: (B,) int64, the token that the sinks of each row begin at.
     """
 
     def __init__(
         self, form: RecordFormat, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
-        first: np.ndarray | None = None,
+        first: np.ndarray,
     ) -> None:  # fmt: skip
         self._unit_size, self._account = form.group_size, account
         account.hold(_OWNER, self.planned(form, num_sinks, rows)[_OWNER])
         shape = rows, form.num_key_heads, num_sinks, form.key_dim
         self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
-        self._place(np.zeros(rows, dtype=np.int64) if first is None else first)
+        self._place(first)
 
     def _place(self, first: np.ndarray) -> None:
         """The sinks of row i begin at token `first[i]`."""
