@@ -114,7 +114,8 @@ class DiskSwapLayer(SelectiveLayer):
         return slots + -(-config.num_sinks // group)
 
     def prompted(self, call: AttentionCall) -> None:
-        if self.predictor is not None:
+        step = self.shared.step
+        if self.predictor is not None and not (step is not None and step.selects):  # candidates are no prompt
             self.predictor.watch(call.query, self.length)
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:

@@ -26,7 +26,7 @@ from .kept_choice import KeptChoice
 from .layer_budgets import LATEST_QUERIES
 from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
-from .sink_keys import SinkKeys, first_tokens
+from .sink_keys import SinkKeys
 
 _REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
 """An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
@@ -130,23 +130,19 @@ class LearntKeys:
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
         grown = sealed.tokens >= self.fitted_at * often
-        grown = grown or (self.sinks is None and self._sinks_begin(sealed, visible) is not None)
+        keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
         elif self.adapter is not None or sealed.tokens >= self._least:
-            keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
             seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
             self._fit(keys, sealed, seen, visible)
-
-    def _sinks_begin(self, sealed: Sealed, visible: torch.Tensor | None) -> np.ndarray | None:
-        """(B,) the first token of each row's sinks; None: they are not compared exactly, or not all are known."""
-        if not self.rules.estimates or not self.rules.num_sinks:
-            return None
-        first = np.zeros(self.rows, dtype=np.int64)
-        if visible is not None:
-            first = first_tokens(visible[:, : sealed.tokens].expand(self.rows, -1))
-        return first if first.max(initial=0) + self.rules.num_sinks <= sealed.tokens else None
+        if self.keys is not None and self.sinks is None and self.rules.estimates and self.rules.num_sinks:
+            seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
+            self.sinks = SinkKeys.of(
+                keys, sealed.tokens, seen_tokens, self.form, self.rows, self.rules.num_sinks, self.keys.device,
+                self._shared.account,
+            )  # fmt: skip
 
     @property
     def _least(self) -> int:
@@ -176,12 +172,7 @@ class LearntKeys:
                 found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
-        first = self._sinks_begin(sealed, visible)
-        if first is not None:
-            self.sinks = SinkKeys(form, self.rows, rules.num_sinks, self.keys.device, shared.account, first)
         for part in keys():
-            if self.sinks is not None:
-                self.sinks.see(part, self.keys.tokens)
             self.keys.append(part)
         self.fitted_at = sealed.tokens
 

@@ -172,8 +172,10 @@ class LowRankPredictor:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        if self._latest is not None:
-            self._latest = self._latest[:, :units].copy() if units else None
+        if not units:
+            self._latest = self._beyond = None
+        elif self._latest is not None:
+            self._latest = self._latest[:, :units].copy()
         self._kept.drop()
         self.learnt.truncate(units)
 

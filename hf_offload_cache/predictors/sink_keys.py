@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +31,27 @@ class SinkKeys:
         shape = rows, form.num_key_heads, num_sinks, form.key_dim
         self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
         self._place(first)
+
+    @classmethod
+    def of(
+        cls, keys: Callable[[], Iterable[torch.Tensor]], tokens: int, visible: torch.Tensor | None, form: RecordFormat,
+        rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
+    ) -> Self | None:  # fmt: skip
+        """Of `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row; visible (B, tokens) says what is no padding.
+        None where not all sinks of every row are among them."""
+        first = np.zeros(rows, dtype=np.int64)
+        if visible is not None:
+            there = visible.any(1).numpy(force=True)
+            first = np.where(there, visible.int().argmax(1).numpy(force=True), tokens)
+        if first.max() + num_sinks > tokens:
+            return None
+        found, position = cls(form, rows, num_sinks, device, account, first), 0
+        for part in keys():
+            found.see(part, position)
+            position += part.shape[2]
+            if position >= found.end:
+                break
+        return found
 
     def _place(self, first: np.ndarray) -> None:
         """The sinks of row i begin at token `first[i]`."""
@@ -90,9 +112,3 @@ class SinkKeys:
         """Give the memory back."""
         self._account.release(_OWNER, self.keys.nbytes)
         self.keys = self.keys[:0]
-
-
-def first_tokens(visible: torch.Tensor) -> np.ndarray:
-    """(B,) int64: the first token of each row of visible (B, tokens) that is no padding; `tokens` where all are."""
-    first: np.ndarray = visible.int().argmax(1).numpy(force=True)
-    return np.where(visible.any(1).numpy(force=True), first, visible.shape[1])

@@ -25,6 +25,7 @@ from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
 from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.predictors.low_rank import LowRankPredictor
 
 LENGTH, NEW = 1500, 24
 FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}
@@ -99,6 +100,18 @@ def test_prompt_lookup_reads_a_part_of_the_history(tmp_path: Path) -> None:
     assert report.decode_steps == steps
     assert 0 < report.selected_fraction < 0.2
     assert 0 < report.bytes_read < 0.15 * steps * report.full_kv_bytes
+
+
+def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A predictor is told of the prompt's queries, and not of a verification's: it goes on from what mattered."""
+    seen: list[int] = []
+    watch = LowRankPredictor.watch
+    monkeypatch.setattr(LowRankPredictor, "watch", lambda *a: [seen.append(a[1].shape[2]), watch(*a)][1])
+    model = long_tiny("llama")
+    with forwards_of(model) as forwards, sparse(model, **FIELDS) as cache:
+        generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+    assert max(forwards[1:]) > 1
+    assert set(seen) == {forwards[0]} and forwards[0] >= LENGTH  # its first candidates come with the prompt
 
 
 def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> None:

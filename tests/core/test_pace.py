@@ -33,7 +33,7 @@ def test_a_machine_that_gets_slower_does_not_decide(faster: bool) -> None:
     """In turns, both ways meet that alike: steps side by side are compared, and the last ones take longest."""
     pace = Pace()
     for step in range(8):
-        pace.took((1.0 if pace.first is faster else 1.1) * (1 + step / 16))
+        pace.took((1.0 if pace.first is faster else 1.3) * (1 + step / 16))
     assert [pace.first, pace.first] == [faster, faster]
 
 
@@ -46,6 +46,15 @@ def test_what_is_not_clear_is_tried_longer_and_decided_by_medians(faster: bool) 
         pace.took(1.0 if ways[-1] is faster else 0.9 if step in (4, 5) else 1.1)
     assert ways == Pace.TRIAL // 2 * TURNS
     assert [pace.first, pace.first] == [faster, faster]
+
+
+def test_nearly_equal_ways_are_tried_longer() -> None:
+    pace, ways = Pace(), []
+    for _ in range(2 * Pace.TRIAL):
+        ways.append(pace.first)
+        pace.took(1.0 if ways[-1] else 1.05)
+    assert ways == Pace.TRIAL // 2 * TURNS
+    assert pace.first
 
 
 def test_one_slow_step_does_not_decide() -> None:

@@ -251,6 +251,18 @@ def test_all_that_gives_way_is_told(context: int, part: int, fields: dict[str, A
     assert all(word in line for word, line in zip(words, said, strict=True))
 
 
+@pytest.mark.parametrize("heads", [16, 32])
+def test_nothing_is_told_that_no_memory_changes(heads: int) -> None:
+    """Codes of wide keys have at most 132 bytes, and truncated ones the default rank: with all of that, and not by
+    bytes that are never used."""
+    wide = Geometry.uniform(32, 32, heads, 128)
+    full = wide.full_kv_bytes(8192, 1)
+    for fields in ({}, {"summary_dtype": "int8"}):
+        assert DiskSwapCache.shortfalls(DiskSwapCache.fit(wide, full, 8192, 1, fields), wide, fields) == []
+    assert DiskSwapCache.shortfalls(DiskSwapConfig(summary_bytes=4096), wide) == []
+    assert len(DiskSwapCache.shortfalls(DiskSwapConfig(summary_bytes=100), wide)) == 1
+
+
 def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary_bytes, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
     with pytest.warns(UserWarning, match="bytes a token lose facts"):

@@ -126,12 +126,25 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
     assert ranked == ["all"] * 3
 
 
+def test_sinks_that_come_later_change_no_codes() -> None:
+    """How keys are made compact was found with a prompt's queries, which a step does not have."""
+    one, keys = predictor("coded", 2), keys_of(2, UNITS + 1)
+    learn(one, keys[:, :, : UNITS * GROUP])
+    assert one.learnt.sinks is not None and isinstance(one.learnt.keys, CodedKeys)
+    coding, sinks, one.learnt.sinks = one.learnt.keys.coding, one.learnt.sinks, None
+    learn(one, keys, GROUP)
+    assert one.learnt.keys.coding is coding
+    assert torch.equal(one.learnt.sinks.keys, sinks.keys) and torch.equal(sinks.keys, keys[:, :, :4])
+
+
 def test_nothing_is_left_of_nothing() -> None:
     """A crop of all units, then others: a guess ranks all of them."""
     one, keys = predictor("coded", 2), keys_of(2, UNITS)
     learn(one, keys)
     chosen(one, 0)
     one.truncate(0)
+    other = predictor("coded", 2)
+    other.restore({**one.capture(), "units": 0})
     learn(one, keys_of(2, UNITS, 3))
     assert one.select(query_of(2, 1), BUDGET, True).units.shape == (2, BUDGET)
 
