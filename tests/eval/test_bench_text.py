@@ -26,8 +26,9 @@ def test_bench_decode_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         return {"rows": {DYNAMIC: {**row, "median_seconds": 4.0}, STATIC: {**row, "median_seconds": 2.0}, OWN: row}}
 
     monkeypatch.setattr(bench_text, "measure", measured)
-    words = ["--text", "--batch", "1", "4", "--context", "300", "--steps", "5", "--repetitions", "2", "--json"]
-    monkeypatch.setattr(sys, "argv", ["bench_decode", *words, str(tmp_path / "f.json"), "--set", "num_selected=64"])
+    words = ["--text", "--batch", "1", "4", "--context", "300", "--steps", "5", "--repetitions", "2", "--threads", "1"]
+    words += ["--json", str(tmp_path / "f.json"), "--set", "num_selected=64"]
+    monkeypatch.setattr(sys, "argv", ["bench_decode", *words])
     assert bench_decode.main() == 0
     fields = {OWN: {"memory": "1/13", "num_selected": 64}}
     assert asked == [(300, batch, FIRST + 10, fields, True) for batch in (1, 4)]
