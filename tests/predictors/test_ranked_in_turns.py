@@ -119,7 +119,7 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
     one, free, keys = predictor("coded", 2), predictor("coded", 2), keys_of(2, 2 * UNITS)
     learn(one, keys[:, :, : UNITS * GROUP])
     chosen(one, 0)
-    one.watch(torch.randn(2, HEADS, 40, DIM), UNITS * GROUP)
+    one.watch(torch.zeros(2, HEADS, 40, DIM), UNITS * GROUP)
     for each in (one, free):
         learn(each, keys)
     assert (chosen(one, 1) == chosen(free, 1)).all()
