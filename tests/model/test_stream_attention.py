@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.model.block_attention import attend_block, attend_block_reference
+from hf_offload_cache.model.block_attention import _efficient, _flash, attend_block, attend_block_reference
 from hf_offload_cache.model.masks import additive_mask, mask_at, shown
 from hf_offload_cache.model.stream_attention import stream_attention, stream_attention_reference
 
@@ -154,27 +155,72 @@ def test_blocks_may_be_overwritten() -> None:
     assert error(result, dense(query, keys, values, torch.ones(1, 1, 1, 40)), values) < FLOAT32 * 10
 
 
-@pytest.mark.parametrize("case", ["plain", "causal", "masked", "own masked wholly"])
-@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("queries", [1, 5, 33])
-def test_fused_equals_the_reference(case: str, heads: int, kv: int, queries: int) -> None:
-    """The kernel and its twin: outputs, and log-sum-exps, which weigh the block against others."""
+CASES = pytest.mark.parametrize(
+    ("case", "heads", "kv", "queries"),
+    [
+        (case, *heads, queries)
+        for case in ("plain", "causal", "masked", "own masked wholly")
+        for heads in ((4, 4), (6, 2))
+        for queries in (1, 5, 33)
+    ],
+)
+
+
+def fused_case(case: str, heads: int, kv: int, queries: int, device: str, dtype: torch.dtype):
+    """A call of `attend_block`: query, keys, values, mask, and its options."""
     tokens = queries if case == "causal" else 37
-    query, keys, values = tensors(2, heads, kv, queries, tokens, 16, 16, 3)
+    query, keys, values = (part.to(device, dtype) for part in tensors(2, heads, kv, queries, tokens, 16, 16, 3))
     mask = None
     if "masked" in case:
-        mask = torch.zeros(2, 1, queries, tokens)
+        mask = torch.zeros(2, 1, queries, tokens, device=device)
         mask[1, ..., : 20 if case == "masked" else tokens] = float("-inf")
         mask[0, :, -1] = float("-inf")
-    options = {"causal": case == "causal", "scaling": 0.25, "softcap": None}
     keys, values = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values))  # as in a record
-    output, log_sum = attend_block(query, keys, values, mask, **options)
-    expected, expected_log_sum = attend_block_reference(query, keys, values, mask, **options)
-    torch.testing.assert_close(output, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(log_sum, expected_log_sum, rtol=0, atol=2e-5)
+    return (query, keys, values, mask), {"causal": case == "causal", "scaling": 0.25, "softcap": None}
+
+
+def compare_with_reference(call, options, tolerance: float) -> None:
+    """Outputs, and log-sum-exps, which weigh the block against others."""
+    output, log_sum = attend_block(*call, **options)
+    expected, expected_log_sum = attend_block_reference(*call, **options)
+    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(log_sum, expected_log_sum, rtol=0, atol=tolerance)
+
+
+@CASES
+def test_fused_equals_the_reference(case: str, heads: int, kv: int, queries: int) -> None:
+    call, options = fused_case(case, heads, kv, queries, "cpu", torch.float32)
+    compare_with_reference(call, options, 2e-5)
     if case == "own masked wholly":
+        output, log_sum = attend_block(*call, **options)
         assert (log_sum[1] == float("-inf")).all()
         assert not output[1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@CASES
+def test_fused_equals_the_reference_on_a_gpu(
+    case: str, heads: int, kv: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16: the kernel rounds what it returns to 8 bits, and values are below 4."""
+    call, options = fused_case(case, heads, kv, queries, "cuda", dtype)
+    compare_with_reference(call, options, 2e-5 if dtype == torch.float32 else 2e-2)
+    monkeypatch.setattr("hf_offload_cache.model.block_attention.attend_block_reference", None)
+    attend_block(*call, **options)
+
+
+@pytest.mark.parametrize("kernel", [_flash, _efficient])
+@CASES
+def test_kernels_of_a_gpu_take_the_call(kernel: Any, case: str, heads: int, kv: int, queries: int) -> None:
+    """Without a GPU: torch's own descriptions of its kernels take it, and say what comes back."""
+    if kernel is _flash and "masked" in case:
+        return  # not asked
+    (query, keys, values, mask), options = fused_case(case, heads, kv, queries, "meta", torch.bfloat16)
+    keys, values = (part.repeat_interleave(heads // kv, 1) for part in (keys, values))
+    output, log_sum = kernel(query, keys, values, mask, options["causal"], options["scaling"])
+    assert (output.shape, output.dtype) == (query.shape, torch.bfloat16)
+    assert (log_sum.shape, log_sum.dtype) == (query.shape[:3], torch.float32)
 
 
 def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
