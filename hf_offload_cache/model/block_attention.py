@@ -33,9 +33,11 @@ def attend_block(
     groups = query.shape[1] // keys.shape[1]
     same_ends = not causal or query.shape[2] == keys.shape[2]
     if softcap is None and same_ends and not (torch.is_grad_enabled() and query.requires_grad):
-        each = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (keys, values))
+        every_key, every_value = (
+            part.repeat_interleave(groups, 1) if groups > 1 else part for part in (keys, values)
+        )
         bias = mask if mask is None or mask.shape[1] == 1 or groups == 1 else mask.repeat_interleave(groups, 1)
-        fused = _fused(query, *each, bias, causal, scaling)
+        fused = _fused(query, every_key, every_value, bias, causal, scaling)
         if fused is not None:
             output, log_sum = fused
             if bias is not None:  # kernels leave the log-sum of a row that sees nothing undefined
@@ -69,8 +71,9 @@ def _on_cpu(
 
 
 def _flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: None, causal: bool, scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended:
+    assert bias is None, "this kernel takes none"
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     output, log_sum, *_ = kernel(query, keys, values, 0.0, causal, False, scale=scale)
     return output, log_sum
