@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.core.selective_cache import SelectiveCache
 from hf_offload_cache.tuning.sample import sample_ids
 
 from .bench import machine
@@ -37,7 +37,7 @@ TOKENS = 7936
 FIRST = 16
 """Steps after a prefill that are told apart from those that follow."""
 USUAL: dict[str, dict[str, Any]] = {"1/13": {"memory": "1/13"}, "default": {}}
-"""Name -> fields of `DiskSwapCache`; "memory": `for_budget` finds the others."""
+"""Name -> fields of `DiskSwapCache`, or of another: see `open_cache`."""
 
 
 class Contender:
@@ -86,13 +86,14 @@ class Contender:
             row["beyond_the_model_seconds"] = quartiles[1] - alone
         if reference is not None:
             row |= distance(reference, torch.stack(self.logits, 1))
-        if isinstance(self.cache, DiskSwapCache):
+        if isinstance(self.cache, SelectiveCache):
             report = self.cache.report()
             row["hit_rate"] = report.hit_rate
             row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
             row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
-            shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "look_ahead")
-            row["fields"] = {name: getattr(self.cache.config, name) for name in shown}
+            row["bytes_read_a_step"] = report.bytes_read / max(1, report.decode_steps)
+            shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
+            row["fields"] = {name: getattr(self.cache.config, name, None) for name in shown}
         return row
 
 

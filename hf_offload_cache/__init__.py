@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from . import registry
 
 if TYPE_CHECKING:
+    from .caches.abstract_tree import AbstractTreeCache as AbstractTreeCache
+    from .caches.abstract_tree import AbstractTreeConfig as AbstractTreeConfig
     from .caches.adapter import Adapter as Adapter
     from .caches.disk_swap import DiskSwapCache as DiskSwapCache
     from .caches.disk_swap import DiskSwapConfig as DiskSwapConfig

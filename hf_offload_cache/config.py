@@ -193,6 +193,17 @@ class SelectiveConfig(OffloadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("num_selected", 1)
+        self._check_selection()
         self._at_least("reuse_capacity", 0)
         self._one_of("look_ahead", (None, True, False))
+
+    def _check_selection(self) -> None:
+        self._at_least("num_selected", 1)
+
+    def attended(self, held: int) -> int:
+        """Tokens that a step attends to, beyond sinks and latest ones, of `held` tokens a row."""
+        return self.num_selected
+
+    def brought(self, held: int) -> int:
+        """Tokens of the units that a step brings for that: more where it keeps a part of each unit alone."""
+        return self.attended(held)

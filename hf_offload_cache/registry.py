@@ -12,7 +12,10 @@ from typing import Any
 
 from .errors import ConfigError
 
-CACHES = {"disk-swap": "hf_offload_cache.caches.disk_swap:DiskSwapCache"}
+CACHES = {
+    "disk-swap": "hf_offload_cache.caches.disk_swap:DiskSwapCache",
+    "abstract-tree": "hf_offload_cache.caches.abstract_tree:AbstractTreeCache",
+}
 """Name -> "module:Class". Nothing is imported before `cache_class` asks for it."""
 
 

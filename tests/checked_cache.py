@@ -42,12 +42,16 @@ def checked(cls: type[Any]) -> type[Any]:
             inside = units >= 0
             assert units.shape[0] == history.rows and units.max(initial=-1) < history.units
             assert (inside[:, :-1] >= inside[:, 1:]).all() and ((np.diff(units) > 0) | ~inside[:, 1:]).all()
-            places = history.positions(units)
+            places = fetched.of_chosen(history.positions(units))
             valid = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
             keys, values = history.form.split(fetched.entries)
             assert self.came is not None and self.came.shape[2] == self.length
             came = self.rows.fold(self.came)
             recent = np.arange(self.length - history.recent.shape[1], self.length)
+            if choice.keep is not None:
+                for row in range(history.rows):
+                    kept = history.positions(units)[row][choice.keep[row].reshape(-1)]
+                    assert np.array_equal(places[row][valid[row]], kept)
             for row in range(history.rows):
                 there = np.concatenate([valid[row], np.ones(len(recent), dtype=bool)])
                 where = torch.from_numpy(np.concatenate([places[row], recent])[there])

@@ -49,6 +49,11 @@ def assert_gathered(history: PositionHistory, choice: Choice, fetched: Fetched, 
     there = places >= 0
     if choice.keep is not None:
         there = there & choice.keep.reshape(there.shape)
+        assert (there.sum(1).max(initial=0) == fetched.chosen) and fetched.kept is not None
+        order = np.argsort(~there, 1, kind="stable")[:, : fetched.chosen]  # those that are kept, in order
+        places, there = np.take_along_axis(places, order, 1), np.take_along_axis(there, order, 1)
+        assert np.array_equal(fetched.kept[there], order[there])
+        places = np.where(there, places, -1)
     if fetched.valid is None:
         assert there.all()
     else:

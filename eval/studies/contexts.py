@@ -14,11 +14,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
+from hf_offload_cache.registry import cache_class
 
 LATEST = QUERIES_SEEN
 """Queries of the prompt's end that are kept: more than a cache looks at to spread its budget over layers."""
@@ -111,17 +111,19 @@ def share(memory: Any) -> Any:
 def open_cache(
     model: PreTrainedModel, fields: dict[str, Any] | None, max_context: int, path: str | None = None, max_batch: int = 1
 ) -> Iterator[Cache]:
-    """A contender, closed on leaving: `DynamicCache` for None, else a `DiskSwapCache` of `fields`. With "memory" among
-    them the cache is planned for that budget and `max_batch` sequences of `max_context` tokens; others as given."""
+    """A contender, closed on leaving: `DynamicCache` for None, else one of `fields`, of which "cache" names the class
+    as the console does (`DiskSwapCache` without it). With "memory" among them the cache is planned for that budget and
+    `max_batch` sequences of `max_context` tokens; others as given."""
     if fields is None:
         yield DynamicCache(config=model.config)
         return
-    others = {name: value for name, value in fields.items() if name != "memory"}
+    others = {name: value for name, value in fields.items() if name not in ("memory", "cache")}
+    cls = cache_class(fields.get("cache", "disk-swap"))
     if fields.get("memory") in (None, "none"):
-        cache = DiskSwapCache(model, path=path, **others)
+        cache = cls(model, path=path, **others)
     else:
         plan = {"memory": share(fields["memory"]), "max_context": max_context, "max_batch": max_batch}
-        cache = DiskSwapCache.for_budget(model, path=path, **plan, **others)
+        cache = cls.for_budget(model, path=path, **plan, **others)
     with cache:
         yield cache
 

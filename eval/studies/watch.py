@@ -57,7 +57,7 @@ class Watch:
         self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
         self.told = told
         self.rolling = rolling
-        self._chosen: np.ndarray | None = None
+        self._chosen: Choice | None = None
         self._wrapped: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class Watch:
 
     def _combine(self, combine: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
-            self._chosen = choice.units[0].copy()
+            self._chosen = choice
             if not self.rolling:
                 entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
                 fetched = dataclasses.replace(fetched, entries=entries)
@@ -106,11 +106,12 @@ class Watch:
         return watched
 
     def _look(self, layer: OffloadLayer, weights: torch.Tensor, resident: int) -> Look:
-        groups = self._chosen
-        if groups is None:
+        if self._chosen is None:
             return Look(layer.layer_idx, weights, None, None, 0)
-        sealed = layer.history.units * layer.history.form.group_size
-        columns = attended_columns(groups, layer.history.form.group_size, sealed, layer.length, self.rolling)
+        groups, group = self._chosen.units[0].copy(), layer.history.form.group_size
+        kept = None if self._chosen.keep is None else self._chosen.keep[0]
+        sealed = layer.history.units * group
+        columns = attended_columns(groups, group, sealed, layer.length, self.rolling, kept)
         return Look(layer.layer_idx, weights, columns, groups, resident)
 
 
@@ -121,10 +122,13 @@ def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: fl
     return (scores.flatten(0, 1) * scaling).softmax(-1)
 
 
-def attended_columns(groups: np.ndarray, group_size: int, sealed: int, length: int, rolling: bool) -> torch.Tensor:
-    """Positions of groups (M,), which lie in the `sealed` first tokens, then of the tail up to `length`, or of its last
-    token alone."""
-    chosen = (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
+def attended_columns(
+    groups: np.ndarray, group_size: int, sealed: int, length: int, rolling: bool, kept: np.ndarray | None = None
+) -> torch.Tensor:
+    """Positions of groups (M,), which lie in the `sealed` first tokens, or of what is `kept` of them, (M, group_size)
+    bool; then of the tail up to `length`, or of its last token alone."""
+    chosen = groups[:, None] * group_size + np.arange(group_size)
+    chosen = chosen.reshape(-1) if kept is None else chosen[kept]
     latest = np.arange(sealed if rolling else length - 1, length)
     return torch.from_numpy(np.concatenate([chosen, latest]))
 

@@ -86,11 +86,11 @@ class DiskSwapLayer(SelectiveLayer):
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         assert isinstance(config, DiskSwapConfig)
         rank = config.rank or (None if config.adapter is None else adapter_rank(config.adapter))
-        wanted = cls.most_units(kind, config)
+        wanted = cls.most_units(kind, config, context)
         return LowRankPredictor.planned(kind.form, rules_of(config), rank, kind.num_heads, context, kind.rows, wanted)
 
     @classmethod
-    def most_units(cls, kind: LayerKind, config: Any) -> int:
+    def most_units(cls, kind: LayerKind, config: Any, context: int) -> int:
         group = kind.form.group_size
         selected = -(-config.num_selected // group)
         if isinstance(config.layer_budgets, tuple):
@@ -219,7 +219,7 @@ class DiskSwapCache(SelectiveCache):
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
         most = DiskSwapLayer.most_units
-        area = max((area_bytes(kind, settings, context, most(kind, settings)) for kind in kinds), default=0)
+        area = max((area_bytes(kind, settings, context, most(kind, settings, context)) for kind in kinds), default=0)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
         return fit_disk_swap(search, forms, area)
 

@@ -17,7 +17,7 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
     Columns of the model's mask (None: causal, aligned at the lower right), hidden where there is no entry.
     """
     batch, length, device = call.query.shape[0], history.length, history.device
-    places = history.positions(choice.units)
+    places = fetched.of_chosen(history.positions(choice.units))
     recent = np.arange(length - history.recent.shape[1], length)
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
     places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)

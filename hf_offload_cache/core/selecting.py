@@ -43,10 +43,11 @@ class Selecting:
         self.workspace = Workspace(self.storage.account, "scores")
         self.generator = torch.Generator().manual_seed(0)
 
-    def units(self, layer_idx: int | None, unit_size: int) -> int:
-        """Units a row and step of a layer, sinks included; None: of the layer with the largest budget."""
+    def units(self, layer_idx: int | None, unit_size: int, held: int) -> int:
+        """Units a row and step of a layer that holds `held` tokens a row, sinks included; None: of the layer with the
+        largest budget."""
         share = max(self.shares.values(), default=1.0) if layer_idx is None else self.shares.get(layer_idx, 1.0)
-        selected = -(-round(share * self.settings.num_selected) // unit_size)
+        selected = -(-round(share * self.settings.brought(held)) // unit_size)
         return selected + sink_units(self.settings.num_sinks, unit_size, self.padded)
 
     def slots(self, layer_idx: int, unit_size: int, units: int) -> int:

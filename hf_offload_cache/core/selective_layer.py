@@ -41,7 +41,7 @@ class SelectiveLayer(SelectivePlan):
         super()._clear()
         self.predictor: Predictor | None = None
         self._fetcher: Fetcher | None = None
-        self._capacity, self._budget = -1, (-1, 0)
+        self._capacity, self._budget = -1, (-1, 0, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
@@ -86,9 +86,10 @@ class SelectiveLayer(SelectivePlan):
         """Units a row that a query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
-        if self._budget[0] != selecting.version:
-            self._budget = selecting.version, selecting.units(self.layer_idx, self.history.form.group_size)
-        return self._budget[1]
+        units, group = self.history.units, self.history.form.group_size
+        if self._budget[:2] != (selecting.version, units):
+            self._budget = selecting.version, units, selecting.units(self.layer_idx, group, units * group)
+        return self._budget[2]
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
@@ -112,7 +113,8 @@ class SelectiveLayer(SelectivePlan):
         try:  # what the predictor asks to look at on the way is brought
             asked = next(decision)
             while True:
-                asked = decision.send(self.fetcher.look(self.history, asked))
+                brings, fetcher = isinstance(asked, Choice), self.fetcher
+                asked = decision.send((fetcher.bring if brings else fetcher.look)(self.history, cast(Any, asked)))
         except StopIteration as end:
             return cast(Choice, end.value)
 
@@ -150,7 +152,7 @@ class SelectiveLayer(SelectivePlan):
                 self.drop_fetcher()
                 tiers, areas = self.make_tiers(capacity), selecting.areas
                 self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx)
-            self._fetcher.most_units = selecting.units(None, group)
+            self._fetcher.most_units = selecting.units(None, group, units * group)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
         return self._fetcher

@@ -27,16 +27,22 @@ class SelectivePlan(OffloadLayer):
         raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
 
     @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        """Units a row that a step of one layer wants at most, sinks of a padded row included."""
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Units a row that a step of one layer that holds `context` tokens a row wants at most, sinks of a padded row
+        included."""
         group = kind.form.group_size
-        return -(-config.num_selected // group) + sink_units(config.num_sinks, group, padded=True)
+        return -(-config.brought(context) // group) + sink_units(config.num_sinks, group, padded=True)
 
     @classmethod
     def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         """Slots a row, as a mean over the layers."""
         group = kind.form.group_size
         return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
+
+    @classmethod
+    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Tokens a row that a choice keeps of its units at most; 0: units are attended to whole."""
+        return 0
 
     @classmethod
     def plan_tiers(cls, kind: LayerKind, slots: int, units: int) -> Planned:
@@ -51,7 +57,7 @@ class SelectivePlan(OffloadLayer):
             return super().planned(kind, config, context)
         assert isinstance(config, SelectiveConfig)
         form, plan = kind.form, cls.plan_history(kind, config, context)
-        predictor, most_units = cls.plan_predictor(kind, config, context), cls.most_units(kind, config)
+        predictor, most_units = cls.plan_predictor(kind, config, context), cls.most_units(kind, config, context)
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
         tail_units = -(-(config.num_recent + form.group_size) // form.group_size)
@@ -60,7 +66,9 @@ class SelectivePlan(OffloadLayer):
             kind.rows * (min(wanted, soon) + tail_units) * payload for wanted in (most_units, 2 * most_units)
         )
         area = area_bytes(kind, config, context, most_units)
-        areas = Areas.planned(area, view, widest, ahead, kind.device)
+        kept = cls.most_kept(kind, config, context)
+        kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
+        areas = Areas.planned(area, view, widest, ahead, kind.device, kept)
         slots = kind.rows * min(cls.most_slots(kind, config), 1 << max(units - 1, 0).bit_length())
         own = predictor.own + cls.plan_tiers(kind, slots, units)
         if cls.reads_for_next_step:

@@ -9,7 +9,7 @@ import torch
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .staging import Staging
-from .view import View
+from .view import Filled, View
 
 
 class Areas:
@@ -33,15 +33,19 @@ class Areas:
         self._widened = False
         account.spare(self)
         self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
+        self._kept: torch.Tensor | None = None
+        self.filled: Filled | None = None
+        """What lies in the view, if whoever filled it may want it again; None after the next `view`."""
 
     @staticmethod
     def planned(
-        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str
+        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str, kept_bytes: int = 0
     ) -> dict[str, int]:
         """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view: of
-        `view_bytes`, or of `widest_bytes` in a step that reads nothing ahead into them."""
+        `view_bytes`, and `kept_bytes` for what of it is kept, or of `widest_bytes` in a step that reads nothing ahead
+        into them."""
         area = area_bytes * Staging.sides(device_type)
-        usual = {"staging": (1 + ahead) * area, "selection": view_bytes}
+        usual = {"staging": (1 + ahead) * area, "selection": view_bytes + kept_bytes}
         widest = {"staging": area, "selection": widest_bytes}
         return max(usual, widest, key=lambda held: sum(held.values()))
 
@@ -77,6 +81,7 @@ class Areas:
         """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. One that
         needs more, for a verification of candidates, takes the place of areas that nobody borrows, until `narrow`.
         Raises `BudgetError`."""
+        self.filled = None
         parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
@@ -94,16 +99,30 @@ class Areas:
         self._parted = parts, view
         return view
 
+    def kept(self, rows: int, entries: int, form: Any, device: torch.device) -> torch.Tensor:
+        """Uninitialised entries (rows, entries, entry width), valid until the next. Raises `BudgetError`."""
+        size, memory = rows * entries * form.entry_width, self._kept
+        if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
+            self._drop_kept()
+            self._account.hold("selection", size * form.dtype.itemsize)
+            memory = self._kept = lasting_empty(size, dtype=form.dtype, device=device)
+        return memory[:size].view(rows, entries, form.entry_width)
+
     def narrow(self) -> None:
         """A step that needs no more than usual begins: what the view needed more is given back."""
         if self._widened:
             self._drop_view()
 
     def _drop_view(self) -> None:
-        self._parted, self._widened = None, False
+        self._parted, self._widened, self.filled = None, False, None
         if self._view is not None:
             self._account.release("selection", self._view.nbytes)
             self._view = None
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self._account.release("selection", self._kept.nbytes)
+            self._kept = None
 
     def reset(self) -> None:
         """Nobody borrows anything any more: what an interrupted fetcher still had is let go of too."""
@@ -113,9 +132,10 @@ class Areas:
         self.release()
 
     def release(self) -> None:
-        """Give back what nobody borrows, and the view, until they are wanted again."""
+        """Give back what nobody borrows, the view, and what is kept of it, until they are wanted again."""
         self._release_free()
         self._drop_view()
+        self._drop_kept()
 
     def free_memory(self) -> None:
         """As `Spare.free_memory`: areas that nobody borrows."""

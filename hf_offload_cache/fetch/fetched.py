@@ -36,10 +36,28 @@ class Fetched:
     entries: torch.Tensor
     """(rows, N + t, entry width) on the history's device, as the store has them."""
     chosen: int
-    """N: entries a row that come of the choice; each unit takes as many as a record holds, or its `count`."""
+    """N: entries a row that come of the choice: as many as the records of its units hold, or where it keeps some
+    alone, as many as the row that keeps most."""
     valid: np.ndarray | None
     """(rows, N) bool: entries to attend to; None: all. The others are undefined, and finite where they were stored, or
     zeros where there is no record."""
+    kept: np.ndarray | None = None
+    """(rows, N) int64: which entry each is of those that the units' records hold, one after the other; None: these are
+    they. Anything where it is not valid."""
+
+    def of_chosen(self, entries: np.ndarray) -> np.ndarray:
+        """What is said of all entries of the units, (rows, entries), as (rows, N)."""
+        return entries if self.kept is None else np.take_along_axis(entries, self.kept, 1)
+
+
+def kept_entries(valid: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Which of the entries `valid` (rows, n) bool are to be attended to: their places (rows, N), N being the most that
+    a row has, and which of these are some (rows, N) bool; None: all."""
+    counts = valid.sum(1)
+    most = int(counts.max(initial=0))
+    if (counts == most).all():
+        return valid.nonzero()[1].reshape(len(valid), most), None
+    return np.argsort(~valid, 1, kind="stable")[:, :most], np.arange(most) < counts[:, None]
 
 
 def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int) -> np.ndarray | None:

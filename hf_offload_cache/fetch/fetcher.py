@@ -8,18 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..errors import CacheClosedError, StalledError
+from ..errors import CacheClosedError
+from .area_reads import AreaReads
 from .areas import Areas
-from .byte_rows import ByteRows
 from .choice import Choice, Extents
 from .fetched import Fetched, Source, valid_entries
-from .placing import Found, among, distinct, keep, keep_in, take_resident
+from .placing import Found, among, distinct, keep, keep_in, kept_of, take_resident
 from .read_ahead import ReadAhead
-from .staging import Staging
 from .storage import Storage
-from .ticket import Ticket
 from .tier import Tier
-from .view import View
+from .view import Filled, View
 
 
 class Fetcher:
@@ -41,6 +39,7 @@ class Fetcher:
         self.most_units = most_units
         self._several = len(self.tiers) > 1
         self._layer_idx = layer_idx
+        self._reads = AreaReads(storage, areas, layer_idx)
         self._ahead: ReadAhead | None = None
         self.latest: Choice | None = None
         """What was gathered last; None after a change of the rows."""
@@ -79,7 +78,7 @@ class Fetcher:
                 more = more[~among(more, records)[0]]
             records = np.concatenate([records, more[: room - records.size]])
             records.sort()
-        ticket = self._read(history, records, area, ahead=True)
+        ticket = self._reads.read(history, records, area, ahead=True)
         self._ahead = ReadAhead(choice, records, ticket, area)
 
     def _absent(self, history: Source, choice: Choice) -> np.ndarray:
@@ -89,28 +88,6 @@ class Fetcher:
         for tier in self.tiers:
             absent &= tier.locate(records) < 0
         return distinct(records[absent])[0]
-
-    def _read(self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False) -> Ticket:
-        """Start to read into a borrowed area, which is given back where that raises."""
-        rows = area.host_rows(records.size, history.form.record_bytes)
-        try:
-            with self._storage.timeline.span("read", self._layer_idx):
-                return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
-        except StalledError:  # it may still write to the area
-            raise
-        except Exception:
-            self._areas.give_back(area, ahead=ahead)
-            raise
-
-    def _wait(self, ticket: Ticket, area: Staging, *, ahead: bool = False) -> None:
-        """Wait for a read. Where it failed, its area is given back, unless the device is stalled and may write to it.
-        After a signal's exception it is still under way."""
-        try:
-            self._storage.wait_for(ticket, self._layer_idx)
-        except (OSError, CacheClosedError):
-            if not ticket.stalled:
-                self._areas.give_back(area, ahead=ahead)
-            raise
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
@@ -123,7 +100,7 @@ class Fetcher:
         ahead = self._ahead
         assert ahead is not None
         try:
-            self._wait(ahead.ticket, ahead.area, ahead=True)
+            self._reads.wait(ahead.ticket, ahead.area, ahead=True)
         except (OSError, CacheClosedError):
             self._ahead = None
             raise
@@ -146,14 +123,52 @@ class Fetcher:
 
     def _gather(self, history: Source, choice: Choice) -> Fetched:
         form, extents, recent = history.form, history.extents(choice.units), history.recent
-        rows, width = extents.records.shape
-        records, latest = extents.records.reshape(-1), recent.shape[1]
-        room, behind = self._room(history), -(-latest // form.group_size)
+        width, latest, filled = extents.records.shape[1], recent.shape[1], self._areas.filled
+        if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
+            filled = self._fill_view(history, extents.records)
+        there = int(np.count_nonzero(extents.records >= 0))
+        runs = extents.count is not None or extents.first is not None
+        if choice is not self.latest:
+            counters = self._storage.counters
+            counters.units_selected += there
+            counters.units_resident += filled.resident
+            counters.units_ready += filled.resident + filled.ready
+        chosen = width * form.group_size
+        plain = there == extents.records.size and choice.keep is None and not runs
+        valid = None if plain else valid_entries(choice, extents, form.group_size, there)
+        if choice.keep is not None:
+            assert valid is not None
+            fetched = kept_of(history, filled.view, valid, self._areas)
+        else:
+            entries = filled.view.entries[:, : chosen + latest]
+            entries[:, chosen:] = recent
+            fetched = Fetched(entries, chosen, valid)
+        self._areas.filled, self.latest = None, choice
+        return fetched
+
+    def bring(self, history: Source, choice: Choice) -> torch.Tensor:
+        """The entries (rows, M, entries a record, entry width) of the units of `choice`, for who decides by them which
+        are attended to: valid until the next gather of any fetcher of the cache, and what a gather of the same units
+        finds there. -1: zeros. Waits, reads, keeps and raises as `gather`."""
+        self._at_work = True
+        try:
+            records = history.extents(choice.units).records
+            filled = self._areas.filled = self._fill_view(history, records)
+        finally:
+            self._at_work = False
+        width, group = records.shape[1], history.form.group_size
+        return filled.view.entries[:, : width * group].unflatten(1, (width, group))
+
+    def _fill_view(self, history: Source, wanted: np.ndarray) -> Filled:
+        """The view with records (rows, width) in it: from tiers, from what was read ahead, and from the store."""
+        form, recent, records = history.form, history.recent, wanted.reshape(-1)
+        (rows, width), behind = wanted.shape, -(-recent.shape[1] // form.group_size)
+        room = self._room(history)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
         found = [(tier, tier.locate(records)) for tier in self.tiers]
         there = records >= 0
-        wanted = there.nonzero()[0].size
-        if wanted < records.size:
+        count = there.nonzero()[0].size
+        if count < records.size:
             view.payloads.tensor[torch.from_numpy(view.target[~there])] = 0
         absent = there
         for _, lies_in in found:
@@ -167,18 +182,7 @@ class Fetcher:
             take_resident(found, view)
             if self._several:  # what came from a farther one is to be nearer
                 keep(found, records, view)
-        if choice is not self.latest:
-            counters = self._storage.counters
-            counters.units_selected += wanted
-            counters.units_resident += wanted - places.size
-            counters.units_ready += wanted - places.size + ready
-        self.latest = choice
-        chosen = width * form.group_size
-        entries = view.entries[:, : chosen + latest]
-        entries[:, chosen:] = recent
-        plain = wanted == records.size and choice.keep is None and extents.count is None and extents.first is None
-        valid = None if plain else valid_entries(choice, extents, form.group_size, wanted)
-        return Fetched(entries, chosen, valid)
+        return Filled(self, wanted, view, count - places.size, ready)
 
     def _bring(
         self, history: Source, found: Found, records: np.ndarray, places: np.ndarray, view: View, room: int
@@ -196,7 +200,7 @@ class Fetcher:
         if rest.size:
             try:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
-                ticket = self._read(history, rest[:room], area)
+                ticket = self._reads.read(history, rest[:room], area)
             except Exception:
                 if ahead is not None:
                     self._areas.give_back(ahead.area, ahead=True)
@@ -213,34 +217,13 @@ class Fetcher:
             if ready is not None:
                 here = ~ready[each]
                 target, each = target[here], (~ready).cumsum()[each][here] - 1
-            self._fill(history, view.payloads, target, rest, each, ticket, area, room)
+            self._reads.fill(history, view.payloads, target, rest, each, ticket, area, room)
         if self._several:
             keep(found, records, view)
         else:
             for tier, lies_in in found:
                 keep_in(tier, lies_in, places, missing, which, view)
         return came
-
-    def _fill(
-        self, history: Source, into: ByteRows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
-        ticket: Ticket, area: Staging, room: int,
-    ) -> None:  # fmt: skip
-        """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `ticket` reads the
-        first `room` records; more than that, which a union of choices may be, come in parts, one after the other."""
-        count = records.size
-        for start in range(0, count, room):
-            part = records[start : start + room]
-            if start:
-                ticket = self._read(history, part, area)
-            self._wait(ticket, area)
-            payloads = area.payloads(part.size, history.form)
-            if part.size == count:
-                into.put(target, payloads, which)
-            else:
-                rows = np.arange(count)[which]
-                here = ((rows >= start) & (rows < start + room)).nonzero()[0]
-                into.put(target[here], payloads, rows[here] - start)
-        self._areas.give_back(area)
 
     def _come(self) -> ReadAhead | None:
         """What was read ahead, whose area is the caller's to give back then. A guess that failed is no guess. Raises
@@ -256,24 +239,14 @@ class Fetcher:
 
     def look(self, history: Source, extents: Extents) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
-        valid until the next call. -1: zeros. Raises as `gather`."""
-        form = history.form
-        (rows, width), records = extents.records.shape, extents.records.reshape(-1)
-        places = (records >= 0).nonzero()[0]
-        out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
-        if places.size:
-            wanted, which = distinct(records[places])
-            room, each = self._room(history), slice(wanted.size) if which is None else which
-            area = self._areas.borrow(room * form.record_bytes, history.device)
-            ticket = self._read(history, wanted[:room], area)
-            self._fill(history, ByteRows(out), places, wanted, each, ticket, area, room)
-        return out.view(rows, width, form.group_size, form.entry_width)
+        valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are. Raises as `gather`."""
+        return self._reads.look(history, extents, self._room(history))
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def rows_changed(self) -> None:
         """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
-        self.latest = None
+        self.latest = self._areas.filled = None
         self.drop_ahead()
 
     def forget(self, records: np.ndarray) -> None:

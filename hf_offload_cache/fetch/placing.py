@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from .areas import Areas
+from .byte_rows import ByteRows
+from .fetched import Fetched, Source, kept_entries
 from .tier import Tier
 from .view import View
 
@@ -53,3 +57,19 @@ def among(records: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarr
     which = others.searchsorted(records)
     which[which == others.size] = 0  # it is above all of them, and not the first
     return others[which] == records, which
+
+
+def kept_of(history: Source, view: View, valid: np.ndarray, areas: Areas) -> Fetched:
+    """The `valid` entries of a view alone, and the latest ones behind them."""
+    form, recent = history.form, history.recent
+    places, there = kept_entries(valid)
+    (rows, chosen), whole = places.shape, view.entries.shape[1]
+    entries = areas.kept(rows, chosen + recent.shape[1], form, history.device)
+    entries[:, chosen:] = recent
+    from_rows = (np.arange(rows)[:, None] * whole + places).reshape(-1)
+    into_rows = (np.arange(rows)[:, None] * entries.shape[1] + np.arange(chosen)).reshape(-1)
+    source = ByteRows(view.entries.view(-1, form.entry_width))
+    ByteRows(entries.view(-1, form.entry_width)).put(into_rows, source, from_rows)
+    if there is not None:
+        entries[:, :chosen][torch.from_numpy(~there).to(entries.device)] = 0
+    return Fetched(entries, chosen, there, places)

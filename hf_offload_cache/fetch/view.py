@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,3 +27,15 @@ class View:
             self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
             self.payloads = ByteRows(payloads)
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A view that holds the records (rows, width) that someone wanted to look at, until the view is asked for anew."""
+
+    by: object
+    records: np.ndarray
+    view: View
+    resident: int
+    """How many were in a tier before, and how many more had been read ahead."""
+    ready: int

@@ -11,9 +11,11 @@ import torch
 from ..fetch.choice import Choice, Extents
 from ..history.base import Sealed
 
-Decision = Choice | Generator[Extents, torch.Tensor, Choice]
-"""A choice; or a generator that yields extents to look at, is sent their entries (rows, E, entries a record, entry
-width; -1: zeros), and returns the choice."""
+Decision = Choice | Generator[Extents | Choice, torch.Tensor, Choice]
+"""A choice; or a generator that yields what it wants to look at, is sent the entries (rows, E, entries a record, entry
+width; -1: zeros), and returns the choice. Units, as a `Choice`, are brought as those that are attended to, and kept as
+they are: a choice of the same units, which says what to `keep` of them, is gathered from them. Extents are read for the
+look alone."""
 
 
 @dataclass(frozen=True)

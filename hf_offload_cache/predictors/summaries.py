@@ -15,7 +15,7 @@ from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from ..memory.plan import LayerPlan, Planned
-from .base import Query
+from .base import Decision, Query
 from .sinks import largest, with_sinks
 
 _GROWTH, _ROOM = 8, 16
@@ -55,7 +55,7 @@ class SummaryPredictor:
         heads a sequence."""
         held = rows * units * summary_bytes
         moving = {"moving rows": held} if rows > 1 else {}  # old ones stay until the new ones are made
-        scores = {"scores": _score_bytes(rows, heads, units)}
+        scores = {"scores": score_bytes(rows, heads, units)}
         return LayerPlan(Planned.always({"summaries": held}), Planned(moving, {**moving, **scores}))
 
     # --- learning ----------------------------------------------------------------------------------------------
@@ -91,11 +91,11 @@ class SummaryPredictor:
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
-    def select(self, query: Query, budget: int, guess: bool) -> Choice:
+    def select(self, query: Query, budget: int, guess: bool) -> Decision:
         """The `budget` most important units of each row, the sinks' among them."""
         assert self._held is not None
         sequences, heads = query.states.shape[:2]
-        with self._account.holding("scores", _score_bytes(self.rows, heads, self.units)):
+        with self._account.holding("scores", score_bytes(self.rows, heads, self.units)):
             found = self.importance(query, self._held[:, : self.units])
             importance = found.float().cpu().numpy()
         importance = with_sinks(importance, self.config.num_sinks, self.form.group_size, query.visible)
@@ -148,6 +148,6 @@ class SummaryPredictor:
         self._held, self.units = None, 0
 
 
-def _score_bytes(rows: int, heads: int, units: int) -> int:
+def score_bytes(rows: int, heads: int, units: int) -> int:
     """Scores of every query head and what is made of them, in 32 bits."""
     return 2 * rows * heads * units * 4

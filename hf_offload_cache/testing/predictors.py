@@ -93,12 +93,13 @@ class PredictorTests:
         assert (there[:, :-1] >= there[:, 1:]).all() and ((np.diff(units) > 0) | ~there[:, 1:]).all()
         return units
 
-    def _looked(self, decision: Generator[Extents, torch.Tensor, Choice]) -> Choice:
+    def _looked(self, decision: Generator[Extents | Choice, torch.Tensor, Choice]) -> Choice:
         """What it decides once it has seen what it asks for, here zeros."""
         try:
             asked = next(decision)
             while True:
-                shape = (*asked.records.shape, self.form.group_size, self.form.entry_width)
+                records = asked.units if isinstance(asked, Choice) else asked.records
+                shape = (*records.shape, self.form.group_size, self.form.entry_width)
                 asked = decision.send(torch.zeros(shape, dtype=self.form.dtype))
         except StopIteration as end:
             return cast(Choice, end.value)

@@ -81,8 +81,8 @@ def test_every_sparse_gather_is_right(method: str) -> None:
         repeated = harness.repetitive_prompt(model, LENGTH)
         generate(model, cache, repeated, prompt_lookup_num_tokens=4, max_new_tokens=16)
         assert 0 < cache.report().selected_fraction < 0.3
-    widths = {units.shape for _, units in cls.gathers}
-    assert len(cls.gathers) >= 3 * (5 + 9) and all(width <= 2 * (10 + 2) for _, width in widths)
+    widths, brought = {units.shape for _, units in cls.gathers}, cls.config_class(**SOME).brought(LENGTH)
+    assert len(cls.gathers) >= 3 * (5 + 9) and all(width <= 2 * (brought // 4 + 2) for _, width in widths)
     assert all((units[:, 0] <= 53 // 4 + 1).all() for _, units in cls.gathers)  # the sinks' unit, of padded rows too
 
 

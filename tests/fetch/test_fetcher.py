@@ -197,14 +197,80 @@ def test_every_mix_of_tiers_guesses_and_reads(
 
 
 def test_keep_says_which_entries_are_attended(storage: Storage) -> None:
+    """They come alone, in order, and the latest behind them; a row that keeps fewer has zeros at its end."""
     source, seen = Source(filled(storage), np.arange(20).reshape(2, 10)), fetcher(storage, 4)
     keep = np.zeros((2, 2, GROUP), dtype=bool)
     keep[0, 0, [0, 3]] = keep[1, 1, 2] = True
-    choice = Choice(units([1, 4], [0, 7]), keep=keep)
-    fetched = seen.gather(source, choice)
-    assert_holds(source, choice, fetched)
-    assert fetched.valid is not None
-    assert np.array_equal(fetched.valid, keep.reshape(2, -1))
+    fetched = seen.gather(source, Choice(units([1, 4], [0, 7]), keep=keep))
+    assert fetched.entries.shape == (2, 2 + source.recent.shape[1], WIDTH)
+    assert torch.equal(fetched.entries[0, :2], content(1)[[0, 3]])
+    assert torch.equal(fetched.entries[1, :2], torch.stack([content(17)[2], torch.zeros(WIDTH)]))
+    assert torch.equal(fetched.entries[:, fetched.chosen :], source.recent)
+    assert fetched.valid is not None and fetched.kept is not None
+    assert fetched.valid.tolist() == [[True, True], [True, False]]
+    assert fetched.kept[fetched.valid].tolist() == [0, 3, GROUP + 2]
+    places = np.arange(2 * 2 * GROUP).reshape(2, -1)
+    assert fetched.of_chosen(places)[fetched.valid].tolist() == [0, 3, 2 * GROUP + GROUP + 2]
+
+
+def test_rows_that_keep_equally_many_need_no_mask(storage: Storage) -> None:
+    source, seen = Source(filled(storage), np.arange(20).reshape(2, 10)), fetcher(storage, 4)
+    keep = np.zeros((2, 2, GROUP), dtype=bool)
+    keep[0, 0, [0, 3]] = keep[1, :, 2] = True
+    fetched = seen.gather(source, Choice(units([1, 4], [0, 7]), keep=keep))
+    assert fetched.valid is None and fetched.chosen == 2
+    assert torch.equal(fetched.entries[1, :2], torch.stack([content(10)[2], content(17)[2]]))
+
+
+def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
+    """For who decides by it what to keep: read once, by way of the tiers, which keep it, and counted once."""
+    store = ReadsSeen(filled(storage))
+    source, seen, counters = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8), storage.counters
+    seen.gather(source, Choice(units([3], [9])))
+    seen.ahead(source, Choice(units([5], [8])))
+    assert seen._ahead is not None
+    seen._ahead.ticket.wait()
+    store.taken()
+    wanted = Choice(units([3, 5, 6], [8, 9, -1]))
+    brought = seen.bring(source, wanted)
+    assert brought.shape == (2, 3, GROUP, WIDTH)
+    assert torch.equal(brought[0], torch.stack([content(3), content(5), content(6)]))
+    assert torch.equal(brought[1], torch.stack([content(18), content(19), torch.zeros(GROUP, WIDTH)]))
+    before = dataclasses.replace(counters)
+    keep = np.zeros((2, 3, GROUP), dtype=bool)
+    keep[:, :2, 1] = True
+    fetched = seen.gather(source, Choice(units([3, 5, 6], [8, 9, -1]), keep))
+    assert torch.equal(fetched.entries[0, :2], torch.stack([content(3)[1], content(5)[1]]))
+    assert torch.equal(fetched.entries[1, :2], torch.stack([content(18)[1], content(19)[1]]))
+    assert store.taken() == [6]
+    counted = [getattr(counters, f"units_{name}") - getattr(before, f"units_{name}") for name in (
+        "selected", "resident", "ready",
+    )]  # fmt: skip
+    assert counted == [5, 2, 4]  # records 3 and 19 were resident, 5 and 18 were read ahead
+    assert (seen.tiers[0].locate(np.array([3, 5, 6, 18, 19])) >= 0).all()
+    assert_areas_are_back(seen._areas)
+
+
+@pytest.mark.parametrize("between", ["another choice", "another gather", "changed rows", "another layer"])
+def test_what_was_brought_is_taken_for_nothing_else(storage: Storage, between: str) -> None:
+    """It is read again for whoever wants other units, or the same after the memory was used or rows have changed."""
+    store, areas = ReadsSeen(filled(storage)), Areas(storage.account)
+    source, seen = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 0, areas=areas)
+    other = fetcher(storage, 0, areas=areas)
+    wanted, another = Choice(units([3, 5], [8, 9])), Choice(units([3, 6], [8, 9]))
+    seen.bring(source, wanted)
+    if between == "another gather":
+        other.gather(source, another)
+    elif between == "changed rows":
+        seen.rows_changed()
+    store.taken()
+    choice = another if between == "another choice" else wanted
+    assert_holds(source, choice, (other if between == "another layer" else seen).gather(source, choice))
+    assert sorted(store.taken()) == sorted(source.extents(choice.units).records.reshape(-1).tolist())
+    seen.bring(source, wanted)
+    seen.gather(source, wanted)
+    assert_holds(source, wanted, seen.gather(source, wanted))
+    assert sorted(store.taken()) == sorted([3, 5, 18, 19] * 2)
 
 
 def test_extents_of_parts_of_records(storage: Storage) -> None:

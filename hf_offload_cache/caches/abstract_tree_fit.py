@@ -1,0 +1,59 @@
+"""The best fields of `AbstractTreeCache` that a budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..memory.fit import LEAST_SELECTED
+from ..memory.search import SHORT_TAIL, STREAM_SHARES, Search
+from ..stores.base import DEVICE_BLOCK
+from .abstract_tree_config import AbstractTreeConfig
+
+_CHUNK_SIZES = (64, 32, 16)
+_OPENED = (2.5, 2.0, 1.5, 1.25)
+"""Tokens of the chunks that are looked into, over those that are attended to: the best first."""
+
+
+def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
+    """The best configuration that fits: 400 tokens of 1,000 that are looked into, and what is left for slots.
+
+    Where that does not fit, these give way, one after another: reading ahead, the queue and the buffers of streams, the
+    latest tokens, what is looked into, what is attended to, and at last the chunks' size, since smaller ones have more
+    abstracts. Raises `BudgetError` with the least memory that would do.
+    """
+    tried = []
+    for chosen in _tried(search):
+        if search.fits(chosen):
+            most = search.most(chosen, "reuse_capacity", search.max_context)
+            return search.config(search.wider_blocks(most))
+        tried.append(chosen)
+    raise search.refusal(min(tried, key=search.peak))
+
+
+def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
+    wanted = search.config({}).attended(search.max_context)
+    given: int | None = search.fields.get("chunk_size") or search.fields.get("group_size")
+    for size in _CHUNK_SIZES if given is None else [given]:
+        of_size = replace(search, records=[(_record_bytes(*record, size), size) for record in search.records])
+        chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
+        for look in ({}, {"look_ahead": False}):
+            yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
+        chunk["look_ahead"] = False
+        yield {**chunk, **of_size.least_streams()}
+        chunk.update(of_size.least_streams(SHORT_TAIL))
+        yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
+        fewer = wanted
+        while fewer > LEAST_SELECTED:
+            fewer = max(LEAST_SELECTED, fewer * 3 // 4)
+            yield {**chunk, **_selecting(fewer, _OPENED[-1])}
+
+
+def _selecting(tokens: int, opened: float) -> dict[str, int]:
+    return {"num_selected": tokens, "num_opened": round(tokens * opened), "reuse_capacity": 0}
+
+
+def _record_bytes(nbytes: int, tokens: int, size: int) -> int:
+    """Of a record of `size` tokens, where one of `tokens` has `nbytes`."""
+    return -(-nbytes * size // tokens // DEVICE_BLOCK) * DEVICE_BLOCK

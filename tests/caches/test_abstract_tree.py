@@ -1,0 +1,115 @@
+"""`AbstractTreeCache`: its fields, what a budget makes of them, and what a step brings and attends to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checked_cache import checked
+from harness import generate, prompt
+from long_llama import long_model
+
+from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
+from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
+
+LENGTH = 700
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"chunk_size": 48}, "chunk_size must be a power of two.*use chunk_size=32"),
+        ({"chunk_size": 1}, "chunk_size must be at least 2"),
+        ({"chunk_size": 64, "group_size": 32}, r"group_size must be chunk_size \(64\)"),
+        ({"selected_share": 0.0}, "selected_share must be a number above 0"),
+        ({"selected_share": True}, "selected_share must be a number above 0"),
+        ({"num_opened": 100}, "num_opened must be at least 400"),
+        ({"num_selected": 0}, "num_selected must be at least 1"),
+        ({"num_selected": None, "num_opened": 0}, "num_opened must be at least 1"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        AbstractTreeConfig(**fields)
+
+
+def test_a_chunk_is_a_record() -> None:
+    """Whichever of the two is given."""
+    assert (AbstractTreeConfig().chunk_size, AbstractTreeConfig().group_size) == (64, 64)
+    for given in ({"chunk_size": 16}, {"group_size": 16}, {"chunk_size": 16, "group_size": 16}):
+        config = AbstractTreeConfig(**given)
+        assert (config.chunk_size, config.group_size) == (16, 16)
+
+
+def test_how_many_are_attended_to_and_brought() -> None:
+    config = AbstractTreeConfig()
+    assert (config.attended(9000), config.brought(9000)) == (400, 1000)
+    share = AbstractTreeConfig(num_selected=None, selected_share=0.2)
+    assert (share.attended(9001), share.brought(9001)) == (1801, 4502)
+    wide = AbstractTreeConfig(num_selected=None, num_opened=3000)
+    assert [wide.brought(held) for held in (9000, 60_000)] == [3000, 6000]
+
+
+def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
+    """Beside the sinks and the latest: of 12 chunks that are brought 40 tokens; every layer, every step."""
+    cls, model = checked(AbstractTreeCache), long_model()
+    fields: dict[str, Any] = {"chunk_size": 8, "num_selected": 40, "num_opened": 88, "num_recent": 8, "num_sinks": 3}
+    with cls(model, engine="memory", **fields) as cache:
+        generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=5)
+        report = cache.report()
+        assert len(cls.gathers) == 3 * 4 and all(units.shape == (2, 12) for _, units in cls.gathers)
+        visible = sum(LENGTH + step for step in range(1, 5))
+        latest = sum(LENGTH + step - (LENGTH + step - 8) // 8 * 8 for step in range(1, 5))
+        assert report.selected_fraction == pytest.approx((4 * 43 + latest) / visible)
+
+
+def test_a_share_of_what_is_held() -> None:
+    """A tenth of the sealed tokens, and more as they become more."""
+    model = long_model()
+    fields: dict[str, Any] = {"chunk_size": 8, "num_selected": None, "num_recent": 8, "num_sinks": 0}
+    with AbstractTreeCache(model, engine="memory", **fields) as cache:
+        for length in (320, 640):
+            cache.reset()
+            generate(model, cache, prompt(model, 1, length), max_new_tokens=2)
+            sealed = (length - 8) // 8 * 8
+            expected = -(-sealed // 10) + length + 1 - sealed
+            assert cache.report().selected_fraction == pytest.approx(expected / (length + 1))
+
+
+def test_budgets() -> None:
+    """The smaller, the less is looked into; each is kept to, by the plan; what no fields fit is refused."""
+    geometry = Geometry.of(long_model())
+    full = geometry.full_kv_bytes(32768, 1)
+    found = []
+    for share in (4, 6, 13, 20):
+        config = AbstractTreeCache.fit(geometry, full // share, 32768, 1, {})
+        assert AbstractTreeCache.plan(geometry, config, 32768, 1).peak_bytes <= full // share
+        found.append((config.num_selected, config.num_opened, config.reuse_capacity))
+    assert found == sorted(found, reverse=True) and found[0][:2] == (400, 1000) and found[-1][0] < 400
+    given = AbstractTreeCache.fit(geometry, full // 6, 32768, 1, {"chunk_size": 16, "num_selected": 128})
+    assert (given.chunk_size, given.num_selected) == (16, 128)
+    with pytest.raises(BudgetError) as refused:
+        AbstractTreeCache.fit(geometry, full // 200, 32768, 1, {})
+    least = int(re.search(r"need at least ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    config = AbstractTreeCache.fit(geometry, least, 32768, 1, {})
+    assert least < full // 20 and AbstractTreeCache.plan(geometry, config, 32768, 1).peak_bytes == least
+
+
+def test_what_is_left_out_matters() -> None:
+    """All tokens kept: the logits of an exact cache. Some: others, which come nearer the more are kept."""
+    model, ids = long_model(), prompt(long_model(), 1, LENGTH)
+    found = []
+    for selected in (16, 128, 1024):
+        fields: dict[str, Any] = {"chunk_size": 8, "num_selected": selected, "num_recent": 8, "engine": "memory"}
+        with AbstractTreeCache(model, **fields) as cache, torch.no_grad():
+            model(ids, past_key_values=cache)
+            found.append(model(ids[:, :1], past_key_values=cache).logits.numpy())
+    with AbstractTreeCache(model, exact=True, engine="memory") as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        exact = model(ids[:, :1], past_key_values=cache).logits.numpy()
+    far = [float(np.abs(logits - exact).mean()) for logits in found]
+    assert far[0] > far[1] > far[2] and far[2] < 1e-5

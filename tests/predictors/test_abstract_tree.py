@@ -1,0 +1,178 @@
+"""Chunks judged by abstracts, and tokens by their keys: against all scores, computed plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache import AbstractTreeConfig
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.history.base import Sealed
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.memory.plan import LayerPlan
+from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, LookedAt, Weights, bounds
+from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.testing import PredictorTests
+
+
+class TestAbstractTreePredictor(PredictorTests):
+    """Where all tokens are wanted, so that the chunks that are brought are as many as may be."""
+
+    config = AbstractTreeConfig(chunk_size=4, num_sinks=PredictorTests.num_sinks, num_selected=PredictorTests.tokens)
+
+    def make_predictor(self, rows: int, account: MemoryAccount) -> AbstractTreePredictor:
+        return AbstractTreePredictor(self.form, rows, self.config, account, self.tokens // 4)
+
+    def planned(self, context: int, rows: int) -> LayerPlan:
+        return AbstractTreePredictor.plan(self.form, self.config, context // 4, rows, self.num_heads)
+
+
+CHUNK, CHUNKS, HEADS = 16, 20, 6
+TOKENS = CHUNK * CHUNKS
+FORM = RecordFormat(2, 8, 2, 4, torch.float32, CHUNK)
+SCALING = 8**-0.5
+
+
+class Case:
+    """Two rows of keys that resemble their neighbours, a predictor that has learned of them, and a query."""
+
+    def __init__(self, **fields: Any) -> None:
+        generator = torch.Generator().manual_seed(2)
+        common = torch.randn(2, 2, CHUNKS, 8, generator=generator).repeat_interleave(CHUNK, 2)
+        self.keys = torch.randn(2, 2, TOKENS, 8, generator=generator) + 2 * common
+        config = AbstractTreeConfig(chunk_size=CHUNK, **{"num_sinks": 3, "num_selected": 40, **fields})
+        self.predictor = AbstractTreePredictor(FORM, 2, config, MemoryAccount(), 0)
+        self.predictor.learn(Sealed(CHUNKS, TOKENS, [self.keys], lambda: iter([self.keys])), self.keys, None)
+        self.states = 2 * torch.randn(2, HEADS, 8, generator=generator)
+        values = torch.randn(2, 2, TOKENS, 4, generator=generator)
+        self.entries = FORM.entries(self.keys, values, torch.empty(2, TOKENS, FORM.entry_width))
+        self.products = (self.states.unflatten(1, (2, 3)) @ self.keys.transpose(2, 3)).flatten(1, 2)
+
+    def choose(self, budget: int, visible: torch.Tensor | None = None) -> tuple[np.ndarray, Choice]:
+        """The chunks that are brought, and the choice."""
+        query = Query(self.states, SCALING, visible, lambda: self.keys[:, :, :0])
+        deciding = cast(Generator[Choice, torch.Tensor, Choice], self.predictor.select(query, budget, False))
+        asked = next(deciding)
+        brought = self.entries.unflatten(1, (CHUNKS, CHUNK))[torch.arange(2)[:, None], np.maximum(asked.units, 0)]
+        with pytest.raises(StopIteration) as end:
+            deciding.send(brought)
+        assert np.array_equal(end.value.value.units, asked.units)
+        return asked.units, end.value.value
+
+    def tokens(self, choice: Choice) -> list[list[int]]:
+        """The tokens that each row keeps."""
+        assert choice.keep is not None
+        places = choice.units[:, :, None] * CHUNK + np.arange(CHUNK)
+        return [row[keep].tolist() for row, keep in zip(places, choice.keep, strict=True)]
+
+
+def test_bounds_hold_and_are_attained_by_a_corner() -> None:
+    """No key of a chunk scores above or below; and the bound is a sum over components of the better end."""
+    case = Case()
+    parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
+    upper, lower = bounds(case.states, parts.amin(3), parts.amax(3))
+    scores = case.products.unflatten(2, (CHUNKS, CHUNK))
+    assert (scores <= upper.unsqueeze(3) + 1e-4).all() and (scores >= lower.unsqueeze(3) - 1e-4).all()
+    ends = torch.stack([parts.amin(3), parts.amax(3)], 3).repeat_interleave(3, 1)  # (2, H, n, 2, D)
+    each = case.states[:, :, None, None] * ends
+    torch.testing.assert_close(upper, each.amax(3).sum(-1))
+    torch.testing.assert_close(lower, each.amin(3).sum(-1))
+    single = case.keys[:, :, :5]
+    exact = bounds(case.states, single, single)
+    torch.testing.assert_close(exact[0], case.products[..., :5])
+    torch.testing.assert_close(exact[1], case.products[..., :5])
+
+
+def test_all_heads_weigh_the_same() -> None:
+    """Whatever the size of a head's scores, the chunks' importance by their upper bounds sums to one for each."""
+    case = Case()
+    case.states[:, 2] *= 10
+    parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
+    upper, _ = bounds(case.states, parts.amin(3), parts.amax(3))
+    weights = Weights.of(case.states, SCALING, upper)
+    assert weights.importance(upper).sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
+    expected = (upper * SCALING).softmax(-1).sum(1)
+    np.testing.assert_allclose(weights.importance(upper), expected.numpy(), rtol=1e-5)
+
+
+def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
+    """As found by all bounds, and by all scores of what was brought; the sinks are among both."""
+    case = Case()
+    units, choice = case.choose(6)
+    parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
+    upper, _ = bounds(case.states, parts.amin(3), parts.amax(3))
+    shift = (upper * SCALING).logsumexp(-1, keepdim=True)
+    importance = (upper * SCALING - shift).exp().sum(1)
+    importance[:, 0] = torch.inf
+    tokens = (case.products * SCALING - shift).exp().sum(1)
+    tokens[:, :3] = torch.inf
+    for row, kept in enumerate(case.tokens(choice)):
+        assert units[row].tolist() == sorted(importance[row].topk(6).indices.tolist())
+        inside = torch.full((CHUNKS, CHUNK), -torch.inf)
+        inside[units[row]] = tokens[row].unflatten(0, (CHUNKS, CHUNK))[units[row]]
+        assert kept == sorted(inside.flatten().topk(43).indices.tolist())
+
+
+def test_a_guess_names_what_would_be_brought() -> None:
+    case = Case()
+    query = Query(case.states, SCALING, None, lambda: case.keys[:, :, :0])
+    guess = case.predictor.select(query, 6, True)
+    assert isinstance(guess, Choice) and guess.keep is None
+    assert np.array_equal(guess.units, case.choose(6)[0])
+
+
+def test_padding_is_not_kept_and_sinks_are_where_a_row_begins() -> None:
+    case = Case()
+    visible = torch.ones(2, TOKENS + 9, dtype=torch.bool)
+    visible[1, : 5 * CHUNK + 7] = False
+    units, choice = case.choose(6, visible)
+    first, second = case.tokens(choice)
+    assert first[:3] == [0, 1, 2] and len(first) == len(second) == 43
+    begin = 5 * CHUNK + 7
+    assert units[1].min() == 5 and second[:3] == [begin, begin + 1, begin + 2]
+
+
+def test_a_row_with_little_that_is_no_padding_keeps_all_of_that() -> None:
+    case = Case()
+    visible = torch.ones(2, TOKENS, dtype=torch.bool)
+    visible[1, : -CHUNK - 4] = False
+    units, choice = case.choose(6, visible)
+    kept = case.tokens(choice)
+    assert len(kept[0]) == 43 and kept[1] == list(range(TOKENS - CHUNK - 4, TOKENS))
+    assert units[1].tolist() == [CHUNKS - 2, CHUNKS - 1, -1, -1, -1, -1]
+
+
+def test_what_is_judged_is_counted() -> None:
+    """All chunks, and half as many as the tokens of those that are brought: two tokens are one evaluation."""
+    case = Case()
+    case.choose(6)
+    assert case.predictor.judged == 2 * TOKENS
+    assert case.predictor.evaluations == 2 * (CHUNKS + 6 * CHUNK // 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
+def test_parts_of_what_was_brought(size: int) -> None:
+    """A judge's bounds and scores are those of the parts' keys; hidden tokens, and those that are always there."""
+    case, generator = Case(), np.random.default_rng(1)
+    keys = case.keys.transpose(1, 2).unflatten(1, (CHUNKS, CHUNK))  # (2, E, G, Hk, D)
+    upper, _ = bounds(case.states, case.keys, case.keys)
+    weights = Weights.of(case.states, SCALING, upper)
+    always, hidden = (generator.random((2, TOKENS)) < share for share in (0.02, 0.2))
+    always &= ~hidden
+    judge = LookedAt(weights, keys, always, hidden)
+    nodes = np.stack([generator.permutation(TOKENS // size)[:7] for _ in range(2)])
+    plain = weights.importance(case.products)
+    plain[always], plain[hidden] = np.inf, -np.inf
+    plain = np.take_along_axis(plain.reshape(2, -1, size), nodes[:, :, None], 1)
+    np.testing.assert_allclose(judge.scores(nodes, size), plain, rtol=1e-4)
+    most, least = judge.bounds(nodes, size)
+    assert (most >= plain.max(2) * (1 - 1e-4)).all() and (least <= plain.min(2) * (1 + 1e-4)).all()
+    assert np.array_equal(np.isinf(most), np.isinf(plain.max(2)))
+    if size == 1:
+        np.testing.assert_allclose(most, plain[..., 0], rtol=1e-4)
+        np.testing.assert_allclose(least, plain[..., 0], rtol=1e-4)
