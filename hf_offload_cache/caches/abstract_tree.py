@@ -19,7 +19,10 @@ from .abstract_tree_fit import fit_abstract_tree
 
 
 class AbstractTreeLayer(SelectiveLayer):
-    """A layer whose chunks are brought by their abstracts, and whose tokens are chosen within them."""
+    """A layer whose chunks are brought by their abstracts, and whose tokens are chosen within them; each key head has
+    chunks of its own."""
+
+    heads_apart: ClassVar[bool] = True
 
     def make_predictor(self) -> AbstractTreePredictor:
         config, form, storage = self.shared.config, self.history.form, self.shared.storage
@@ -31,7 +34,8 @@ class AbstractTreeLayer(SelectiveLayer):
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         assert isinstance(config, SelectiveConfig)
         chunks = sealed_groups(kind.form, config, context)
-        return AbstractTreePredictor.plan(kind.form, config, chunks, kind.rows, kind.num_heads)
+        heads = kind.num_heads * kind.batch // kind.rows
+        return AbstractTreePredictor.plan(kind.form, config, chunks, kind.rows, heads)
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:

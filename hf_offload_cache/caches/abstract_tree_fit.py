@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..memory.fit import LEAST_SELECTED
-from ..memory.search import SHORT_TAIL, STREAM_SHARES, Search
+from ..memory.search import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from ..stores.base import DEVICE_BLOCK
 from .abstract_tree_config import AbstractTreeConfig
 
@@ -48,6 +48,8 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         while fewer > LEAST_SELECTED:
             fewer = max(LEAST_SELECTED, fewer * 3 // 4)
             yield {**chunk, **_selecting(fewer, _OPENED[-1])}
+        for recent in (SHORT_TAIL // 2, LEAST_RECENT):
+            yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, _OPENED[-1])}
 
 
 def _selecting(tokens: int, opened: float) -> dict[str, int]:

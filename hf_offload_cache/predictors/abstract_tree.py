@@ -29,28 +29,62 @@ def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tup
     return upper.flatten(1, 2), lower.flatten(1, 2)
 
 
+def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
+    """How well chunks stand with the heads of a row, at most and at least: two of (rows, n) float32.
+
+    Each head has a queue of chunks, by their `upper` bounds (rows, heads, n). First in some head's queue is `places`,
+    and a little more where others have it among their first `places` too; 0 is in none of these. At least: as if the
+    chunk stood where its `lower` bound does. So no head drowns the others, whatever the size of its scores and however
+    loose its bounds: one that looks for a single thing is heard by its first places, where a sum over heads of what
+    bounds allow loses it.
+    """
+    rows, heads, count = upper.shape
+    places = min(places, count)
+    first = upper.argpartition(count - places, 2)[:, :, count - places :] if places < count else np.broadcast_to(
+        np.arange(count), upper.shape
+    )  # fmt: skip
+    values = np.take_along_axis(upper, first, 2)
+    order = np.argsort(-values, 2, kind="stable")
+    first, values = np.take_along_axis(first, order, 2), np.take_along_axis(values, order, 2)
+    beaten = values[:, :, None] > np.take_along_axis(lower, first, 2)[:, :, :, None]
+    points = np.arange(places, 0, -1, dtype=np.float32)
+    most, least, all_points = (np.zeros((rows, count), dtype=np.float32) for _ in range(3))
+    row = np.arange(rows)[:, None]
+    for head in range(heads):
+        here = first[:, head]
+        most[row, here] = np.maximum(most[row, here], points)
+        least[row, here] = np.maximum(least[row, here], places - beaten[:, head].sum(2))
+        all_points[row, here] += points
+    return most + all_points / (heads * places + 1), least
+
+
 @dataclass(frozen=True)
 class Weights:
-    """How much a token matters to queries (B, H, D), by its scores."""
+    """How much tokens matter to queries (rows, heads, D), by their scores: the sum over heads of shares of each head's
+    attention, of which `total` (rows, heads, 1) is the logarithm of the whole."""
 
     states: torch.Tensor
     scaling: float
-    shift: torch.Tensor
-    """(B, H, 1) float32, taken from the scaled scores of each head: so all heads weigh the same."""
+    total: torch.Tensor
 
     @classmethod
-    def of(cls, states: torch.Tensor, scaling: float, upper: torch.Tensor) -> Weights:
-        """By what chunks score at most, (B, H, n)."""
-        return cls(states, scaling, (upper * scaling).logsumexp(-1, keepdim=True))
+    def of(cls, states: torch.Tensor, scaling: float, *keys: torch.Tensor) -> Weights:
+        """Shares of the attention to keys (rows, Hk, ·, D) of several places."""
+        scores = torch.cat([_products(states, part) for part in keys], -1)
+        return cls(states, scaling, (scores * scaling).logsumexp(-1, keepdim=True))
 
-    def importance(self, scores: torch.Tensor) -> np.ndarray:
-        """Of tokens with products `scores` (B, H, n) float32: (B, n) float32."""
-        return (scores * self.scaling - self.shift).exp_().sum(1).cpu().numpy()
+    def importance(self, products: torch.Tensor) -> np.ndarray:
+        """Of tokens with these products (rows, heads, n) float32: (rows, n) float32."""
+        return (products * self.scaling - self.total).exp_().sum(1).cpu().numpy()
 
     def of_keys(self, keys: torch.Tensor) -> np.ndarray:
-        """Of tokens with these keys (B, Hk, n, D)."""
-        products = self.states.unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)
-        return self.importance(products.flatten(1, 2).float())
+        """Of tokens with these keys (rows, Hk, n, D)."""
+        return self.importance(_products(self.states, keys))
+
+
+def _products(states: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Of queries (rows, heads, D) with keys (rows, Hk, n, D): (rows, heads, n) float32."""
+    return (states.unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)).flatten(1, 2).float()
 
 
 class LookedAt:
@@ -106,8 +140,9 @@ class LookedAt:
 class AbstractTreePredictor(SummaryPredictor):
     """Abstracts (rows, chunks, 2, Hk, D) in memory: the least and the largest of each component of a chunk's keys.
 
-    The chunks with the highest upper bounds are brought; which of their tokens are attended to is found by their keys.
-    What a token matters is the sum over heads of the exponentials of its scores, of which each head's sum is the same.
+    Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their upper
+    bounds are brought; which of their tokens are attended to is found by their keys: by the sum over the row's heads of
+    shares of the attention to all that is there.
     """
 
     evaluations = 0
@@ -120,7 +155,7 @@ class AbstractTreePredictor(SummaryPredictor):
 
     @classmethod
     def plan(cls, form: RecordFormat, config: SelectiveConfig, chunks: int, rows: int, heads: int) -> LayerPlan:
-        """What one layer takes for `chunks` chunks a row, with `heads` query heads a sequence."""
+        """What one layer takes for `chunks` chunks a row, with `heads` query heads a row."""
         plan = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads)
         looked = _look_bytes(form, rows, heads, min(cls._most(config, form, chunks), chunks) * form.group_size)
         return plan + LayerPlan(shared=Planned(decode={"judging": looked}))
@@ -134,12 +169,11 @@ class AbstractTreePredictor(SummaryPredictor):
         """As `Predictor.select`; what a guess would bring is not looked into."""
         assert self._held is not None
         group, config = self.form.group_size, self.config
-        with self._account.holding("scores", score_bytes(self.rows, query.states.shape[1], self.units)):
+        states = query.states.to(self._held.dtype).reshape(self.rows, -1, query.states.shape[2])
+        with self._account.holding("scores", score_bytes(self.rows, states.shape[1], self.units)):
             abstracts = self._held[:, : self.units].permute(2, 0, 3, 1, 4)
-            states = query.states.to(abstracts.dtype)
-            upper, lower = bounds(states, abstracts[0], abstracts[1])
-            weights = Weights.of(states, query.scaling, upper)
-            most, least = weights.importance(upper), weights.importance(lower)
+            upper, lower = (bound.cpu().numpy() for bound in bounds(states, abstracts[0], abstracts[1]))
+            most, least = standing(upper, lower, min(budget, self.units))
         most = with_sinks(most, config.num_sinks, group, query.visible)
         if query.visible is not None:  # of a chunk with padding, not all tokens are to be had
             seen = query.visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
@@ -154,19 +188,19 @@ class AbstractTreePredictor(SummaryPredictor):
             return Choice(units)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
-        return self._look(query, weights, units, most, wanted)
+        return self._look(query, states, units, most, wanted)
 
     def _look(
-        self, query: Query, weights: Weights, units: np.ndarray, most: np.ndarray, wanted: int
+        self, query: Query, states: torch.Tensor, units: np.ndarray, most: np.ndarray, wanted: int
     ) -> Generator[Choice, torch.Tensor, Choice]:
         """Bring the chunks `units` (rows, E), and keep the best of their tokens, judged by their keys."""
         entries, form = (yield Choice(units)), self.form
         keys = entries[..., : form.key_width].unflatten(-1, (form.num_key_heads, form.key_dim))
         always, hidden = self._marks(units, query.visible)
         tokens = units.shape[1] * form.group_size
-        with self._account.holding("judging", _look_bytes(form, self.rows, query.states.shape[1], tokens)):
-            judge = LookedAt(weights, keys, always, hidden)
-            keep = best_tokens(judge.all_scores(), wanted)
+        with self._account.holding("judging", _look_bytes(form, self.rows, states.shape[1], tokens)):
+            weights = Weights.of(states, query.scaling, keys.flatten(1, 2).transpose(1, 2), query.recent())
+            keep = best_tokens(LookedAt(weights, keys, always, hidden).all_scores(), wanted)
         self.evaluations += int((units >= 0).sum()) * form.group_size // 2
         return Choice(units, keep.reshape(*units.shape, form.group_size), most)
 

@@ -8,6 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_offload_cache import AbstractTreeConfig
 from hf_offload_cache.fetch.choice import Choice
@@ -15,7 +17,7 @@ from hf_offload_cache.history.base import Sealed
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, LookedAt, Weights, bounds
+from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, LookedAt, Weights, bounds, standing
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.testing import PredictorTests
 
@@ -88,16 +90,47 @@ def test_bounds_hold_and_are_attained_by_a_corner() -> None:
     torch.testing.assert_close(exact[1], case.products[..., :5])
 
 
-def test_all_heads_weigh_the_same() -> None:
-    """Whatever the size of a head's scores, the chunks' importance by their upper bounds sums to one for each."""
+def test_where_chunks_stand() -> None:
+    """First in a head's queue by the upper bound: before all that are second in each; at least, as if each stood where
+    its lower bound is. A head of large scores is heard as any other."""
+    upper = np.array([[[900, 500, 800, 100, 0], [1, 2, 3, 9, 4]]], dtype=np.float32)
+    lower = np.array([[[850, 0, 450, 0, 0], [0, 0, 0, 3.5, 0]]], dtype=np.float32)
+    most, least = standing(upper, lower, 3)
+    assert np.floor(most).tolist() == [[3, 1, 2, 3, 2]]  # 2 and 4 are second in one queue each
+    assert most[0, 2] > most[0, 4]  # and 2 third in the other
+    # 0: none is above 850; 2: 900 and 500 (and its own 800) are above 450; 3: itself and 4 are above 3.5
+    assert least.tolist() == [[2, 0, 0, 1, 0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(heads=st.integers(1, 4), chunks=st.integers(1, 30), places=st.integers(1, 12), seed=st.integers(0, 2**16))
+def test_standing_against_a_plain_count(heads: int, chunks: int, places: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    upper = generator.random((2, heads, chunks), dtype=np.float32)
+    lower = upper - generator.random(upper.shape, dtype=np.float32)
+    most, least = standing(upper, lower, places)
+    places = min(places, upper.shape[2])
+    for row in range(2):
+        for chunk in range(upper.shape[2]):
+            ranks = (upper[row] > upper[row, :, chunk : chunk + 1]).sum(1)
+            worst = (upper[row] > lower[row, :, chunk : chunk + 1]).sum(1)
+            assert int(most[row, chunk]) == max(0, places - ranks.min())
+            inside = ranks < places
+            assert least[row, chunk] == (np.maximum(0, places - worst)[inside].max() if inside.any() else 0)
+
+
+def test_shares_of_each_head_sum_to_one() -> None:
+    """Whatever the size of its scores: over all that is there, in one place or several."""
     case = Case()
     case.states[:, 2] *= 10
-    parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
-    upper, _ = bounds(case.states, parts.amin(3), parts.amax(3))
-    weights = Weights.of(case.states, SCALING, upper)
-    assert weights.importance(upper).sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
-    expected = (upper * SCALING).softmax(-1).sum(1)
-    np.testing.assert_allclose(weights.importance(upper), expected.numpy(), rtol=1e-5)
+    weights = Weights.of(case.states, SCALING, case.keys[:, :, :100], case.keys[:, :, 100:])
+    assert weights.of_keys(case.keys).sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
+    expected = (_products_of(case) * SCALING).softmax(-1).sum(1)
+    np.testing.assert_allclose(weights.of_keys(case.keys), expected.numpy(), rtol=1e-4, atol=1e-9)
+
+
+def _products_of(case: Case) -> torch.Tensor:
+    return (case.states.unflatten(1, (2, 3)) @ case.keys.transpose(2, 3)).flatten(1, 2)
 
 
 def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
@@ -105,17 +138,15 @@ def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
     case = Case()
     units, choice = case.choose(6)
     parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
-    upper, _ = bounds(case.states, parts.amin(3), parts.amax(3))
-    shift = (upper * SCALING).logsumexp(-1, keepdim=True)
-    importance = (upper * SCALING - shift).exp().sum(1)
-    importance[:, 0] = torch.inf
-    tokens = (case.products * SCALING - shift).exp().sum(1)
-    tokens[:, :3] = torch.inf
+    upper, lower = (bound.numpy() for bound in bounds(case.states, parts.amin(3), parts.amax(3)))
+    most, _ = standing(upper, lower, 6)
+    most[:, 0] = np.inf
     for row, kept in enumerate(case.tokens(choice)):
-        assert units[row].tolist() == sorted(importance[row].topk(6).indices.tolist())
-        inside = torch.full((CHUNKS, CHUNK), -torch.inf)
-        inside[units[row]] = tokens[row].unflatten(0, (CHUNKS, CHUNK))[units[row]]
-        assert kept == sorted(inside.flatten().topk(43).indices.tolist())
+        assert units[row].tolist() == sorted(np.argsort(-most[row])[:6].tolist())
+        there = (units[row][:, None] * CHUNK + np.arange(CHUNK)).reshape(-1)
+        shares = (case.products[row][:, there] * SCALING).softmax(-1).sum(0)
+        shares[:3] = torch.inf
+        assert kept == sorted(there[shares.topk(43).indices].tolist())
 
 
 def test_a_guess_names_what_would_be_brought() -> None:
@@ -160,8 +191,7 @@ def test_parts_of_what_was_brought(size: int) -> None:
     """A judge's bounds and scores are those of the parts' keys; hidden tokens, and those that are always there."""
     case, generator = Case(), np.random.default_rng(1)
     keys = case.keys.transpose(1, 2).unflatten(1, (CHUNKS, CHUNK))  # (2, E, G, Hk, D)
-    upper, _ = bounds(case.states, case.keys, case.keys)
-    weights = Weights.of(case.states, SCALING, upper)
+    weights = Weights.of(case.states, SCALING, case.keys)
     always, hidden = (generator.random((2, TOKENS)) < share for share in (0.02, 0.2))
     always &= ~hidden
     judge = LookedAt(weights, keys, always, hidden)
