@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -58,83 +57,13 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     return most + all_points / (heads * places + 1), least
 
 
-@dataclass(frozen=True)
-class Weights:
-    """How much tokens matter to queries (rows, heads, D), by their scores: the sum over heads of shares of each head's
-    attention, of which `total` (rows, heads, 1) is the logarithm of the whole."""
-
-    states: torch.Tensor
-    scaling: float
-    total: torch.Tensor
-
-    @classmethod
-    def of(cls, states: torch.Tensor, scaling: float, *keys: torch.Tensor) -> Weights:
-        """Shares of the attention to keys (rows, Hk, ·, D) of several places."""
-        scores = torch.cat([_products(states, part) for part in keys], -1)
-        return cls(states, scaling, (scores * scaling).logsumexp(-1, keepdim=True))
-
-    def importance(self, products: torch.Tensor) -> np.ndarray:
-        """Of tokens with these products (rows, heads, n) float32: (rows, n) float32."""
-        return (products * self.scaling - self.total).exp_().sum(1).cpu().numpy()
-
-    def of_keys(self, keys: torch.Tensor) -> np.ndarray:
-        """Of tokens with these keys (rows, Hk, n, D)."""
-        return self.importance(_products(self.states, keys))
-
-
-def _products(states: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Of queries (rows, heads, D) with keys (rows, Hk, n, D): (rows, heads, n) float32."""
-    return (states.unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)).flatten(1, 2).float()
-
-
-class LookedAt:
-    """A `Judge` of chunks whose keys (rows, E, G, Hk, D) are there: chunk e of a row is tokens [e G, (e + 1) G).
-
-    `always` (rows, E G) bool: before all others; `hidden`: not to be chosen, None: none.
-    """
-
-    def __init__(self, weights: Weights, keys: torch.Tensor, always: np.ndarray, hidden: np.ndarray | None) -> None:
-        self._weights, self._keys = weights, keys
-        self._always, self._hidden = always, hidden
-
-    def bounds(self, nodes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        keys = self._of(nodes, size)
-        weights = self._weights
-        upper, lower = bounds(weights.states, keys.amin(2).transpose(1, 2), keys.amax(2).transpose(1, 2))
-        most, least = weights.importance(upper), weights.importance(lower)
-        always, hidden = self._flags(self._always, nodes, size), self._flags(self._hidden, nodes, size)
-        most[always.any(2)] = least[always.all(2)] = np.inf
-        most[hidden.all(2)] = least[hidden.any(2)] = -np.inf
-        return most, least
-
-    def all_scores(self) -> np.ndarray:
-        """Of all tokens, (rows, E G)."""
-        found = self._weights.of_keys(self._keys.flatten(1, 2).transpose(1, 2))
-        found[self._always] = np.inf
-        if self._hidden is not None:
-            found[self._hidden] = -np.inf
-        return found
-
-    def scores(self, nodes: np.ndarray, size: int) -> np.ndarray:
-        keys = self._of(nodes, size).flatten(1, 2).transpose(1, 2)
-        found = self._weights.of_keys(keys).reshape(*nodes.shape, size)
-        found[self._flags(self._always, nodes, size)] = np.inf
-        found[self._flags(self._hidden, nodes, size)] = -np.inf
-        return found
-
-    def _of(self, nodes: np.ndarray, size: int) -> torch.Tensor:
-        """Keys (rows, n, size, Hk, D) of nodes."""
-        keys, each = self._keys, self._keys.shape[2] // size
-        parts = keys.unflatten(2, (each, size))
-        index = torch.from_numpy(np.maximum(nodes, 0)).to(keys.device)
-        return parts[torch.arange(len(keys), device=keys.device)[:, None], index // each, index % each]
-
-    @staticmethod
-    def _flags(flags: np.ndarray | None, nodes: np.ndarray, size: int) -> np.ndarray:
-        """Those of the nodes' tokens, (rows, n, size)."""
-        if flags is None:
-            return np.zeros((*nodes.shape, size), dtype=bool)
-        return np.take_along_axis(flags.reshape(len(flags), -1, size), np.maximum(nodes, 0)[:, :, None], 1)
+def shares(states: torch.Tensor, scaling: float, keys: torch.Tensor, others: torch.Tensor) -> np.ndarray:
+    """What tokens with `keys` (rows, Hk, n, D) have of the attention of queries (rows, heads, D) to these and to
+    `others` (rows, Hk, t, D), summed over heads: (rows, n) float32."""
+    grouped = states.unflatten(1, (keys.shape[1], -1))
+    products = [grouped @ part.transpose(2, 3) for part in (keys, others)]
+    attention = torch.cat(products, -1).float().mul_(scaling).softmax(-1)
+    return attention[..., : keys.shape[2]].sum((1, 2)).cpu().numpy()
 
 
 class AbstractTreePredictor(SummaryPredictor):
@@ -199,8 +128,11 @@ class AbstractTreePredictor(SummaryPredictor):
         always, hidden = self._marks(units, query.visible)
         tokens = units.shape[1] * form.group_size
         with self._account.holding("judging", _look_bytes(form, self.rows, states.shape[1], tokens)):
-            weights = Weights.of(states, query.scaling, keys.flatten(1, 2).transpose(1, 2), query.recent())
-            keep = best_tokens(LookedAt(weights, keys, always, hidden).all_scores(), wanted)
+            found = shares(states, query.scaling, keys.flatten(1, 2).transpose(1, 2), query.recent())
+            found[always] = np.inf
+            if hidden is not None:
+                found[hidden] = -np.inf
+            keep = best_tokens(found, wanted)
         self.evaluations += int((units >= 0).sum()) * form.group_size // 2
         return Choice(units, keep.reshape(*units.shape, form.group_size), most)
 

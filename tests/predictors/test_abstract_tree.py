@@ -17,7 +17,7 @@ from hf_offload_cache.history.base import Sealed
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, LookedAt, Weights, bounds, standing
+from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds, shares, standing
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.testing import PredictorTests
 
@@ -120,17 +120,15 @@ def test_standing_against_a_plain_count(heads: int, chunks: int, places: int, se
 
 
 def test_shares_of_each_head_sum_to_one() -> None:
-    """Whatever the size of its scores: over all that is there, in one place or several."""
+    """Whatever the size of its scores: over all that is there, in one place and the other."""
     case = Case()
     case.states[:, 2] *= 10
-    weights = Weights.of(case.states, SCALING, case.keys[:, :, :100], case.keys[:, :, 100:])
-    assert weights.of_keys(case.keys).sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
-    expected = (_products_of(case) * SCALING).softmax(-1).sum(1)
-    np.testing.assert_allclose(weights.of_keys(case.keys), expected.numpy(), rtol=1e-4, atol=1e-9)
-
-
-def _products_of(case: Case) -> torch.Tensor:
-    return (case.states.unflatten(1, (2, 3)) @ case.keys.transpose(2, 3)).flatten(1, 2)
+    here, there = case.keys[:, :, :100], case.keys[:, :, 100:]
+    found = [shares(case.states, SCALING, here, there), shares(case.states, SCALING, there, here)]
+    whole = np.concatenate(found, 1)
+    assert whole.sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
+    products = (case.states.unflatten(1, (2, 3)) @ case.keys.transpose(2, 3)).flatten(1, 2)
+    np.testing.assert_allclose(whole, (products * SCALING).softmax(-1).sum(1).numpy(), rtol=1e-4, atol=1e-9)
 
 
 def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
@@ -184,25 +182,3 @@ def test_what_is_judged_is_counted() -> None:
     case.choose(6)
     assert case.predictor.judged == 2 * TOKENS
     assert case.predictor.evaluations == 2 * (CHUNKS + 6 * CHUNK // 2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 8, 16])
-def test_parts_of_what_was_brought(size: int) -> None:
-    """A judge's bounds and scores are those of the parts' keys; hidden tokens, and those that are always there."""
-    case, generator = Case(), np.random.default_rng(1)
-    keys = case.keys.transpose(1, 2).unflatten(1, (CHUNKS, CHUNK))  # (2, E, G, Hk, D)
-    weights = Weights.of(case.states, SCALING, case.keys)
-    always, hidden = (generator.random((2, TOKENS)) < share for share in (0.02, 0.2))
-    always &= ~hidden
-    judge = LookedAt(weights, keys, always, hidden)
-    nodes = np.stack([generator.permutation(TOKENS // size)[:7] for _ in range(2)])
-    plain = weights.importance(case.products)
-    plain[always], plain[hidden] = np.inf, -np.inf
-    plain = np.take_along_axis(plain.reshape(2, -1, size), nodes[:, :, None], 1)
-    np.testing.assert_allclose(judge.scores(nodes, size), plain, rtol=1e-4)
-    most, least = judge.bounds(nodes, size)
-    assert (most >= plain.max(2) * (1 - 1e-4)).all() and (least <= plain.min(2) * (1 + 1e-4)).all()
-    assert np.array_equal(np.isinf(most), np.isinf(plain.max(2)))
-    if size == 1:
-        np.testing.assert_allclose(most, plain[..., 0], rtol=1e-4)
-        np.testing.assert_allclose(least, plain[..., 0], rtol=1e-4)
