@@ -15,7 +15,8 @@ class AbstractTreeConfig(SelectiveConfig):
     """The fields that all caches have, and those of chunks and of what is looked into. Sizes in tokens a sequence and
     layer."""
 
-    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "chunk_size")
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "chunk_size", "abstracts")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "abstracts")
 
     num_selected: int | None = 400  # type: ignore[assignment]
     """Tokens attended beyond sinks and latest ones. None: `selected_share` of those that are held."""
@@ -23,6 +24,9 @@ class AbstractTreeConfig(SelectiveConfig):
     """Of the tokens held, those that are attended to where `num_selected` is None."""
     chunk_size: int | None = None
     """Tokens a chunk, a power of two: what has an abstract, and is a record on disk. None: 64."""
+    abstracts: str | None = None
+    """Where the abstracts of chunks are: "memory", a 64th of keys and values at chunks of 64; "disk", from where they
+    are read for every query. None: in memory, or where `for_budget` finds that they fit."""
     num_opened: int | None = None
     """Tokens of the chunks that a step brings and looks into, among which it finds those that it attends to. None: two
     and a half times as many as it attends to."""
@@ -51,6 +55,7 @@ class AbstractTreeConfig(SelectiveConfig):
         share = self.selected_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"selected_share must be a number above 0, at most 1, got {share!r}: use 0.1")
+        self._one_of("abstracts", (None, "memory", "disk"))
         if self.num_selected is not None:
             super()._check_selection()
         if self.num_opened is not None:

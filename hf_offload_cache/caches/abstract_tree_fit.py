@@ -20,8 +20,8 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
     """The best configuration that fits: 400 tokens of 1,000 that are looked into, and what is left for slots.
 
     Where that does not fit, these give way, one after another: reading ahead, the queue and the buffers of streams, the
-    latest tokens, what is looked into, what is attended to, and at last the chunks' size, since smaller ones have more
-    abstracts. Raises `BudgetError` with the least memory that would do.
+    abstracts, which are read from the disk then, the latest tokens, what is looked into, what is attended to, and at
+    last the chunks' size. Raises `BudgetError` with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):
@@ -42,6 +42,8 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
             yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
         chunk["look_ahead"] = False
         yield {**chunk, **of_size.least_streams()}
+        chunk["abstracts"] = "disk"
+        yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
         chunk.update(of_size.least_streams(SHORT_TAIL))
         yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
         fewer = wanted

@@ -117,6 +117,8 @@ class SelectiveLayer(SelectivePlan):
                 asked = decision.send((fetcher.bring if brings else fetcher.look)(self.history, cast(Any, asked)))
         except StopIteration as end:
             return cast(Choice, end.value)
+        finally:
+            decision.close()  # what it holds while it waits for a look that failed
 
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
         """What a step attends to: of several queries (candidates that are verified) the union of their choices, cut to

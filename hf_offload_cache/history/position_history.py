@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,7 @@ from .captured_history import check_captured
 from .packing import packing_bytes, piece_groups, sealed_groups
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
-
-
-def _weak_call(method: Callable[[], Iterator[torch.Tensor]]) -> Callable[[], Iterator[torch.Tensor]]:
-    """Calls a method of an object that it does not keep: one that the object itself holds makes no cycle."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> Iterator[torch.Tensor]:
-        found = held()
-        assert found is not None, "the history is gone"
-        return found()
-
-    return call
+from .weak_call import weak_call
 
 
 class PositionHistory:
@@ -64,7 +52,7 @@ class PositionHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
-        self._weak_keys = _weak_call(self._stored_keys)
+        self._weak_keys = weak_call(self._stored_keys)
         self._nothing = Sealed(0, 0, [], self._weak_keys)
 
     @staticmethod
@@ -112,19 +100,27 @@ class PositionHistory:
         """
         store = require_freezable(self.store)
         self._storage.prefetcher.flush(store)
-        self._storage.prefetcher.check_written(store, np.unique(self.table.ids).astype(np.int64))
+        self._storage.prefetcher.check_written(store, self.named(store.capacity).nonzero()[0])
         store.freeze()
         if not isinstance(store, LayeredStore):
-            self.store = self._storage.layer_store([store], self.form.record_bytes, self._name)
-            self.table.move(self.store)
+            self.move(self._storage.layer_store([store], self.form.record_bytes, self._name))
             self._storage.stores.remove(store)
         assert isinstance(self.store, LayeredStore)
-        self.store.merge(self.table.named(self.store.capacity))
+        self.store.merge(self.named(self.store.capacity))
         return self.store.parts
+
+    def named(self, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store hold something of some row: (count,), bool."""
+        return self.table.named(count)
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self.store = store
+        self.table.move(store)
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         edges = np.cumsum([part.capacity for part in parts])
-        return np.split(self.table.named(self.store.capacity), edges[:-1])
+        return np.split(self.named(self.store.capacity), edges[:-1])
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`: views, valid until the next change."""

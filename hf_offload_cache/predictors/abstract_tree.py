@@ -97,10 +97,14 @@ class AbstractTreePredictor(SummaryPredictor):
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         """As `Predictor.select`; what a guess would bring is not looked into."""
         assert self._held is not None
+        return self.judge(query, budget, guess, self._held[:, : self.units])
+
+    def judge(self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor) -> Decision:
+        """`select` by these abstracts (rows, chunks, 2, Hk, D)."""
         group, config = self.form.group_size, self.config
-        states = query.states.to(self._held.dtype).reshape(self.rows, -1, query.states.shape[2])
+        states = query.states.to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
         with self._account.holding("scores", score_bytes(self.rows, states.shape[1], self.units)):
-            abstracts = self._held[:, : self.units].permute(2, 0, 3, 1, 4)
+            abstracts = abstracts.permute(2, 0, 3, 1, 4)
             upper, lower = (bound.cpu().numpy() for bound in bounds(states, abstracts[0], abstracts[1]))
             most, least = standing(upper, lower, min(budget, self.units))
         most = with_sinks(most, config.num_sinks, group, query.visible)

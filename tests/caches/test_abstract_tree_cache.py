@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,8 @@ from harness import generate, prompt
 from long_llama import long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
+from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.model.geometry import Geometry
 
 LENGTH = 700
@@ -28,6 +32,7 @@ LENGTH = 700
         ({"selected_share": 0.0}, "selected_share must be a number above 0"),
         ({"selected_share": True}, "selected_share must be a number above 0"),
         ({"num_opened": 100}, "num_opened must be at least 400"),
+        ({"abstracts": "tape"}, "abstracts must be one of"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
         ({"num_selected": None, "num_opened": 0}, "num_opened must be at least 1"),
     ],
@@ -114,3 +119,96 @@ def test_what_is_left_out_matters() -> None:
         exact = model(ids[:, :1], past_key_values=cache).logits.numpy()
     far = [float(np.abs(logits - exact).mean()) for logits in found]
     assert far[0] > far[1] > far[2] and far[2] < 1e-5
+
+
+FIELDS: dict[str, Any] = {"chunk_size": 4, "num_selected": 40, "num_recent": 8, "num_sinks": 3, "block_tokens": 64}
+
+
+def logits_of(cache: Any, model: Any) -> list[torch.Tensor]:
+    """What a cache answers in padded beams, a second turn after a crop into what was sealed, and with candidates."""
+    mask = harness.padding(2, LENGTH, 53)
+    ids = prompt(model, 2, LENGTH).masked_fill(mask == 0, harness.PAD)
+    found = [generate(model, cache, ids, num_beams=3, max_new_tokens=6, attention_mask=mask).logits]
+    cache.reset()
+    out = generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=12)
+    cache.crop(-45)
+    ids = torch.cat([out.tokens[:, : cache.tokens], prompt(model, 2, 3, seed=9)], 1)
+    found += [out.logits, generate(model, cache, ids, max_new_tokens=40).logits]
+    cache.reset()
+    repeated = harness.repetitive_prompt(model, LENGTH)
+    found.append(generate(model, cache, repeated, prompt_lookup_num_tokens=4, max_new_tokens=16).logits)
+    return found
+
+
+def test_abstracts_on_the_disk_choose_as_those_in_memory() -> None:
+    """To the bit, in all ways of decoding, while they are fewer in memory by far."""
+    model, found, held = long_model(), [], []
+    for place in ("memory", "disk"):
+        with harness.unchanged(model), checked(AbstractTreeCache)(model, abstracts=place, **FIELDS) as cache:
+            found.append(logits_of(cache, model))
+            owners = cache.report().memory_by_owner
+            held.append(owners.get("summaries", 0) + owners.get("abstracts", 0))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    # of 175 chunks those of one page, which has 4, are in memory
+    assert 20 * held[1] < held[0]
+
+
+def test_contexts_keep_abstracts_on_the_disk(tmp_path: Path) -> None:
+    """A fork and an opened context go on to the bit, and read what was written; the field stays as it was saved."""
+    model = long_model()
+    question = prompt(model, 1, 9, seed=8)
+
+    def answer(cache: AbstractTreeCache) -> torch.Tensor:
+        return generate(model, cache, torch.cat([cache.input_ids, question], 1), max_new_tokens=8).logits
+
+    with AbstractTreeCache(model, path=tmp_path, abstracts="disk", **FIELDS) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        cache.save(tmp_path / "context")
+        with cache.fork() as twin:
+            forked = answer(twin)
+        with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path) as opened:
+            assert opened.config.abstracts == "disk"
+            assert torch.equal(answer(opened), forked)
+        assert torch.equal(answer(cache), forked)
+    with pytest.raises(ConfigError, match="abstracts"):
+        AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, abstracts="memory")
+    with AbstractTreeCache.open(tmp_path / "context", model, memory="2/3", max_context=2 * LENGTH) as planned:
+        assert planned.config.abstracts == "disk"
+        # after the question, which attends to everything, in blocks of another size: float32 rounding
+        torch.testing.assert_close(answer(planned)[0], forked[0], rtol=0, atol=1e-5)
+        assert planned.report().selected_fraction < 1
+
+
+def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
+    """And nothing stays in the account of what it held; the next step is as if it had not been."""
+    model, logits = long_model(), []
+    ids = prompt(model, 1, LENGTH)
+    for fails in (False, True):
+        with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            before = dict(cache.storage.account.by_owner)
+            if fails:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Fetcher, "look", failing)
+                    with pytest.raises(StoreError):
+                        model(ids[:, 1:2], past_key_values=cache)
+                assert cache.storage.account.by_owner.get("judging", 0) == before.get("judging", 0) == 0
+                assert cache.tokens == LENGTH + 1
+            logits.append(model(ids[:, 1:2], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def failing(*given: Any) -> torch.Tensor:
+    raise StoreError(errno.EIO, "was made to fail")
+
+
+def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
+    """They go to the disk before less is selected."""
+    geometry = Geometry.of(long_model())
+    full = geometry.full_kv_bytes(131072, 1)
+    roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}) for share in (13, 24))
+    assert (roomy.abstracts, tight.abstracts) == (None, "disk")
+    assert (tight.num_selected, tight.num_opened) == (400, 1000)
+    assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 24

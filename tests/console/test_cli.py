@@ -124,7 +124,7 @@ def test_path_is_left_empty(run, tmp_path):
         (["--set", "=3"], "FIELD=VALUE"),
         (["--max-new-tokens", "0"], "at least 1, got '0'"),
         (["--prefill-chunk", "-5"], "at least 1, got '-5'"),
-        (["--cache", "disk-swop"], "disk-swap, dynamic, or module:Class, got 'disk-swop': did you mean 'disk-swap'"),
+        (["--cache", "disk-swop"], "dynamic, or module:Class, got 'disk-swop': did you mean 'disk-swap'"),
         (["--dtype", "int3"], "invalid choice"),
         (["--cache", "dynamic", "--compare"], "--compare sets another cache beside DynamicCache"),
         (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),

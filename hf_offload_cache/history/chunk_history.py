@@ -1,0 +1,106 @@
+"""All tokens of one layer, and on the disk beside them an abstract of each chunk of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig
+from ..fetch.storage import Storage
+from ..memory.plan import LayerPlan
+from ..stores.base import Store
+from ..stores.freezable import FreezableStore
+from .abstract_pages import AbstractPages, check_pages
+from .captured_history import check_captured
+from .packing import sealed_groups
+from .position_history import PositionHistory
+from .record_format import RecordFormat
+
+
+class ChunkHistory(PositionHistory):
+    """A `PositionHistory` whose store also has `pages`: what a predictor puts there moves, and is kept in contexts,
+    with the units that it is of."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        form: RecordFormat,
+        rows: int,
+        device: torch.device,
+        config: OffloadConfig,
+        name: str,
+        store: Store | None = None,
+    ) -> None:
+        super().__init__(storage, form, rows, device, config, name, store)
+        self.pages = AbstractPages(storage, self.store, form, rows, device, name)
+
+    @staticmethod
+    def planned_pages(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
+        """What the pages take, beside what `planned` says."""
+        return AbstractPages.planned(form, sealed_groups(form, config, context), rows)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + self.pages.table.nbytes
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def named(self, count: int) -> np.ndarray:
+        return super().named(count) | self.pages.table.named(count)
+
+    def move(self, store: Store) -> None:
+        super().move(store)
+        self.pages.move(store)
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "pages": self.pages.capture()}
+
+    @classmethod
+    def restore(
+        cls,
+        storage: Storage,
+        tree: dict[str, Any],
+        parts: Sequence[FreezableStore],
+        device: torch.device,
+        config: OffloadConfig,
+        name: str,
+    ) -> ChunkHistory:
+        table, form = tree["table"], RecordFormat(**tree["form"])
+        records, ids = sum(part.capacity for part in parts), table.cpu().numpy() if torch.is_tensor(table) else None
+        check_captured(form, ids, tree["tail"], tree["length"], records, name, config.group_size)
+        rows, units = table.shape
+        check_pages(form, tree.get("pages"), rows, units, records, name)
+        history = super().restore(storage, tree, parts, device, config, name)
+        assert isinstance(history, ChunkHistory)
+        history.pages.restore(tree["pages"])
+        return history
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        """As `History.truncate`; the pages first, since what is read back of them may fail with nothing changed."""
+        group, units = self.form.group_size, self.units
+        if length < units * group:
+            units = max(0, length - self._num_recent) // group
+        dropped = self.pages.truncate(units) if units < self.pages.units else None
+        freed = super().truncate(length)
+        if dropped is None or not dropped.size:
+            return freed
+        return dropped if freed is None else np.concatenate([freed, dropped])
+
+    def sweep(self, always: bool = False) -> np.ndarray | None:
+        freed = super().sweep(always)
+        if freed is None:
+            return None
+        return np.concatenate([freed, self.pages.table.sweep()])
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        self.pages.select_rows(rows)
+
+    def close(self) -> None:
+        self.pages.close()
+        super().close()
