@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +14,17 @@ from ..core.offload_layer import OffloadLayer
 from ..core.planned import LayerKind
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
-from ..history.abstract_pages import AbstractPages
+from ..errors import BudgetError
+from ..fetch.choice import Choice
+from ..fetch.fetched import Fetched
+from ..fetch.staging import Staging
+from ..history.abstract_pages import AbstractPages, page_size
 from ..history.base import History
 from ..history.chunk_history import ChunkHistory
 from ..history.packing import sealed_groups
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
-from ..memory.plan import LayerPlan
+from ..memory.plan import LayerPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from ..predictors.abstract_tree import AbstractTreePredictor
@@ -33,6 +39,8 @@ class AbstractTreeLayer(SelectiveLayer):
     chunks of its own."""
 
     heads_apart: ClassVar[bool] = True
+    following: AbstractTreeLayer | None = None
+    """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         config, shared = self.shared.config, self.shared
@@ -64,7 +72,29 @@ class AbstractTreeLayer(SelectiveLayer):
         assert isinstance(config, SelectiveConfig)
         chunks, heads = sealed_groups(kind.form, config, context), kind.num_heads * kind.batch // kind.rows
         predictor = StoredAbstractsPredictor if _on_disk(config) else AbstractTreePredictor
-        return predictor.plan(kind.form, config, chunks, kind.rows, heads)
+        plan = predictor.plan(kind.form, config, chunks, kind.rows, heads)
+        if _on_disk(config):
+            area = kind.rows * (chunks // page_size(kind.form)) * kind.form.record_bytes * Staging.sides(kind.device)
+            plan = plan + LayerPlan(shared=Planned(decode={"staging": area}))
+        return plan
+
+    # Abstracts on the disk are read a layer early (LeoAM, section 4.4).
+
+    def begin_look(self) -> None:
+        """Start to read the abstracts that this layer's next query will be held against. Where that fails, the query
+        reads them."""
+        history = self.history if self._sparse() else None
+        if isinstance(history, ChunkHistory) and self.can_choose() and history.units > self.budget:
+            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+                self.fetcher.begin_look(history, history.pages.extents())
+
+    def fetched(self, choice: Choice, fetched: Fetched) -> None:
+        if self.following is not None:
+            self.following.begin_look()
+
+    def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
+        super().prefetch_for(states, visible)
+        self.begin_look()  # what was begun was for the guess
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
@@ -87,6 +117,18 @@ class AbstractTreeCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
     config: AbstractTreeConfig
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
+        if _on_disk(self.config):
+            for layer, following in pairwise(self.selective):
+                assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)
+                layer.following = following
+
+    def before_selecting(self) -> None:
+        first = self._selective.get(0)  # no layer is before it
+        if isinstance(first, AbstractTreeLayer) and _on_disk(self.config):
+            first.begin_look()
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -40,6 +40,7 @@ class Selecting:
 
     def __post_init__(self) -> None:
         self.areas = Areas(self.storage.account, self.reads_ahead)
+        self.looks = Areas(self.storage.account)
         self.workspace = Workspace(self.storage.account, "scores")
         self.generator = torch.Generator().manual_seed(0)
 
@@ -78,6 +79,7 @@ class Selecting:
     def rest(self) -> None:
         """A step that selects nothing comes: give back what only selecting needs; slots are the layers'."""
         self.areas.release()
+        self.looks.release()
         self.workspace.release()
 
     def reset(self) -> None:
@@ -87,6 +89,7 @@ class Selecting:
         self.version += 1
         self.generator.manual_seed(0)
         self.areas.reset()
+        self.looks.reset()
         self.workspace.release()
 
     def capture(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class SelectiveLayer(SelectivePlan):
             if self._fetcher is None or capacity != self._capacity:
                 self.drop_fetcher()
                 tiers, areas = self.make_tiers(capacity), selecting.areas
-                self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx)
+                self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx, selecting.looks)
             self._fetcher.most_units = selecting.units(None, group, units * group)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
@@ -238,7 +238,7 @@ class SelectiveLayer(SelectivePlan):
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""
         if self._fetcher is not None:
-            self._fetcher.drop_ahead()
+            self._fetcher.drop_reads()
 
     # --- changes -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -14,6 +16,9 @@ from .placing import distinct
 from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from .early_look import EarlyLook
 
 
 class AreaReads:
@@ -65,8 +70,8 @@ class AreaReads:
                 into.put(target[here], payloads, rows[here] - start)
         self._areas.give_back(area)
 
-    def look(self, history: Source, extents: Extents, room: int) -> torch.Tensor:
-        """As `Fetcher.look`, at most `room` records at a time."""
+    def look(self, history: Source, extents: Extents, room: int, early: EarlyLook | None = None) -> torch.Tensor:
+        """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
         form = history.form
         (rows, width), records = extents.records.shape, extents.records.reshape(-1)
         places = (records >= 0).nonzero()[0]
@@ -74,6 +79,11 @@ class AreaReads:
         if places.size:
             wanted, which = distinct(records[places])
             each = slice(wanted.size) if which is None else which
+            came = None if early is None else early.come(wanted)
+            if early is not None and came is not None:
+                ByteRows(out).put(places, came.payloads(wanted.size, form), each)
+                early.give_back(came)
+                return out.view(rows, width, form.group_size, form.entry_width)
             area = self._areas.borrow(room * form.record_bytes, history.device)
             ticket = self.read(history, wanted[:room], area)
             self.fill(history, ByteRows(out), places, wanted, each, ticket, area, room)

@@ -12,6 +12,7 @@ from ..errors import CacheClosedError
 from .area_reads import AreaReads
 from .areas import Areas
 from .choice import Choice, Extents
+from .early_look import EarlyLook
 from .fetched import Fetched, Source, valid_entries
 from .placing import Found, among, distinct, keep, keep_in, kept_of, take_resident
 from .read_ahead import ReadAhead
@@ -30,16 +31,19 @@ class Fetcher:
         tiers: nearest first; closed by the fetcher.
         most_units: units a row that a step wants at most: what areas are made for at once; a gather may want more.
         layer_idx: on which line of the timeline waits are shown; None: on none.
+        looks: areas for `begin_look`; None: it does nothing.
     """
 
     def __init__(
-        self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None
-    ) -> None:
+        self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None,
+        looks: Areas | None = None,
+    ) -> None:  # fmt: skip
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_units = most_units
         self._several = len(self.tiers) > 1
         self._layer_idx = layer_idx
         self._reads = AreaReads(storage, areas, layer_idx)
+        self._early = None if looks is None else EarlyLook(storage, looks, layer_idx)
         self._ahead: ReadAhead | None = None
         self.latest: Choice | None = None
         """What was gathered last; None after a change of the rows."""
@@ -94,6 +98,12 @@ class Fetcher:
         if self._ahead is not None:
             with contextlib.suppress(OSError, CacheClosedError):
                 self._areas.give_back(self._land().area, ahead=True)
+
+    def drop_reads(self) -> None:
+        """As `drop_ahead`, of everything that is under way."""
+        self.drop_ahead()
+        if self._early is not None:
+            self._early.drop()
 
     def _land(self) -> ReadAhead:
         """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with."""
@@ -240,14 +250,20 @@ class Fetcher:
     def look(self, history: Source, extents: Extents) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
         valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are. Raises as `gather`."""
-        return self._reads.look(history, extents, self._room(history))
+        return self._reads.look(history, extents, self._room(history), self._early)
+
+    def begin_look(self, history: Source, extents: Extents) -> None:
+        """Start to read what the next `look` will probably ask for, where there are areas for that. What it raises has
+        changed nothing; a read that fails is made anew by the look. May outlive the step."""
+        if self._early is not None:
+            self._early.begin(history, extents)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def rows_changed(self) -> None:
         """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
         self.latest = self._areas.filled = None
-        self.drop_ahead()
+        self.drop_reads()
 
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing read of them is valid."""

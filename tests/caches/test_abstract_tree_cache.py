@@ -17,6 +17,7 @@ from long_llama import long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
+from hf_offload_cache.fetch.early_look import EarlyLook
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.model.geometry import Geometry
 
@@ -173,7 +174,7 @@ def test_contexts_keep_abstracts_on_the_disk(tmp_path: Path) -> None:
         assert torch.equal(answer(cache), forked)
     with pytest.raises(ConfigError, match="abstracts"):
         AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, abstracts="memory")
-    with AbstractTreeCache.open(tmp_path / "context", model, memory="2/3", max_context=2 * LENGTH) as planned:
+    with AbstractTreeCache.open(tmp_path / "context", model, memory="2MiB", max_context=2 * LENGTH) as planned:
         assert planned.config.abstracts == "disk"
         # after the question, which attends to everything, in blocks of another size: float32 rounding
         torch.testing.assert_close(answer(planned)[0], forked[0], rtol=0, atol=1e-5)
@@ -212,3 +213,24 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
     assert (roomy.abstracts, tight.abstracts) == (None, "disk")
     assert (tight.num_selected, tight.num_opened) == (400, 1000)
     assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 24
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query of every step finds its layer's read begun, also after a guess has looked."""
+    came: list[bool] = []
+    come = EarlyLook.come
+
+    def watched(early: EarlyLook, records: np.ndarray) -> Any:
+        found = come(early, records)
+        came.append(found is not None)
+        return found
+
+    monkeypatch.setattr(EarlyLook, "come", watched)
+    model = long_model()
+    with AbstractTreeCache(model, abstracts="disk", look_ahead=look_ahead, **FIELDS) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
+        looks = cache.selecting.looks  # type: ignore[union-attr]
+        assert (looks._borrowed, looks._lent) == ([], 0)
+    assert len(came) == 5 * (3 + (2 if look_ahead else 0))  # no layer guesses for the first
+    assert all(came)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -338,6 +339,62 @@ def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
     assert sorted(store.taken()) == [5, 6, 8, 19]
     assert torch.equal(seen.look(source, Extents(units([-1], [-1]))), torch.zeros(2, 1, GROUP, WIDTH))
     assert_areas_are_back(seen._areas)
+
+
+# ---------------------------------------------------------------------------------------------- early looks
+
+
+def test_a_look_that_was_begun_reads_nothing_more(storage: Storage) -> None:
+    """In any order, with records that several want; each read serves one look."""
+    store, looks = ReadsSeen(filled(storage)), Areas(storage.account)
+    source, seen = Source(store, np.arange(20).reshape(2, 10)), Fetcher(
+        storage, Areas(storage.account), [], 8, looks=looks
+    )
+    extents = Extents(units([5, -1, 6], [6, 5, 3]))
+    seen.begin_look(source, extents)
+    got = seen.look(source, extents)
+    assert sorted(store.taken()) == [3, 5, 6]
+    assert torch.equal(got[0], torch.stack([content(5), torch.zeros(GROUP, WIDTH), content(6)]))
+    assert torch.equal(got[1], torch.stack([content(6), content(5), content(3)]))
+    assert_areas_are_back(looks)
+    assert torch.equal(seen.look(source, extents), got) and sorted(store.taken()) == [3, 5, 6]
+
+
+def test_a_look_at_something_else_drops_what_was_begun(storage: Storage) -> None:
+    store, looks = ReadsSeen(filled(storage)), Areas(storage.account)
+    source, seen = Source(store, np.arange(10)[None]), Fetcher(storage, Areas(storage.account), [], 8, looks=looks)
+    again = functools.partial(seen.begin_look, source, Extents(units([9])))
+    for drop in (lambda: None, seen.drop_reads, seen.rows_changed, again):
+        seen.begin_look(source, Extents(units([1, 2])))
+        drop()
+        assert torch.equal(seen.look(source, Extents(units([2, 4])))[0], torch.stack([content(2), content(4)]))
+        assert_areas_are_back(looks)
+        assert store.taken()[-2:] == [2, 4]
+    seen.close()
+    looks.release()
+    seen._areas.release()
+    assert storage.account.by_owner["staging"] == 0
+
+
+def test_an_early_look_that_failed_is_made_anew(storage: Storage) -> None:
+    looks = Areas(storage.account)
+    store = FaultyStore(filled(storage), "read", 1)
+    source, seen = Source(store, np.arange(10)[None]), Fetcher(storage, Areas(storage.account), [], 8, looks=looks)
+    seen.begin_look(source, Extents(units([1, 2])))
+    assert torch.equal(seen.look(source, Extents(units([1, 2])))[0], torch.stack([content(1), content(2)]))
+    assert store.calls == 2
+    assert_areas_are_back(looks)
+
+
+def test_without_room_no_look_is_begun(storage: Storage) -> None:
+    store, looks = ReadsSeen(filled(storage)), Areas(storage.account)
+    source, seen = Source(store, np.arange(10)[None]), Fetcher(storage, Areas(storage.account), [], 8, looks=looks)
+    seen.look(source, Extents(units([0])))
+    storage.account.limit = storage.account.current
+    seen.begin_look(source, Extents(units([1, 2])))
+    assert_areas_are_back(looks)
+    assert torch.equal(seen.look(source, Extents(units([1])))[0, 0], content(1))
+    assert fetcher(storage, 0, areas=seen._areas).begin_look(source, Extents(units([1]))) is None
 
 
 def test_others_fill_what_room_a_guess_leaves(storage: Storage) -> None:
