@@ -49,13 +49,15 @@ class AbstractTreeConfig(SelectiveConfig):
                 f"leave it out"
             )
         object.__setattr__(self, "group_size", self.chunk_size)
+        if self.abstracts is None:
+            object.__setattr__(self, "abstracts", "memory")
         super().__post_init__()
 
     def _check_selection(self) -> None:
         share = self.selected_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"selected_share must be a number above 0, at most 1, got {share!r}: use 0.1")
-        self._one_of("abstracts", (None, "memory", "disk"))
+        self._one_of("abstracts", ("memory", "disk"))
         if self.num_selected is not None:
             super()._check_selection()
         if self.num_opened is not None:

@@ -47,11 +47,11 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         chunk.update(of_size.least_streams(SHORT_TAIL))
         yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
         fewer = wanted
-        while fewer > LEAST_SELECTED:
+        while fewer > LEAST_SELECTED and search.fields.get("num_selected") is None:
             fewer = max(LEAST_SELECTED, fewer * 3 // 4)
             yield {**chunk, **_selecting(fewer, _OPENED[-1])}
         for recent in (SHORT_TAIL // 2, LEAST_RECENT):
-            yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, _OPENED[-1])}
+            yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
 
 
 def _selecting(tokens: int, opened: float) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,13 @@ from .staging import Staging
 from .storage import Storage
 from .ticket import Ticket
 
-if TYPE_CHECKING:
-    from .early_look import EarlyLook
+
+class Early(Protocol):
+    """Reads that were begun for a look: see `EarlyLook`."""
+
+    def come(self, records: np.ndarray) -> Staging | None: ...
+
+    def give_back(self, area: Staging) -> None: ...
 
 
 class AreaReads:
@@ -70,7 +75,7 @@ class AreaReads:
                 into.put(target[here], payloads, rows[here] - start)
         self._areas.give_back(area)
 
-    def look(self, history: Source, extents: Extents, room: int, early: EarlyLook | None = None) -> torch.Tensor:
+    def look(self, history: Source, extents: Extents, room: int, early: Early | None = None) -> torch.Tensor:
         """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
         form = history.form
         (rows, width), records = extents.records.shape, extents.records.reshape(-1)

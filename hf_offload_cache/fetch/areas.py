@@ -92,6 +92,7 @@ class Areas:
             self._drop_view()
             if size > room:
                 self._release_free()
+                self._drop_kept()
                 self._widened, room = True, size
             self._account.hold("selection", room * form.dtype.itemsize)
             memory = self._view = lasting_empty(room, dtype=form.dtype, device=device)
@@ -99,13 +100,16 @@ class Areas:
         self._parted = parts, view
         return view
 
-    def kept(self, rows: int, entries: int, form: Any, device: torch.device) -> torch.Tensor:
-        """Uninitialised entries (rows, entries, entry width), valid until the next. Raises `BudgetError`."""
+    def kept(self, rows: int, chosen: int, latest: int, form: Any, device: torch.device) -> torch.Tensor:
+        """Uninitialised entries (rows, chosen + latest, entry width), valid until the next; with room for the latest
+        ones to become whole units, as they will. Raises `BudgetError`."""
+        entries = chosen + latest
         size, memory = rows * entries * form.entry_width, self._kept
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             self._drop_kept()
-            self._account.hold("selection", size * form.dtype.itemsize)
-            memory = self._kept = lasting_empty(size, dtype=form.dtype, device=device)
+            room = rows * (chosen * form.entry_width + -(-latest // form.group_size) * form.payload_width)
+            self._account.hold("selection", room * form.dtype.itemsize)
+            memory = self._kept = lasting_empty(room, dtype=form.dtype, device=device)
         return memory[:size].view(rows, entries, form.entry_width)
 
     def narrow(self) -> None:

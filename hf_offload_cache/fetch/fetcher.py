@@ -25,7 +25,7 @@ class Fetcher:
     """Brings the records of one history to its device. Knows records alone: no layer, budget or padding.
 
     Tiers are asked in order, the nearest first; what none of them has is read, and kept in all of them. A gather that
-    raises has changed nothing: no tier, nothing of the history. For the thread that runs the model.
+    raises has changed nothing, of tiers what was brought before it aside. For the thread that runs the model.
 
     Args:
         tiers: nearest first; closed by the fetcher.

@@ -64,7 +64,7 @@ def kept_of(history: Source, view: View, valid: np.ndarray, areas: Areas) -> Fet
     form, recent = history.form, history.recent
     places, there = kept_entries(valid)
     (rows, chosen), whole = places.shape, view.entries.shape[1]
-    entries = areas.kept(rows, chosen + recent.shape[1], form, history.device)
+    entries = areas.kept(rows, chosen, recent.shape[1], form, history.device)
     entries[:, chosen:] = recent
     from_rows = (np.arange(rows)[:, None] * whole + places).reshape(-1)
     into_rows = (np.arange(rows)[:, None] * entries.shape[1] + np.arange(chosen)).reshape(-1)

@@ -66,7 +66,11 @@ class AbstractPages:
             self._count += part
             taken += part
             if self._count == self.each:
-                self._write()
+                try:
+                    self._write()
+                except Exception:
+                    self._count -= 1
+                    raise
 
     def _write(self) -> None:
         with self._storage.account.holding("packing", self.rows * self.form.record_bytes):
@@ -76,7 +80,11 @@ class AbstractPages:
             typed[:, size:] = 0
             typed[:, :size] = self._open.reshape(self.rows, size)
             ids = self.table.append(1)
-            self._storage.prefetcher.write(self._store, ids.reshape(-1), records)
+            try:
+                self._storage.prefetcher.write(self._store, ids.reshape(-1), records)
+            except Exception:
+                self.table.drop_last(1)
+                raise
             self._count = 0
 
     def extents(self) -> Extents:

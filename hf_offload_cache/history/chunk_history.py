@@ -35,7 +35,11 @@ class ChunkHistory(PositionHistory):
         store: Store | None = None,
     ) -> None:
         super().__init__(storage, form, rows, device, config, name, store)
-        self.pages = AbstractPages(storage, self.store, form, rows, device, name)
+        try:
+            self.pages = AbstractPages(storage, self.store, form, rows, device, name)
+        except BaseException:
+            self.tail.close()
+            raise
 
     @staticmethod
     def planned_pages(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
@@ -56,7 +60,8 @@ class ChunkHistory(PositionHistory):
         self.pages.move(store)
 
     def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "pages": self.pages.capture()}
+        whole = self.pages.units == self.units  # else who puts them there has to begin anew
+        return {**super().capture(), "pages": self.pages.capture() if whole else None}
 
     @classmethod
     def restore(
@@ -71,11 +76,13 @@ class ChunkHistory(PositionHistory):
         table, form = tree["table"], RecordFormat(**tree["form"])
         records, ids = sum(part.capacity for part in parts), table.cpu().numpy() if torch.is_tensor(table) else None
         check_captured(form, ids, tree["tail"], tree["length"], records, name, config.group_size)
-        rows, units = table.shape
-        check_pages(form, tree.get("pages"), rows, units, records, name)
+        (rows, units), pages = table.shape, tree.get("pages")
+        if pages is not None:
+            check_pages(form, pages, rows, units, records, name)
         history = super().restore(storage, tree, parts, device, config, name)
         assert isinstance(history, ChunkHistory)
-        history.pages.restore(tree["pages"])
+        if pages is not None:
+            history.pages.restore(pages)
         return history
 
     # --- changes -----------------------------------------------------------------------------------------------

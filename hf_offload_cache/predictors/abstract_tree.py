@@ -13,7 +13,7 @@ from ..fetch.fetched import kept_entries
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
-from .chunk_tree import best_tokens, front
+from .chunk_tree import above, best_tokens, front
 from .sinks import sink_units, with_sinks
 from .summaries import SummaryPredictor, score_bytes
 
@@ -22,10 +22,9 @@ def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tup
     """The highest and the lowest products (B, H, n) float32 of queries (B, H, D) with keys between `least` and `most`
     (B, Hk, n, D)."""
     grouped = states.unflatten(1, (least.shape[1], -1))
-    plus, minus = grouped.clamp(min=0), grouped.clamp(max=0)
-    sides = torch.cat([torch.cat([minus, plus], -1), torch.cat([plus, minus], -1)], 2)
-    upper, lower = (sides @ torch.cat([least, most], -1).transpose(2, 3)).float().chunk(2, 2)
-    return upper.flatten(1, 2), lower.flatten(1, 2)
+    signs = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], 2)  # above zero, below
+    high, low = ((signs @ side.transpose(2, 3)).float().chunk(2, 2) for side in (most, least))
+    return (high[0] + low[1]).flatten(1, 2), (low[0] + high[1]).flatten(1, 2)
 
 
 def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,24 +44,29 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     values = np.take_along_axis(upper, first, 2)
     order = np.argsort(-values, 2, kind="stable")
     first, values = np.take_along_axis(first, order, 2), np.take_along_axis(values, order, 2)
-    beaten = values[:, :, None] > np.take_along_axis(lower, first, 2)[:, :, :, None]
+    beaten = above(values, np.take_along_axis(lower, first, 2))
     points = np.arange(places, 0, -1, dtype=np.float32)
     most, least, all_points = (np.zeros((rows, count), dtype=np.float32) for _ in range(3))
     row = np.arange(rows)[:, None]
     for head in range(heads):
         here = first[:, head]
         most[row, here] = np.maximum(most[row, here], points)
-        least[row, here] = np.maximum(least[row, here], places - beaten[:, head].sum(2))
+        least[row, here] = np.maximum(least[row, here], places - beaten[:, head])
         all_points[row, here] += points
     return most + all_points / (heads * places + 1), least
 
 
-def shares(states: torch.Tensor, scaling: float, keys: torch.Tensor, others: torch.Tensor) -> np.ndarray:
-    """What tokens with `keys` (rows, Hk, n, D) have of the attention of queries (rows, heads, D) to these and to
-    `others` (rows, Hk, t, D), summed over heads: (rows, n) float32."""
+def shares(
+    states: torch.Tensor, keys: torch.Tensor, others: torch.Tensor, hidden: np.ndarray | None = None
+) -> np.ndarray:
+    """What tokens with `keys` (rows, Hk, n, D) have of the attention of scaled queries (rows, heads, D) to these and to
+    `others` (rows, Hk, t, D), summed over heads: (rows, n) float32. `hidden` (rows, n) bool: not seen by any."""
     grouped = states.unflatten(1, (keys.shape[1], -1))
-    products = [grouped @ part.transpose(2, 3) for part in (keys, others)]
-    attention = torch.cat(products, -1).float().mul_(scaling).softmax(-1)
+    attention = torch.cat([grouped @ part.transpose(2, 3) for part in (keys, others)], -1).float()
+    if hidden is not None:
+        own = attention[..., : keys.shape[2]]
+        own.masked_fill_(torch.from_numpy(hidden).to(own.device)[:, None, None], float("-inf"))
+    attention = attention.softmax(-1)
     return attention[..., : keys.shape[2]].sum((1, 2)).cpu().numpy()
 
 
@@ -85,9 +89,13 @@ class AbstractTreePredictor(SummaryPredictor):
     @classmethod
     def plan(cls, form: RecordFormat, config: SelectiveConfig, chunks: int, rows: int, heads: int) -> LayerPlan:
         """What one layer takes for `chunks` chunks a row, with `heads` query heads a row."""
-        plan = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads)
-        looked = _look_bytes(form, rows, heads, min(cls._most(config, form, chunks), chunks) * form.group_size)
-        return plan + LayerPlan(shared=Planned(decode={"judging": looked}))
+        plan, most = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads), cls._most
+        brought = min(most(config, form, chunks), chunks)
+        more = {
+            "judging": _look_bytes(form, rows, heads, brought * form.group_size),
+            "scores": _judge_bytes(rows, heads, chunks, brought) - score_bytes(rows, heads, chunks),
+        }
+        return plan + LayerPlan(shared=Planned(decode=more))
 
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:
@@ -102,17 +110,16 @@ class AbstractTreePredictor(SummaryPredictor):
     def judge(self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor) -> Decision:
         """`select` by these abstracts (rows, chunks, 2, Hk, D)."""
         group, config = self.form.group_size, self.config
-        states = query.states.to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
-        with self._account.holding("scores", score_bytes(self.rows, states.shape[1], self.units)):
-            abstracts = abstracts.permute(2, 0, 3, 1, 4)
-            upper, lower = (bound.cpu().numpy() for bound in bounds(states, abstracts[0], abstracts[1]))
-            most, least = standing(upper, lower, min(budget, self.units))
-        most = with_sinks(most, config.num_sinks, group, query.visible)
-        if query.visible is not None:  # of a chunk with padding, not all tokens are to be had
-            seen = query.visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
-            least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
+        states = (query.states * query.scaling).to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
         wanted = config.attended(self.units * group) + config.num_sinks
-        found = front(most, least, group, np.full(self.rows, wanted), budget)
+        with self._account.holding("scores", _judge_bytes(self.rows, states.shape[1], self.units, budget)):
+            upper, lower = (bound.cpu().numpy() for bound in bounds(states, *abstracts.permute(2, 0, 3, 1, 4)))
+            most, least = standing(upper, lower, min(budget, self.units))
+            most = with_sinks(most, config.num_sinks, group, query.visible)
+            if query.visible is not None:  # of a chunk with padding, not all tokens are to be had
+                seen = query.visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
+                least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
+            found = front(most, least, group, np.full(self.rows, wanted), budget)
         units, there = kept_entries(found.sure | found.unsure)
         most = np.take_along_axis(most, units, 1)
         if there is not None:
@@ -132,7 +139,7 @@ class AbstractTreePredictor(SummaryPredictor):
         always, hidden = self._marks(units, query.visible)
         tokens = units.shape[1] * form.group_size
         with self._account.holding("judging", _look_bytes(form, self.rows, states.shape[1], tokens)):
-            found = shares(states, query.scaling, keys.flatten(1, 2).transpose(1, 2), query.recent())
+            found = shares(states, keys.flatten(1, 2).transpose(1, 2), query.recent(), hidden)
             found[always] = np.inf
             if hidden is not None:
                 found[hidden] = -np.inf
@@ -141,18 +148,25 @@ class AbstractTreePredictor(SummaryPredictor):
         return Choice(units, keep.reshape(*units.shape, form.group_size), most)
 
     def _marks(self, units: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Of the tokens of chunks (rows, E): which are sinks, and which are padding; (rows, E G) bool."""
+        """Of the tokens of chunks (rows, E): which are sinks, and which are padding or of no chunk, -1; (rows, E G)
+        bool."""
         group, sinks = self.form.group_size, self.config.num_sinks
-        places = (units[:, :, None] * group + np.arange(group)).reshape(len(units), -1)
+        places = np.where(units[:, :, None] < 0, -1, units[:, :, None] * group + np.arange(group))
+        places = places.reshape(len(units), -1)
         if visible is None:
-            return (places >= 0) & (places < sinks), None
+            return (places >= 0) & (places < sinks), places < 0 if (units < 0).any() else None
         seen = visible.cpu().numpy()
         seen = np.repeat(seen, len(units) // len(seen), 0)
         first = seen.argmax(1)[:, None]
-        hidden = ~np.take_along_axis(seen, np.maximum(places, 0), 1)
+        hidden = ~np.take_along_axis(seen, np.maximum(places, 0), 1) | (places < 0)
         return (places >= first) & (places < first + sinks), hidden
 
 
+def _judge_bytes(rows: int, heads: int, chunks: int, places: int) -> int:
+    """Bounds in 32 bits and what they are made of, and what the queues of heads and of rows are sorted by."""
+    return rows * (24 * heads * chunks + 80 * heads * min(places, chunks) + 64 * chunks)
+
+
 def _look_bytes(form: RecordFormat, rows: int, heads: int, tokens: int) -> int:
-    """A copy of the keys that are looked at, and their scores in 32 bits, twice."""
-    return rows * tokens * (form.key_width * form.dtype.itemsize + 8 * heads)
+    """A copy of the keys that are looked at, and their scores in 32 bits, three times."""
+    return rows * tokens * (form.key_width * form.dtype.itemsize + 12 * heads)

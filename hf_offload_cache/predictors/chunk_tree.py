@@ -50,10 +50,7 @@ def front(upper: np.ndarray, lower: np.ndarray, size: int, wanted: np.ndarray, m
     queue, least = np.take_along_axis(upper, order, 1), np.take_along_axis(lower, order, 1)
     place = np.arange(nodes)
     # how many nodes have to be in the front until no upper bound outside is above each node's lower bound
-    both = np.argsort(np.concatenate([-least, -queue], 1), 1, kind="stable")
-    above = np.empty((rows, 2 * nodes), dtype=np.int64)
-    np.put_along_axis(above, both, np.cumsum(both >= nodes, 1), 1)
-    whole_from = np.maximum(above[:, :nodes], place + 1)
+    whole_from = np.maximum(above(queue, least), place + 1)
     counted = np.ones((rows, nodes + 2), dtype=np.int64)  # [m]: tokens that a front of m nodes is counted with
     counted[:, 0] = 0
     np.add.at(counted, (np.arange(rows)[:, None], whole_from), size - 1)
@@ -66,6 +63,15 @@ def front(upper: np.ndarray, lower: np.ndarray, size: int, wanted: np.ndarray, m
     for flags, part in zip(found, (sure, inside & ~sure), strict=True):
         np.put_along_axis(flags, order, part, 1)
     return Front(*found)
+
+
+def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """How many of `queue` (..., n) are above each of `least` (..., n): of one shape, int64."""
+    count = queue.shape[-1]
+    both = np.argsort(np.concatenate([-least, -queue], -1), -1, kind="stable")  # of equal ones, those of `least` first
+    passed = np.empty(both.shape, dtype=np.int64)
+    np.put_along_axis(passed, both, np.cumsum(both >= count, -1), -1)
+    return passed[..., :count]
 
 
 @dataclass(frozen=True)

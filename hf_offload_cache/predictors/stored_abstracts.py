@@ -59,7 +59,8 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
         with self._account.holding("judging", _looked_bytes(form, self.rows, self.units)):
             abstracts = pages.joined((yield pages.extents()))
             abstracts = abstracts.unflatten(2, (2, form.num_key_heads, form.key_dim))
-        decision = self.judge(query, budget, guess, abstracts)
+            decision = self.judge(query, budget, guess, abstracts)
+            del abstracts
         return decision if isinstance(decision, Choice) else (yield from decision)
 
     # Rows, units and contexts are the history's.

@@ -16,9 +16,11 @@ from harness import generate, prompt
 from long_llama import long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
+from hf_offload_cache.caches.abstract_tree import AbstractTreeLayer
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
 from hf_offload_cache.fetch.early_look import EarlyLook
 from hf_offload_cache.fetch.fetcher import Fetcher
+from hf_offload_cache.history.chunk_history import ChunkHistory
 from hf_offload_cache.model.geometry import Geometry
 
 LENGTH = 700
@@ -210,8 +212,8 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
     geometry = Geometry.of(long_model())
     full = geometry.full_kv_bytes(131072, 1)
     roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}) for share in (13, 24))
-    assert (roomy.abstracts, tight.abstracts) == (None, "disk")
-    assert (tight.num_selected, tight.num_opened) == (400, 1000)
+    assert (roomy.abstracts, tight.abstracts) == ("memory", "disk")
+    assert tight.num_selected == 400
     assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 24
 
 
@@ -234,3 +236,47 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.
         assert (looks._borrowed, looks._lent) == ([], 0)
     assert len(came) == 5 * (3 + (2 if look_ahead else 0))  # no layer guesses for the first
     assert all(came)
+
+
+def test_a_context_saved_with_abstracts_in_memory_stays_so(tmp_path: Path) -> None:
+    """In a budget that would have them on the disk: they stay, as the format fixes, or nothing fits."""
+    model = long_model()
+    with AbstractTreeCache(model, path=tmp_path, num_recent=8, num_selected=40, num_opened=100) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        cache.save(tmp_path / "context")
+    with AbstractTreeCache.open(tmp_path / "context", model, memory="4MiB", max_context=2 * LENGTH) as opened:
+        assert opened.config.abstracts == "memory" and opened.tokens == LENGTH + 3
+    with pytest.raises(BudgetError, match="abstracts='memory'"):
+        AbstractTreeCache.open(tmp_path / "context", model, memory="64KiB", max_context=2 * LENGTH)
+
+
+def test_a_page_that_fails_once_loses_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is repeated, and at the end all abstracts are those of the keys: no page is taken for what it is not."""
+    model = long_model()
+    ids = prompt(model, 1, LENGTH + 60)
+    with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
+        model(ids[:, :LENGTH], past_key_values=cache)
+        write, failed = cache.storage.prefetcher.write, []
+        history = cache.offloaded[1].history
+        assert isinstance(history, ChunkHistory)
+
+        def watched(store: Any, records: np.ndarray, out: Any) -> None:
+            if not failed and store is history.store and np.isin(records, history.pages.table.ids).any():
+                failed.append(cache.tokens)
+                raise StoreError(errno.EIO, "was made to fail")
+            write(store, records, out)
+
+        monkeypatch.setattr(cache.storage.prefetcher, "write", watched)
+        for token in ids[:, LENGTH:].split(1, 1):
+            try:
+                model(token, past_key_values=cache)
+            except StoreError:
+                model(token, past_key_values=cache)
+        assert failed and cache.tokens == LENGTH + 60
+        for layer in cache.offloaded:
+            assert isinstance(layer, AbstractTreeLayer) and isinstance(layer.history, ChunkHistory)
+            pages, units = layer.history.pages, layer.history.units
+            assert pages.units == units
+            found = pages.joined(layer.fetcher.look(layer.history, pages.extents()))
+            keys = layer.history.whole()[0][:, 0, : units * 4].unflatten(1, (-1, 4))
+            assert torch.equal(found, torch.cat([keys.amin(2), keys.amax(2)], -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.errors import ContextError, StoreError
+from hf_offload_cache.errors import BudgetError, ContextError, StoreError
 from hf_offload_cache.fetch.areas import Areas
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history.abstract_pages import AbstractPages, page_size
 from hf_offload_cache.history.chunk_history import ChunkHistory
 from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.rolling_tail import RollingTail
 from hf_offload_cache.testing import FaultyStore
 from hf_offload_cache.testing.histories import some_keys_and_values
 
@@ -172,8 +174,6 @@ def test_what_does_not_hold_together(storage: Storage, part: str, wrong: Any, sa
     tree["pages"] = {**tree["pages"], part: wrong(tree["pages"][part])}
     with pytest.raises(ContextError, match=f"layer 0 of the context does not hold together: its abstracts: {said}"):
         ChunkHistory.restore(storage, tree, filled.history.store.parts, CPU, CONFIG, "layer 0")
-    with pytest.raises(ContextError, match="they are"):
-        ChunkHistory.restore(storage, {**tree, "pages": None}, filled.history.store.parts, CPU, CONFIG, "layer 0")
 
 
 def test_what_is_held_is_planned_and_given_back(storage: Storage) -> None:
@@ -200,3 +200,41 @@ def test_clear(storage: Storage) -> None:
     filled.history.pages.append(again[:, :, None].expand(-1, -1, 32).contiguous())
     filled.expected = again
     filled.check()
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_page_that_could_not_be_written(storage: Storage, append: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for one: there are fewer abstracts than units, until those that are missing come again."""
+    filled = Filled(storage, 2)
+    filled.append(58)
+    pages = filled.history.pages
+    more = torch.arange(8.0).expand(2, 8)[:, :, None].expand(-1, -1, 32).contiguous()
+    assert (pages.units, pages.each) == (13, 3)
+    with monkeypatch.context() as patch:
+        if append:
+            patch.setattr(pages.table, "append", failing)
+        else:
+            patch.setattr(storage.prefetcher, "write", failing)
+        with pytest.raises(StoreError):
+            pages.append(more)
+    assert pages.units == 14 and pages.table.num_groups == 4
+    named = filled.history.named(filled.history.store.capacity).sum()
+    assert named == 2 * (filled.history.units + 4)
+    tree = filled.history.capture()
+    assert tree["pages"] is None  # a context that is saved now is opened without
+    filled.truncate(52)
+    filled.check()
+    pages.truncate(5)
+    pages.append(more)
+    assert pages.units == 13
+
+
+def failing(*given: Any) -> None:
+    raise StoreError(errno.EIO, "was made to fail")
+
+
+def test_a_history_without_room_for_a_page_holds_nothing(storage: Storage) -> None:
+    storage.account.limit = RollingTail.planned(FORM, 2, CONFIG.num_recent)
+    with pytest.raises(BudgetError):
+        ChunkHistory(storage, FORM, 2, CPU, CONFIG, "layer 0")
+    assert storage.account.by_owner["rolling tail"] == 0

@@ -124,7 +124,8 @@ def test_shares_of_each_head_sum_to_one() -> None:
     case = Case()
     case.states[:, 2] *= 10
     here, there = case.keys[:, :, :100], case.keys[:, :, 100:]
-    found = [shares(case.states, SCALING, here, there), shares(case.states, SCALING, there, here)]
+    scaled = case.states * SCALING
+    found = [shares(scaled, here, there), shares(scaled, there, here)]
     whole = np.concatenate(found, 1)
     assert whole.sum(1) == pytest.approx([HEADS, HEADS], rel=1e-5)
     products = (case.states.unflatten(1, (2, 3)) @ case.keys.transpose(2, 3)).flatten(1, 2)
@@ -182,3 +183,26 @@ def test_what_is_judged_is_counted() -> None:
     case.choose(6)
     assert case.predictor.judged == 2 * TOKENS
     assert case.predictor.evaluations == 2 * (CHUNKS + 6 * CHUNK // 2)
+
+
+def test_chunks_that_a_row_does_not_have_keep_nothing() -> None:
+    """A row brings fewer chunks than another: what stands for the others is zeros, which score above its tokens."""
+    case = Case(num_selected=16, num_sinks=0)
+    case.keys[0] = -case.states[0].unflatten(0, (2, 3)).mean(1)[:, None] * (1 + torch.arange(CHUNKS)).repeat_interleave(
+        CHUNK
+    )[:, None]  # fmt: skip
+    case.predictor.truncate(0)
+    case.predictor.learn(Sealed(CHUNKS, TOKENS, [case.keys], lambda: iter([case.keys])), case.keys, None)
+    case.entries = FORM.entries(case.keys, torch.zeros(2, 2, TOKENS, 4), torch.empty(2, TOKENS, FORM.entry_width))
+    units, choice = case.choose(10)
+    assert (units[0] < 0).any() and (units[1] >= 0).all()
+    assert choice.keep is not None and choice.keep.sum((1, 2)).tolist() == [16, 16]
+    assert not choice.keep[units < 0].any()
+
+
+def test_large_scores_in_half_precision() -> None:
+    """Products beyond 65,504, of scores that are not: scaled before they are made."""
+    keys = torch.full((1, 1, 4, 64), 30.0, dtype=torch.float16)
+    keys[:, :, 2] *= 1.01
+    found = shares(torch.full((1, 2, 64), 40.0, dtype=torch.float16) * 0.125, keys, keys[:, :, :0])
+    assert np.isfinite(found).all() and found[0].argmax() == 2
