@@ -43,14 +43,12 @@ class AbstractTreeLayer(SelectiveLayer):
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
-        config, shared = self.shared.config, self.shared
-        kind = ChunkHistory if _on_disk(config) else PositionHistory
-        return kind(shared.storage, form, rows, device, config, self.name)
+        config = self.shared.config
+        return _history_class(config)(self.shared.storage, form, rows, device, config, self.name)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
-        config, shared = self.shared.config, self.shared
-        kind = ChunkHistory if _on_disk(config) else PositionHistory
-        return kind.restore(shared.storage, tree, parts, device, config, self.name)
+        config = self.shared.config
+        return _history_class(config).restore(self.shared.storage, tree, parts, device, config, self.name)
 
     @classmethod
     def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -104,6 +102,10 @@ class AbstractTreeLayer(SelectiveLayer):
 def _on_disk(config: OffloadConfig) -> bool:
     """An exact cache judges nothing."""
     return isinstance(config, AbstractTreeConfig) and config.abstracts == "disk" and not config.exact
+
+
+def _history_class(config: OffloadConfig) -> type[PositionHistory]:
+    return ChunkHistory if _on_disk(config) else PositionHistory
 
 
 class AbstractTreeCache(SelectiveCache):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..config import OffloadConfig
 from ..fetch.storage import Storage
-from ..memory.plan import LayerPlan
 from ..stores.base import Store
-from ..stores.freezable import FreezableStore
 from .abstract_pages import AbstractPages, check_pages
-from .captured_history import check_captured
-from .packing import sealed_groups
 from .position_history import PositionHistory
 from .record_format import RecordFormat
 
@@ -24,27 +18,13 @@ class ChunkHistory(PositionHistory):
     """A `PositionHistory` whose store also has `pages`: what a predictor puts there moves, and is kept in contexts,
     with the units that it is of."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        form: RecordFormat,
-        rows: int,
-        device: torch.device,
-        config: OffloadConfig,
-        name: str,
-        store: Store | None = None,
-    ) -> None:
-        super().__init__(storage, form, rows, device, config, name, store)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         try:
-            self.pages = AbstractPages(storage, self.store, form, rows, device, name)
+            self.pages = AbstractPages(self._storage, self.store, self.form, self.rows, self.device, self._name)
         except BaseException:
             self.tail.close()
             raise
-
-    @staticmethod
-    def planned_pages(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
-        """What the pages take, beside what `planned` says."""
-        return AbstractPages.planned(form, sealed_groups(form, config, context), rows)
 
     @property
     def tables_nbytes(self) -> int:
@@ -64,25 +44,17 @@ class ChunkHistory(PositionHistory):
         return {**super().capture(), "pages": self.pages.capture() if whole else None}
 
     @classmethod
-    def restore(
-        cls,
-        storage: Storage,
-        tree: dict[str, Any],
-        parts: Sequence[FreezableStore],
-        device: torch.device,
-        config: OffloadConfig,
-        name: str,
-    ) -> ChunkHistory:
-        table, form = tree["table"], RecordFormat(**tree["form"])
-        records, ids = sum(part.capacity for part in parts), table.cpu().numpy() if torch.is_tensor(table) else None
-        check_captured(form, ids, tree["tail"], tree["length"], records, name, config.group_size)
-        (rows, units), pages = table.shape, tree.get("pages")
-        if pages is not None:
-            check_pages(form, pages, rows, units, records, name)
-        history = super().restore(storage, tree, parts, device, config, name)
+    def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
+        rows, units = ids.shape
+        if tree.get("pages") is not None:
+            check_pages(form, tree["pages"], rows, units, records, name)
+
+    @classmethod
+    def restore(cls, storage: Storage, tree: dict[str, Any], *given: Any) -> ChunkHistory:
+        history = super().restore(storage, tree, *given)
         assert isinstance(history, ChunkHistory)
-        if pages is not None:
-            history.pages.restore(pages)
+        if tree.get("pages") is not None:
+            history.pages.restore(tree["pages"])
         return history
 
     # --- changes -----------------------------------------------------------------------------------------------

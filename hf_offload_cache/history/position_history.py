@@ -149,16 +149,20 @@ class PositionHistory:
         ids: Any = tree["table"].cpu().numpy() if isinstance(tree["table"], torch.Tensor) else None
         records = sum(part.capacity for part in parts)
         check_captured(form, ids, tail, length, records, name, config.group_size)
+        cls.check(tree, form, ids, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, tail.shape[0], device, config, name, store)
         history.table = BlockTable.of(store, ids)
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            recent = config.num_recent
-            history.tail = RollingTail(form, tail.shape[0], recent, device, storage.account, tail.shape[1])
+            history.tail = RollingTail(form, len(tail), config.num_recent, device, storage.account, tail.shape[1])
         history.tail.replace(tail)
         history.length = tree["length"]
         return history
+
+    @classmethod
+    def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
+        """Raises `ContextError` unless what a subclass has added to what was captured holds together with the rest."""
 
     # --- in ----------------------------------------------------------------------------------------------------
 
