@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .report.cache_report import CacheReport as CacheReport
     from .tuning.calibrate import calibrate as calibrate
     from .tuning.calibrate_budgets import calibrate_budgets as calibrate_budgets
+    from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
     from .tuning.tuner import tune as tune
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "OffloadConfig": "config",
     "calibrate": "tuning.calibrate",
     "calibrate_budgets": "tuning.calibrate_budgets",
+    "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
     "tune": "tuning.tuner",
     "verify": "contexts.verify",

@@ -128,6 +128,10 @@ class OffloadConfig:
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
+    def of_layer(self, index: int) -> Self:
+        """What applies to the layer `index` of those that are offloaded. Limits of the whole stay as they are."""
+        return self
+
     @classmethod
     def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
         """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top.
@@ -207,3 +211,7 @@ class SelectiveConfig(OffloadConfig):
     def brought(self, held: int) -> int:
         """Tokens of the units that a step brings for that: more where it keeps a part of each unit alone."""
         return self.attended(held)
+
+    def brought_at_most(self, held: int) -> int:
+        """As `brought`, of steps that are widened too (see `Selecting.widen`)."""
+        return self.brought(held)

@@ -12,12 +12,15 @@ import torch
 from ..config import OffloadConfig, SelectiveConfig
 from ..core.offload_layer import OffloadLayer
 from ..core.planned import LayerKind
+from ..core.selecting import most_slots
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
 from ..errors import BudgetError
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
+from ..fetch.policy import MostUsed
 from ..fetch.staging import Staging
+from ..fetch.tier import SlotTier, Tier
 from ..history.abstract_pages import AbstractPages, page_size
 from ..history.base import History
 from ..history.chunk_history import ChunkHistory
@@ -43,11 +46,11 @@ class AbstractTreeLayer(SelectiveLayer):
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
-        config = self.shared.config
+        config = self.config
         return _history_class(config)(self.shared.storage, form, rows, device, config, self.name)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
-        config = self.shared.config
+        config = self.config
         return _history_class(config).restore(self.shared.storage, tree, parts, device, config, self.name)
 
     @classmethod
@@ -58,7 +61,7 @@ class AbstractTreeLayer(SelectiveLayer):
         return plan
 
     def make_predictor(self) -> AbstractTreePredictor:
-        config, history, account = self.shared.config, self.history, self.shared.storage.account
+        config, history, account = self.config, self.history, self.shared.storage.account
         assert isinstance(config, AbstractTreeConfig)
         if isinstance(history, ChunkHistory):
             return StoredAbstractsPredictor(history.form, history.rows, config, account, history.pages)
@@ -76,7 +79,46 @@ class AbstractTreeLayer(SelectiveLayer):
             plan = plan + LayerPlan(shared=Planned(decode={"staging": area}))
         return plan
 
-    # Abstracts on the disk are read a layer early (LeoAM, section 4.4).
+    # --- tiers -------------------------------------------------------------------------------------------------
+
+    host_share = 0
+    """Bytes of this layer's part of `host_memory`; set by the cache."""
+
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        """Slots on the device and in host memory, which are one on a CPU. What is used often stays in host memory, and
+        on a CPU (LeoAM, section 4.3)."""
+        form, device, account = self.history.form, self.history.device, self.shared.storage.account
+        payload, policy = form.payload_width * form.dtype.itemsize, MostUsed
+        units = self.history.rows * most_slots(self.settings, form.group_size, self.history.units)
+        host = min(self.host_share // payload, units)
+        if device.type == "cpu":
+            capacity, host = min(capacity + host, units), 0
+        near = SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)
+        if not host:
+            return [near]
+        try:
+            far = SlotTier(host, form.payload_width, form.dtype, torch.device("cpu"), account, "host slots", policy)
+        except BaseException:
+            near.close()
+            raise
+        return [near, far]
+
+    @classmethod
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
+        assert isinstance(config, AbstractTreeConfig)
+        form, records = kind.form, kind.rows * units
+        payload = form.payload_width * form.dtype.itemsize
+        most = kind.rows * most_slots(config, form.group_size, units)
+        host = min(config.host_bytes // kind.layers // payload, most)
+        if kind.device == "cpu":
+            slots, host = min(slots + host, most), 0
+        near = SlotTier.planned(slots, payload, records, policy=MostUsed)
+        far = SlotTier.planned(host, payload, records, "host slots", MostUsed) if host else {}
+        return Planned(decode=near) + Planned(decode=far)
+
+    # --- abstracts on the disk ---------------------------------------------------------------------------------
+
+    # They are read a layer early (LeoAM, section 4.4).
 
     def begin_look(self) -> None:
         """Start to read the abstracts that this layer's next query will be held against. Where that fails, the query
@@ -96,7 +138,8 @@ class AbstractTreeLayer(SelectiveLayer):
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        return config.attended(context) + config.num_sinks
+        whole = config.brought(context) <= config.attended(context)
+        return 0 if whole else config.attended(context) + config.num_sinks
 
 
 def _on_disk(config: OffloadConfig) -> bool:
@@ -122,12 +165,24 @@ class AbstractTreeCache(SelectiveCache):
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
+        self._early = 0
+        for layer in self.selective:
+            assert isinstance(layer, AbstractTreeLayer)
+            layer.host_share = self.config.host_bytes // len(self.selective)
         if _on_disk(self.config):
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)
                 layer.following = following
 
+    def rest(self) -> None:
+        """As `SelectiveCache.rest`: after a prompt come early steps."""
+        super().rest()
+        self._early = self.config.early_steps
+
     def before_selecting(self) -> None:
+        if self.selecting is not None:
+            self.selecting.widen(self._early > 0)
+            self._early = max(0, self._early - 1)
         first = self._selective.get(0)  # no layer is before it
         if isinstance(first, AbstractTreeLayer) and _on_disk(self.config):
             first.begin_look()

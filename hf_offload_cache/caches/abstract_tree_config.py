@@ -2,66 +2,148 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self, cast
 
-from ..config import SelectiveConfig
+from ..config import SelectiveConfig, parse_size
 from ..errors import ConfigError
+from ..predictors.chunk_sizes import SIZES, best_size
+
+_LEAST_IN_MEMORY, _LEAST_ON_DISK = 8, 16
+_ALL = 1 << 40
+"""More tokens than any layer holds."""
 
 
 @dataclass(frozen=True)
 class AbstractTreeConfig(SelectiveConfig):
-    """The fields that all caches have, and those of chunks and of what is looked into. Sizes in tokens a sequence and
-    layer."""
+    """The fields that all caches have, and those of chunks, of what is looked into, and of tiers. Sizes in tokens a
+    sequence and layer; layers are counted among those that are offloaded."""
 
-    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "chunk_size", "abstracts")
-    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "abstracts")
+    stored_format: ClassVar[tuple[str, ...]] = (
+        *SelectiveConfig.stored_format, "chunk_size", "abstracts", "dense_layers", "dense_chunk_size",
+    )  # fmt: skip
+    kept_on_open: ClassVar[tuple[str, ...]] = (
+        *SelectiveConfig.kept_on_open, "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
+    )  # fmt: skip
 
     num_selected: int | None = 400  # type: ignore[assignment]
     """Tokens attended beyond sinks and latest ones. None: `selected_share` of those that are held."""
     selected_share: float = 0.1
     """Of the tokens held, those that are attended to where `num_selected` is None."""
-    chunk_size: int | None = None
-    """Tokens a chunk, a power of two: what has an abstract, and is a record on disk. None: 64."""
+    chunk_size: int | Sequence[int] | None = None
+    """Tokens a chunk, a power of two: what has an abstract, and is a record on disk; or those of each layer, which
+    `calibrate_chunks` measures. None: 64."""
     abstracts: str | None = None
     """Where the abstracts of chunks are: "memory", a 64th of keys and values at chunks of 64; "disk", from where they
     are read for every query. None: in memory, or where `for_budget` finds that they fit."""
     num_opened: int | None = None
     """Tokens of the chunks that a step brings and looks into, among which it finds those that it attends to. None: two
     and a half times as many as it attends to."""
+    early_steps: int = 16
+    """Steps after a prompt that look into twice as many tokens."""
+    dense_layers: int = 2
+    """First layers, where attention is dense: they attend to `dense_share` of the tokens held, and to no fewer than the
+    others, in whole chunks of `dense_chunk_size`."""
+    dense_share: float = 0.5
+    """Of the tokens held, those that dense layers attend to."""
+    dense_chunk_size: int | None = None
+    """Tokens a chunk of dense layers. None: 8 where they are resident, else 16."""
+    resident_layers: int | None = None
+    """First layers whose chunks all stay in memory once they were read. None: `dense_layers`, or none where
+    `for_budget` finds that they do not fit."""
+    host_memory: int | str | None = None
+    """Bytes, or a size such as "300MiB", of host memory where chunks that are used often stay, beside the slots on the
+    device; all layers and sequences have a part of it. On a CPU it is as so many more slots. None: none."""
 
     def __post_init__(self) -> None:
-        if self.chunk_size is None:
-            object.__setattr__(self, "chunk_size", 64 if self.group_size is None else self.group_size)
-        self._at_least("chunk_size", 2)
-        self._at_most("chunk_size", 1024)
-        assert self.chunk_size is not None
-        if self.chunk_size & (self.chunk_size - 1):
-            nearest = 1 << self.chunk_size.bit_length() - 1
-            raise ConfigError(
-                f"chunk_size must be a power of two, since chunks are split in halves, got {self.chunk_size}: use "
-                f"chunk_size={nearest}"
-            )
-        if self.group_size not in (None, self.chunk_size):
-            raise ConfigError(
-                f"group_size must be chunk_size ({self.chunk_size}), since a chunk is a record, got {self.group_size}: "
-                f"leave it out"
-            )
-        object.__setattr__(self, "group_size", self.chunk_size)
+        self._at_least("dense_layers", 0)
+        if self.resident_layers is None:
+            object.__setattr__(self, "resident_layers", self.dense_layers)
+        self._at_least("resident_layers", 0)
+        for name in ("selected_share", "dense_share"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigError(f"{name} must be a number above 0, at most 1, got {share!r}: use 0.1")
+        self._set_chunk_sizes()
         if self.abstracts is None:
             object.__setattr__(self, "abstracts", "memory")
         super().__post_init__()
 
+    def _set_chunk_sizes(self) -> None:
+        size = self.chunk_size
+        if isinstance(size, Sequence) and not isinstance(size, str):
+            object.__setattr__(self, "chunk_size", tuple(size))
+            if not size:
+                raise ConfigError("chunk_size must name the tokens a chunk of each layer, got none: use 64")
+            if self.dense_chunk_size is not None:
+                raise ConfigError("dense_chunk_size is given, and chunk_size names each layer's: leave it out")
+            for one in size:
+                self._check_chunk_size("chunk_size", one)
+            size = max(size)
+        else:
+            if size is None:
+                size = 64 if self.group_size is None else self.group_size
+                object.__setattr__(self, "chunk_size", size)
+            self._check_chunk_size("chunk_size", size)
+            if self.dense_chunk_size is None:
+                object.__setattr__(self, "dense_chunk_size", self._dense_size(size))
+            self._check_chunk_size("dense_chunk_size", self.dense_chunk_size)
+        if self.group_size not in (None, size):
+            raise ConfigError(
+                f"group_size must be chunk_size ({size}), as a chunk is a record, got {self.group_size}: leave it out"
+            )
+        object.__setattr__(self, "group_size", size)
+
+    def _check_chunk_size(self, name: str, size: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 1024 or size & (size - 1):
+            near = 1 << min(max(size, 2), 1024).bit_length() - 1 if isinstance(size, int) else 64
+            raise ConfigError(
+                f"{name} must be a power of two from 2 to 1024, since chunks are split in halves, got {size!r}: use "
+                f"{name}={near}"
+            )
+
+    def _dense_size(self, size: int) -> int:
+        """The best size for dense layers, which open as many chunks of any size as they attend to."""
+        assert self.resident_layers is not None
+        least = _LEAST_IN_MEMORY if self.resident_layers >= self.dense_layers else _LEAST_ON_DISK
+        sizes = [one for one in SIZES if least <= one <= size]
+        return best_size(dict.fromkeys(SIZES, self.dense_share), sizes) if sizes else size
+
     def _check_selection(self) -> None:
-        share = self.selected_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"selected_share must be a number above 0, at most 1, got {share!r}: use 0.1")
         self._one_of("abstracts", ("memory", "disk"))
+        self._at_least("early_steps", 0)
         if self.num_selected is not None:
             super()._check_selection()
         if self.num_opened is not None:
             self._at_least("num_opened", self.num_selected or 1)
+        if self.host_memory is not None:
+            parse_size(self.host_memory, "host_memory")
+
+    def of_layer(self, index: int) -> Self:
+        own: dict[str, Any] = {}
+        assert self.resident_layers is not None
+        if isinstance(self.chunk_size, tuple):
+            if index >= len(self.chunk_size):
+                raise ConfigError(
+                    f"chunk_size must name each offloaded layer's, got {len(self.chunk_size)}, and there are more: see "
+                    f"calibrate_chunks"
+                )
+            own["chunk_size"] = self.chunk_size[index]
+        if index < self.dense_layers:
+            own.setdefault("chunk_size", self.dense_chunk_size)
+        if index < self.resident_layers:
+            own["reuse_capacity"] = _ALL
+        if not own:
+            return self
+        own.setdefault("chunk_size", self.chunk_size)
+        own.update(group_size=own["chunk_size"], dense_layers=0, resident_layers=0, dense_chunk_size=None)
+        if index >= self.dense_layers:
+            return dataclasses.replace(self, **own)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return cast(Self, DenseLayerConfig(**{**fields, **own}))
 
     def attended(self, held: int) -> int:
         return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected
@@ -69,3 +151,25 @@ class AbstractTreeConfig(SelectiveConfig):
     def brought(self, held: int) -> int:
         wanted = self.attended(held)
         return wanted * 5 // 2 if self.num_opened is None else max(wanted, self.num_opened)
+
+    def brought_at_most(self, held: int) -> int:
+        return (2 if self.early_steps else 1) * self.brought(held)
+
+    @property
+    def host_bytes(self) -> int:
+        """`host_memory` in bytes."""
+        return 0 if self.host_memory is None else parse_size(self.host_memory, "host_memory")
+
+
+@dataclass(frozen=True)
+class DenseLayerConfig(AbstractTreeConfig):
+    """What applies to a layer where attention is dense: its chunks are attended to whole."""
+
+    def attended(self, held: int) -> int:
+        return max(super().attended(held), math.ceil(self.dense_share * held))
+
+    def brought(self, held: int) -> int:
+        return self.attended(held)
+
+    def brought_at_most(self, held: int) -> int:
+        return self.attended(held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +14,23 @@ from .abstract_tree_config import AbstractTreeConfig
 _CHUNK_SIZES = (64, 32, 16)
 _OPENED = (2.5, 2.0, 1.5, 1.25)
 """Tokens of the chunks that are looked into, over those that are attended to: the best first."""
+_NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
+"""Where a context has dense layers, they attend to as many tokens as the others."""
 
 
 def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
-    """The best configuration that fits: 400 tokens of 1,000 that are looked into, and what is left for slots.
+    """The best configuration that fits: 400 tokens of 1,000 that are looked into, dense first layers in memory, and
+    what is left for slots.
 
-    Where that does not fit, these give way, one after another: reading ahead, the queue and the buffers of streams, the
-    abstracts, which are read from the disk then, the latest tokens, what is looked into, what is attended to, and at
-    last the chunks' size. Raises `BudgetError` with the least memory that would do.
+    Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
+    of streams, the abstracts, which are read from the disk then, the latest tokens, what is looked into, what is
+    attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):
         if search.fits(chosen):
             most = search.most(chosen, "reuse_capacity", search.max_context)
+            most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
             return search.config(search.wider_blocks(most))
         tried.append(chosen)
     raise search.refusal(min(tried, key=search.peak))
@@ -34,10 +38,13 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
 def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
     wanted = search.config({}).attended(search.max_context)
-    given: int | None = search.fields.get("chunk_size") or search.fields.get("group_size")
+    given = search.fields.get("chunk_size") or search.fields.get("group_size")
+    given = max(given) if isinstance(given, Sequence) else given
     for size in _CHUNK_SIZES if given is None else [given]:
         of_size = replace(search, records=[(_record_bytes(*record, size), size) for record in search.records])
         chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
+        yield {**chunk, **of_size.streams(STREAM_SHARES[0])}
+        chunk.update(_NONE_DENSE)
         for look in ({}, {"look_ahead": False}):
             yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
         chunk["look_ahead"] = False

@@ -88,10 +88,14 @@ def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str,
     return saved
 
 
+def _as_saved(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _check_fixed(config_class: type[OffloadConfig], saved: dict[str, Any], fields: dict[str, Any]) -> None:
     """Raises `ConfigError` for a field of the user's that what is stored has another value of."""
     for name in config_class.stored_format:
-        if name in fields and name in saved and fields[name] != saved[name]:
+        if name in fields and name in saved and _as_saved(fields[name]) != _as_saved(saved[name]):
             raise ConfigError(
                 f"{name} is fixed in a saved context, to {saved[name]!r}, and cannot be {fields[name]!r}: leave it out"
             )

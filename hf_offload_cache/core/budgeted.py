@@ -77,8 +77,8 @@ class Budgeted:
         layer, apart = cls.layer_class, cls.layer_class.heads_apart
         beside = cls.plan_beside(geometry, config, max_batch)
 
-        def layer_plan(kind: LayerKind) -> LayerPlan:
-            return layer.planned(kind, config, max_context)
+        def layer_plan(kind: LayerKind, own: OffloadConfig) -> LayerPlan:
+            return layer.planned(kind, own, max_context)
 
         return plan_cache(
             geometry, config, max_context, max_batch, layer_plan, apart, beside, cls.selects and not config.exact

@@ -21,12 +21,14 @@ class LayerOperations(CacheLayerMixin):
     offloaded = True
     """Its history lies in a store: it is captured and restored, not copied."""
 
-    def __init__(self, shared: Shared, layer_idx: int, **kwargs: Any) -> None:
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
+        self.config = shared.config.of_layer(layer_idx if place is None else place)
         self.name = f"layer {layer_idx}"
-        self.state = "full" if shared.config.exact == "bitwise" else "unknown"
+        self.state = "full" if self.config.exact == "bitwise" else "unknown"
         self._clear()
 
     def _clear(self) -> None:
@@ -121,7 +123,7 @@ class LayerOperations(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything; the layer can be used anew. Its file and buffers are given back."""
         self.close()
-        if self.shared.config.exact != "bitwise":
+        if self.config.exact != "bitwise":
             self.state = "unknown"
 
     def end_step(self) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..config import OffloadConfig
 from ..contexts.persistent import Persistent
@@ -27,7 +26,7 @@ from .budgeted import Budgeted
 from .cache_operations import CacheOperations
 from .continuation import check_model, check_planned, check_prompt
 from .held import Held
-from .hybrid_layer import hybrid
+from .layers import make_layers
 from .load_config import load_config
 from .offload_layer import OffloadLayer
 from .reporting import report_of, sparse_warning
@@ -80,7 +79,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self._final: CacheReport | None = None
         token = -1
         try:
-            super().__init__(layers=self._make_layers(inner))
+            super().__init__(layers=make_layers(inner, self.layer_class, self.shared))
             self.sort_layers()
             if self.storage.engine != "memory":
                 check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
@@ -100,17 +99,6 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
 
     def prepare(self, model: PreTrainedModel) -> None:
         """What a method needs of the model before the first step; runs before the seams go on."""
-
-    def _make_layers(self, model: PreTrainedModel) -> list[Any]:
-        """transformers' own layers for this model, with every full-attention one replaced by ours."""
-        layers: list[Any] = list(DynamicCache(config=model.config).layers)
-        for layer_idx, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                layers[layer_idx] = self.layer_class(self.shared, layer_idx)
-            elif type(layer) is LinearAttentionAndFullAttentionLayer:
-                states = {name: getattr(layer, name) for name in ("number_of_states",) if hasattr(layer, name)}
-                layers[layer_idx] = hybrid(self.layer_class)(self.shared, layer_idx, **states)
-        return layers
 
     @untraced
     def update(

@@ -66,16 +66,16 @@ class OffloadLayer(LayerOperations):
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         """An empty history; a method whose order is its own overrides this and `restore_history`."""
-        return PositionHistory(self.shared.storage, form, rows, device, self.shared.config, self.name)
+        return PositionHistory(self.shared.storage, form, rows, device, self.config, self.name)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
         """The history that `tree` was captured of, over the frozen `parts`."""
-        return PositionHistory.restore(self.shared.storage, tree, parts, device, self.shared.config, self.name)
+        return PositionHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.rows = Rows(key_states.shape[1] if self.heads_apart else 1)
         keys, values = self.rows.fold(key_states), self.rows.fold(value_states)
-        form = RecordFormat.of(keys, values, self.shared.config.group_size)
+        form = RecordFormat.of(keys, values, self.config.group_size)
         self.history = self.make_history(form, keys.shape[0], keys.device)
         self.is_initialized = True
 
@@ -195,7 +195,7 @@ class OffloadLayer(LayerOperations):
         alone.
         """
         dtype, before = self.history.form.dtype, self.length - call.key.shape[2]
-        if self.length <= self.shared.config.block_tokens:
+        if self.length <= self.config.block_tokens:
             if call.num_queries == 1:
                 keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
                 return call.run(keys, values, call.mask)
@@ -245,7 +245,7 @@ class OffloadLayer(LayerOperations):
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
-        state = "unknown" if self.shared.config.exact == "bitwise" else self.state
+        state = "unknown" if self.config.exact == "bitwise" else self.state
         tree = {"state": state, "history": self.history.capture() if self.is_initialized else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
@@ -274,5 +274,5 @@ class OffloadLayer(LayerOperations):
             self.history = self.restore_history(tree["history"], parts, device)
             self.rows = Rows(heads)
             self.is_initialized = True
-        if self.shared.config.exact != "bitwise":
+        if self.config.exact != "bitwise":
             self.state = tree["state"]

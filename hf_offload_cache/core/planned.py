@@ -34,15 +34,34 @@ class LayerKind:
     batch: int
     device: str
     """Type of the device that attention runs on."""
+    layers: int = 1
+    """How many layers are offloaded, of this kind and others."""
 
     @classmethod
     def of(
         cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
     ) -> LayerKind:
+        """`config`: the layer's."""
         heads = shape.num_key_heads if heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
         form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size)
-        return cls(form, shape.num_heads, batch * heads, batch, geometry.device)
+        return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
+
+
+def layer_kinds(
+    geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
+) -> list[tuple[LayerKind, OffloadConfig]]:
+    """Of each offloaded layer, in order, with what of `config` applies to it; equal ones are the same objects."""
+    known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
+    found: list[tuple[LayerKind, OffloadConfig]] = []
+    for place, shape in enumerate(geometry.layers):
+        own = config.of_layer(place)
+        same = [(kind, other) for kind, other in known.get(shape, []) if other is own or other == own]
+        if not same:
+            same = [(LayerKind.of(shape, geometry, own, batch, heads_apart), own)]
+            known.setdefault(shape, []).extend(same)
+        found += same
+    return found
 
 
 def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -76,7 +95,7 @@ def plan_cache(
     config: OffloadConfig,
     context: int,
     batch: int,
-    layer_plan: Callable[[LayerKind], LayerPlan],
+    layer_plan: Callable[[LayerKind, OffloadConfig], LayerPlan],
     heads_apart: bool,
     beside: Planned,
     selects: bool = False,
@@ -86,12 +105,13 @@ def plan_cache(
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
-    shapes = Counter(geometry.layers)
-    kinds = {shape: LayerKind.of(shape, geometry, config, batch, heads_apart) for shape in shapes}
-    units = {shape: kind.rows * kind.form.record_bytes for shape, kind in kinds.items()}
+    layers = layer_kinds(geometry, config, batch, heads_apart)
+    alike = Counter((kind, id(own)) for kind, own in layers)
+    own_of = {id(own): own for _, own in layers}
+    units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
     queue = parse_size(config.write_queue)
-    narrow = decoding_queue(queue, (units[shape] for shape in geometry.layers)) if selects else queue
-    largest = max(units.values(), default=0)
+    narrow = decoding_queue(queue, units) if selects else queue
+    largest = max(units, default=0)
     ids = TokenLog.planned(context, batch)
     held = Planned.always(
         {
@@ -103,10 +123,10 @@ def plan_cache(
     )
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
-    layers, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kinds[shape]), count) for shape, count in shapes.items()), moving
+    planned, store_bytes = LayerPlan.of_layers(
+        ((layer_plan(kind, own_of[own]), count) for (kind, own), count in alike.items()), moving
     )
-    held = held + layers + beside
+    held = held + planned + beside
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
@@ -125,6 +145,6 @@ def search(
 ) -> Search:
     """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
     settings = config_class.load(None, fields)  # wrong fields are told before budgets are
-    kinds = {LayerKind.of(shape, geometry, settings, 1, heads_apart).form for shape in geometry.layers}
-    records = [(form.record_bytes, form.group_size) for form in kinds]
+    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
+    records = [(form.record_bytes, form.group_size) for form in forms]
     return Search(config_class, peak_of, records, *limits, dict(fields))

@@ -35,6 +35,9 @@ class Selecting:
     watch: Callable[[int, Choice], None] | None = None
     """Told the layer's index and what its step attends to, after it was gathered."""
 
+    widened: bool = False
+    """See `widen`."""
+
     version: int = 0
     """Changes whenever a budget may have: what was derived from one is good as long as it stays."""
 
@@ -44,20 +47,29 @@ class Selecting:
         self.workspace = Workspace(self.storage.account, "scores")
         self.generator = torch.Generator().manual_seed(0)
 
-    def units(self, layer_idx: int | None, unit_size: int, held: int) -> int:
-        """Units a row and step of a layer that holds `held` tokens a row, sinks included; None: of the layer with the
-        largest budget."""
+    def units(self, layer_idx: int | None, config: SelectiveConfig, unit_size: int, held: int) -> int:
+        """Units a row and step of a layer of `config` that holds `held` tokens a row, sinks included; None: of the
+        layer with the largest budget, in steps that are not widened."""
         share = max(self.shares.values(), default=1.0) if layer_idx is None else self.shares.get(layer_idx, 1.0)
-        selected = -(-round(share * self.settings.brought(held)) // unit_size)
-        return selected + sink_units(self.settings.num_sinks, unit_size, self.padded)
+        wide = self.widened and layer_idx is not None
+        brought = config.brought_at_most(held) if wide else config.brought(held)
+        selected = -(-round(share * brought) // unit_size)
+        return selected + sink_units(config.num_sinks, unit_size, self.padded)
 
-    def slots(self, layer_idx: int, unit_size: int, units: int) -> int:
-        """Slots a row of a layer that has `units` units: no more than units, in powers of two."""
+    def slots(self, layer_idx: int, config: SelectiveConfig, unit_size: int, units: int) -> int:
+        """Slots a row of a layer that has `units` units: no more than it may come to have."""
         share = self.shares.get(layer_idx, 1.0)
-        slots = -(-round(share * self.settings.reuse_capacity) // unit_size)
+        slots = -(-round(share * config.reuse_capacity) // unit_size)
         if not slots:
             return 0
-        return min(slots + -(-self.settings.num_sinks // unit_size), 1 << max(units - 1, 0).bit_length())
+        return min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
+
+    def widen(self, wide: bool) -> None:
+        """Let steps from now on choose from up to twice as many units, as their layer's configuration says, or no
+        longer. They take the memory that a verification of candidates has: nothing is read ahead for them."""
+        if wide != self.widened:
+            self.widened = wide
+            self.version += 1
 
     def spread(self, tokens: dict[int, int], *, given: bool = False) -> None:
         """Give layers (by index) budgets of their own: `num_selected` becomes `tokens`, `reuse_capacity` in proportion.
@@ -86,6 +98,7 @@ class Selecting:
         """The cache holds nothing any more."""
         self.padded = False
         self.shares = dict(self.given)
+        self.widened = False
         self.version += 1
         self.generator.manual_seed(0)
         self.areas.reset()
@@ -106,3 +119,12 @@ class Selecting:
         self.version += 1
         if measured and not tree["given"]:
             self.shares = dict(tree["share"])
+
+
+def most_slots(config: SelectiveConfig, unit_size: int, units: int) -> int:
+    """Slots a row that a layer of `units` units a row has use for: for all that it may come to hold, or where nothing
+    says how much that is, for a power of two of units, so that it is not made anew with each of them."""
+    room = 1 << max(units - 1, 0).bit_length()
+    if config.max_context is None:
+        return room
+    return min(room, max(units, config.max_context // unit_size))

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..config import SelectiveConfig
 from ..errors import BudgetError
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
@@ -43,6 +44,12 @@ class SelectiveLayer(SelectivePlan):
         self._fetcher: Fetcher | None = None
         self._capacity, self._budget = -1, (-1, 0, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
+
+    @property
+    def settings(self) -> SelectiveConfig:
+        """What applies to this layer."""
+        assert isinstance(self.config, SelectiveConfig)
+        return self.config
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -88,7 +95,8 @@ class SelectiveLayer(SelectivePlan):
         assert selecting is not None
         units, group = self.history.units, self.history.form.group_size
         if self._budget[:2] != (selecting.version, units):
-            self._budget = selecting.version, units, selecting.units(self.layer_idx, group, units * group)
+            budget = selecting.units(self.layer_idx, self.settings, group, units * group)
+            self._budget = selecting.version, units, budget
         return self._budget[2]
 
     def can_choose(self) -> bool:
@@ -126,7 +134,7 @@ class SelectiveLayer(SelectivePlan):
         if call.query.shape[2] == 1:
             return self.choose(self.query_of(call.query[:, :, 0], visible))
         choices = [self.choose(self.query_of(states, visible)) for states in call.query.unbind(2)]
-        return Choice.union(choices, 2 * self.budget)
+        return Choice.union(choices, (1 if self.widened else 2) * self.budget)
 
     def _attend(self, call: AttentionCall) -> Output:
         self.scaling = call.scaling
@@ -149,12 +157,12 @@ class SelectiveLayer(SelectivePlan):
             self.drop_fetcher()
         if self._fetcher is None or made_for != self._made_for:
             group = history.form.group_size
-            capacity = rows * selecting.slots(self.layer_idx, group, units)
+            capacity = rows * selecting.slots(self.layer_idx, self.settings, group, units)
             if self._fetcher is None or capacity != self._capacity:
                 self.drop_fetcher()
                 tiers, areas = self.make_tiers(capacity), selecting.areas
                 self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx, selecting.looks)
-            self._fetcher.most_units = selecting.units(None, group, units * group)
+            self._fetcher.most_units = selecting.units(None, self.settings, group, units * group)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
         return self._fetcher
@@ -217,7 +225,7 @@ class SelectiveLayer(SelectivePlan):
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
-        if self._sparse() and self.can_choose():
+        if self._sparse() and self.can_choose() and not self.widened:
             with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
                 self.ahead(self.choose(self.query_of(states, visible), guess=True))  # it may ask to look at something
 
@@ -226,11 +234,18 @@ class SelectiveLayer(SelectivePlan):
         if self._sparse() and self._fetcher is not None and self._fetcher.latest is not None:
             self.ahead(self._fetcher.latest)
 
+    @property
+    def widened(self) -> bool:
+        """See `Selecting.widen`: there is no memory to read ahead to."""
+        return self.selecting is not None and self.selecting.widened
+
     def _sparse(self) -> bool:
         return self.selecting is not None and self.is_initialized and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
+        if self.widened:
+            return
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             fetcher = self.fetcher
             fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)

@@ -13,6 +13,7 @@ from ..memory.plan import LayerPlan, Planned
 from ..predictors.sinks import sink_units
 from .offload_layer import OffloadLayer
 from .planned import LayerKind
+from .selecting import most_slots
 
 
 class SelectivePlan(OffloadLayer):
@@ -45,7 +46,7 @@ class SelectivePlan(OffloadLayer):
         return 0
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, slots: int, units: int) -> Planned:
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
         """What `make_tiers` makes of `slots` slots in all, over a history of `units` units a row. A prefill gives it
         back before it begins."""
         form = kind.form
@@ -69,8 +70,8 @@ class SelectivePlan(OffloadLayer):
         kept = cls.most_kept(kind, config, context)
         kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
         areas = Areas.planned(area, view, widest, ahead, kind.device, kept)
-        slots = kind.rows * min(cls.most_slots(kind, config), 1 << max(units - 1, 0).bit_length())
-        own = predictor.own + cls.plan_tiers(kind, slots, units)
+        slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, form.group_size, units))
+        own = predictor.own + cls.plan_tiers(kind, config, slots, units)
         if cls.reads_for_next_step:
             own = own + Planned(decode={"staging": area * Staging.sides(kind.device)})
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))

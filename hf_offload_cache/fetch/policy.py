@@ -8,10 +8,11 @@ import numpy as np
 
 
 class Policy(Protocol):
-    """The order in which a tier's slots are filled anew. Made with the number of slots; used by one thread."""
+    """Which of a tier's slots are filled anew, and with what. Made with the number of slots; used by one thread."""
 
-    def evict(self, count: int, in_use: np.ndarray) -> np.ndarray:
-        """At most `count` distinct slots to fill now, none of those `in_use` (int32); they count as filled."""
+    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where records (int64 ids), distinct and in no slot, lie from now on: the positions in `records` of those
+        that get a slot, and distinct slots (int32) for them, none of those `in_use`, which this step takes from."""
 
     def used(self, slots: np.ndarray) -> None:
         """What lies in these slots was wanted again."""
@@ -21,11 +22,21 @@ class Policy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's own books, the same all its life."""
+        """Bytes of the policy's own books."""
+
+
+class Policies(Protocol):
+    """A class of policies."""
+
+    def __call__(self, capacity: int, /) -> Policy: ...
+
+    def planned(self, records: int, capacity: int) -> int:
+        """Bytes of the books of `capacity` slots, for a store of `records`."""
 
 
 class FirstIn:
-    """First in, first out (KVSwap, section 3.4.3): the slot that was filled longest ago goes first."""
+    """First in, first out (KVSwap, section 3.4.3): the slot that was filled longest ago goes first. Of more records
+    than slots the last ones get one."""
 
     def __init__(self, capacity: int) -> None:
         self._order = np.arange(capacity, dtype=np.int32)
@@ -34,14 +45,19 @@ class FirstIn:
     def nbytes(self) -> int:
         return self._order.nbytes
 
-    def evict(self, count: int, in_use: np.ndarray) -> np.ndarray:
+    @staticmethod
+    def planned(records: int, capacity: int) -> int:
+        """Bytes of the books of `capacity` slots, for a store of `records`."""
+        return 4 * capacity
+
+    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         order = self._order
         used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
-        slots = order[~used[order]][:count]
+        slots = order[~used[order]][: records.size]
         if slots.size:
             self._behind(slots)
-        return slots
+        return np.arange(records.size - slots.size, records.size), slots
 
     def used(self, slots: np.ndarray) -> None:
         """Changes nothing: what counts is when a slot was filled."""
@@ -62,3 +78,71 @@ class LeastRecent(FirstIn):
 
     def used(self, slots: np.ndarray) -> None:
         self._behind(slots)
+
+
+class MostUsed:
+    """The access-frequency table (LeoAM, section 4.3): what was wanted most often lately stays.
+
+    Each record's uses are counted, in a slot or not; with each step that brings something older ones count less. What
+    comes takes the place of what was wanted less often, or else finds none: a thing that is wanted once does not push
+    out what is wanted in every other step.
+    """
+
+    _KEEPS = 0.8
+    """What a use counts after a step. At 8K tokens of text, with slots for an eighth to one selection, .8 and .9 hit a
+    fifth to a quarter more often than first in, first out, .97 as often up to half a selection and less beyond."""
+
+    def __init__(self, capacity: int) -> None:
+        self._record_in = np.full(capacity, -1, dtype=np.int64)
+        self._uses = np.zeros(64, dtype=np.float32)
+        self._one = 1.0  # what a use counts now: later ones count more, which is the same as that older ones count less
+
+    @property
+    def nbytes(self) -> int:
+        return self._record_in.nbytes + self._uses.nbytes
+
+    @staticmethod
+    def planned(records: int, capacity: int) -> int:
+        """Bytes of the books of `capacity` slots, for a store of `records`: a quarter beyond what there is."""
+        return 8 * capacity + 4 * max(64, records * 5 // 4) if capacity else 256
+
+    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        none = np.empty(0, dtype=np.int32)
+        if not self._record_in.size or not records.size:
+            return none, none
+        self._grow(int(records.max()))
+        self._uses[records] += self._one
+        self._age()
+        lie = np.where(self._record_in < 0, -1, self._uses[self._record_in])
+        lie[in_use] = np.inf
+        come = self._uses[records]
+        count = min(records.size, lie.size)
+        best = np.argsort(-come, kind="stable")[:count]
+        least = np.argsort(lie, kind="stable")[:count]
+        better = come[best] > lie[least]  # the first ones, since one falls and the other rises
+        taken, slots = best[better], least[better].astype(np.int32)
+        self._record_in[slots] = records[taken]
+        return taken, slots
+
+    def used(self, slots: np.ndarray) -> None:
+        """Without steps that bring something nothing gets older: no count goes beyond what being wanted for ever gives.
+        """
+        records, most = self._record_in[slots], self._one / (1 - self._KEEPS)
+        self._uses[records] = np.minimum(self._uses[records] + self._one, most)
+
+    def emptied(self, slots: np.ndarray) -> None:
+        self._uses[self._record_in[slots]] = 0
+        self._record_in[slots] = -1
+
+    def _grow(self, record: int) -> None:
+        size = self._uses.size
+        if record >= size:
+            grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
+            grown[:size] = self._uses
+            self._uses = grown
+
+    def _age(self) -> None:
+        self._one /= self._KEEPS
+        if self._one > 1e20:
+            self._uses /= self._one
+            self._one = 1.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from .policy import FirstIn, Policy
+from .policy import FirstIn, Policies
 
 ABSENT = -1
 
@@ -19,22 +17,26 @@ class SlotTable:
 
     Attributes:
         used: to be called with slots (int32) whose content was wanted again.
-        nbytes: bytes of the books.
     """
 
-    def __init__(self, capacity: int, policy: Callable[[int], Policy] = FirstIn) -> None:
+    def __init__(self, capacity: int, policy: Policies = FirstIn) -> None:
         self.capacity = capacity
         self._slot_of = np.full(64, ABSENT, dtype=np.int32)
         self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
         self._policy = policy(capacity)
         self.used = self._policy.used
-        self.nbytes = self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the books."""
+        return self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
 
     @staticmethod
-    def planned(records: int, capacity: int) -> int:
+    def planned(records: int, capacity: int, policy: Policies = FirstIn) -> int:
         """The most that the books of `capacity` slots take for a store of `records`: by record, a quarter beyond what
-        there is, and by slot, twice."""
-        return 4 * (max(64, records * 5 // 4 if capacity else 0) + 2 * capacity)
+        there is, and by slot."""
+        by_record = max(64, records * 5 // 4 if capacity else 0)
+        return 4 * (by_record + capacity) + policy.planned(records, capacity)
 
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot (int32) of each record, `ABSENT` for those that lie in none and for -1."""
@@ -52,21 +54,18 @@ class SlotTable:
         if (last := int(np.maximum.reduce(records))) >= size - 1:
             grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
             grown[:size] = self._slot_of
-            self.nbytes += grown.nbytes - self._slot_of.nbytes
             self._slot_of = grown
 
     def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give slots to distinct records that lie in none, as the policy says, none of those `in_use`: the next step
         will probably want again what this one does, and where all are in use nothing is copied.
 
-        Returns the positions in `records` that got a slot (the last ones, where there are more than slots) and their
-        slots. What lay there before is evicted.
+        Returns the positions in `records` that got a slot, and their slots. What lay there before is evicted.
         """
-        slots = self._policy.evict(records.size if records.size < self.capacity else self.capacity, in_use)
-        taken = np.arange(records.size - slots.size, records.size)
+        taken, slots = self._policy.place(records, in_use)
         if not taken.size:
             return taken, taken
-        records = records[taken[0] :]
+        records = records[taken]
         evicted = self._record_in[slots]
         self._slot_of[evicted[evicted != ABSENT]] = ABSENT
         self._grow(records)

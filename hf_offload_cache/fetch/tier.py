@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .byte_rows import ByteRows
-from .policy import FirstIn, Policy
+from .policy import FirstIn, Policies
 from .slot_table import SlotTable
 
 
@@ -56,7 +55,7 @@ class SlotTier:
         device: torch.device,
         account: MemoryAccount,
         owner: str = "reuse slots",
-        policy: Callable[[int], Policy] = FirstIn,
+        policy: Policies = FirstIn,
     ) -> None:
         self.capacity = capacity
         self._table = SlotTable(capacity, policy)
@@ -68,9 +67,11 @@ class SlotTier:
         self.forget = self._table.forget
 
     @staticmethod
-    def planned(capacity: int, payload_bytes: int, records: int, owner: str = "reuse slots") -> dict[str, int]:
+    def planned(
+        capacity: int, payload_bytes: int, records: int, owner: str = "reuse slots", policy: Policies = FirstIn
+    ) -> dict[str, int]:
         """The most that a tier of `capacity` takes, for a store of `records`."""
-        return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity)}
+        return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity, policy)}
 
     def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         out.put(target, self._rows, slots)

@@ -89,8 +89,8 @@ class AbstractTreePredictor(SummaryPredictor):
     @classmethod
     def plan(cls, form: RecordFormat, config: SelectiveConfig, chunks: int, rows: int, heads: int) -> LayerPlan:
         """What one layer takes for `chunks` chunks a row, with `heads` query heads a row."""
-        plan, most = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads), cls._most
-        brought = min(most(config, form, chunks), chunks)
+        plan = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads)
+        brought = min(cls._most(config, form, chunks), chunks)
         more = {
             "judging": _look_bytes(form, rows, heads, brought * form.group_size),
             "scores": _judge_bytes(rows, heads, chunks, brought) - score_bytes(rows, heads, chunks),
@@ -100,7 +100,7 @@ class AbstractTreePredictor(SummaryPredictor):
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:
         group = form.group_size
-        return -(-config.brought(chunks * group) // group) + sink_units(config.num_sinks, group, padded=True)
+        return -(-config.brought_at_most(chunks * group) // group) + sink_units(config.num_sinks, group, padded=True)
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         """As `Predictor.select`; what a guess would bring is not looked into."""
@@ -126,6 +126,9 @@ class AbstractTreePredictor(SummaryPredictor):
             units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
         if guess:
             return Choice(units)
+        if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
+            self.evaluations += self.rows * self.units
+            return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
         return self._look(query, states, units, most, wanted)

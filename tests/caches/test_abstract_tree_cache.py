@@ -30,7 +30,7 @@ LENGTH = 700
     ("fields", "said"),
     [
         ({"chunk_size": 48}, "chunk_size must be a power of two.*use chunk_size=32"),
-        ({"chunk_size": 1}, "chunk_size must be at least 2"),
+        ({"chunk_size": 1}, "chunk_size must be a power of two from 2.*use chunk_size=2"),
         ({"chunk_size": 64, "group_size": 32}, r"group_size must be chunk_size \(64\)"),
         ({"selected_share": 0.0}, "selected_share must be a number above 0"),
         ({"selected_share": True}, "selected_share must be a number above 0"),
@@ -66,6 +66,7 @@ def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
     """Beside the sinks and the latest: of 12 chunks that are brought 40 tokens; every layer, every step."""
     cls, model = checked(AbstractTreeCache), long_model()
     fields: dict[str, Any] = {"chunk_size": 8, "num_selected": 40, "num_opened": 88, "num_recent": 8, "num_sinks": 3}
+    fields.update(dense_layers=0, early_steps=0)
     with cls(model, engine="memory", **fields) as cache:
         generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=5)
         report = cache.report()
@@ -79,7 +80,7 @@ def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
 def test_a_share_of_what_is_held() -> None:
     """A tenth of the sealed tokens, and more as they become more."""
     model = long_model()
-    fields: dict[str, Any] = {"chunk_size": 8, "num_selected": None, "num_recent": 8, "num_sinks": 0}
+    fields: dict[str, Any] = {"chunk_size": 8, "num_selected": None, "num_recent": 8, "num_sinks": 0, "dense_layers": 0}
     with AbstractTreeCache(model, engine="memory", **fields) as cache:
         for length in (320, 640):
             cache.reset()
@@ -124,7 +125,9 @@ def test_what_is_left_out_matters() -> None:
     assert far[0] > far[1] > far[2] and far[2] < 1e-5
 
 
-FIELDS: dict[str, Any] = {"chunk_size": 4, "num_selected": 40, "num_recent": 8, "num_sinks": 3, "block_tokens": 64}
+FIELDS: dict[str, Any] = {
+    "chunk_size": 4, "num_selected": 40, "num_recent": 8, "num_sinks": 3, "block_tokens": 64, "dense_layers": 1,
+}  # fmt: skip
 
 
 def logits_of(cache: Any, model: Any) -> list[torch.Tensor]:
@@ -230,7 +233,7 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.
 
     monkeypatch.setattr(EarlyLook, "come", watched)
     model = long_model()
-    with AbstractTreeCache(model, abstracts="disk", look_ahead=look_ahead, **FIELDS) as cache:
+    with AbstractTreeCache(model, abstracts="disk", look_ahead=look_ahead, early_steps=0, **FIELDS) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
         looks = cache.selecting.looks  # type: ignore[union-attr]
         assert (looks._borrowed, looks._lent) == ([], 0)

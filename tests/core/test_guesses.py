@@ -140,8 +140,8 @@ class TwoTiersLayer(PageLayer):
         return [SlotTier(*near), SlotTier(*far)]
 
     @classmethod
-    def plan_tiers(cls, kind: Any, slots: int, units: int) -> Any:
-        half = super().plan_tiers(kind, slots // 2, units)
+    def plan_tiers(cls, kind: Any, config: Any, slots: int, units: int) -> Any:
+        half = super().plan_tiers(kind, config, slots // 2, units)
         return half + half
 
 

@@ -2,74 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, Policy
+from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, MostUsed, Policies, Policy
+from hf_offload_cache.fetch.slot_table import SlotTable
 
-POLICIES = [FirstIn, LeastRecent]
+POLICIES: list[Policies] = [FirstIn, LeastRecent]
 
 
 def slots(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def evicted(policy: Policy, count: int, in_use: np.ndarray) -> list[int]:
+    """The slots that `count` records get, the last of them."""
+    taken, got = policy.place(np.arange(100, 100 + count), in_use)
+    assert taken.tolist() == list(range(count - len(got), count))
+    return got.tolist()
+
+
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_the_slot_that_was_filled_longest_ago_goes_first(policy_class: Callable[[int], Policy]) -> None:
+def test_the_slot_that_was_filled_longest_ago_goes_first(policy_class: Policies) -> None:
     policy = policy_class(4)
-    assert policy.evict(2, slots()).tolist() == [0, 1]
-    assert policy.evict(3, slots()).tolist() == [2, 3, 0]
-    assert policy.evict(4, slots()).tolist() == [1, 2, 3, 0]
-    assert policy.evict(0, slots()).tolist() == []
+    assert evicted(policy, 2, slots()) == [0, 1]
+    assert evicted(policy, 3, slots()) == [2, 3, 0]
+    assert evicted(policy, 4, slots()) == [1, 2, 3, 0]
+    assert evicted(policy, 0, slots()) == []
 
 
 @pytest.mark.parametrize(("policy_class", "following"), [(FirstIn, [0, 1, 2, 3]), (LeastRecent, [1, 3, 2, 0])])
 def test_what_is_wanted_again_counts_as_filled_anew_or_not(
-    policy_class: Callable[[int], Policy], following: list[int]
+    policy_class: Policies, following: list[int]
 ) -> None:
     policy = policy_class(4)
     policy.used(slots(2, 0))
-    assert policy.evict(4, slots()).tolist() == following
+    assert evicted(policy, 4, slots()) == following
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_slots_in_use_stay(policy_class: Callable[[int], Policy]) -> None:
+def test_slots_in_use_stay(policy_class: Policies) -> None:
     policy = policy_class(4)
-    assert policy.evict(3, slots(0, 2, 2)).tolist() == [1, 3]
-    assert policy.evict(3, slots(0, 1, 2, 3)).tolist() == []
-    assert policy.evict(3, slots()).tolist() == [0, 2, 1]
+    assert evicted(policy, 3, slots(0, 2, 2)) == [1, 3]
+    assert evicted(policy, 3, slots(0, 1, 2, 3)) == []
+    assert evicted(policy, 3, slots()) == [0, 2, 1]
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_emptied_slots_are_the_next(policy_class: Callable[[int], Policy]) -> None:
+def test_emptied_slots_are_the_next(policy_class: Policies) -> None:
     policy = policy_class(5)
-    policy.evict(5, slots())
+    policy.place(np.arange(5), slots())
     policy.emptied(slots(3, 1))
-    assert policy.evict(3, slots()).tolist() == [3, 1, 0]
+    assert evicted(policy, 3, slots()) == [3, 1, 0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), capacity=st.integers(0, 6), policy_class=st.sampled_from(POLICIES))
 def test_every_slot_once_whatever_happens(
-    data: st.DataObject, capacity: int, policy_class: Callable[[int], Policy]
+    data: st.DataObject, capacity: int, policy_class: Policies
 ) -> None:
     """What is evicted is distinct, and all slots are always there; books do not grow."""
     policy = policy_class(capacity)
     some = st.lists(st.integers(0, max(0, capacity - 1)), unique=True, max_size=capacity)
     nbytes = policy.nbytes
     for _ in range(6):
-        what = data.draw(st.sampled_from(["evict", "used", "emptied"]))
-        if what == "evict":
+        what = data.draw(st.sampled_from(["place", "used", "emptied"]))
+        if what == "place":
             count = data.draw(st.integers(0, capacity))
             in_use = slots(*data.draw(some))
-            got = policy.evict(count, in_use).tolist()
+            got = policy.place(np.arange(count), in_use)[1].tolist()
             assert len(got) == len(set(got)) == min(count, capacity - len(in_use))
             assert not set(got) & set(in_use.tolist())
         else:
             getattr(policy, what)(slots(*data.draw(some)))
         assert policy.nbytes == nbytes
-    assert sorted(policy.evict(capacity, slots()).tolist()) == list(range(capacity))
+    assert sorted(evicted(policy, capacity, slots())) == list(range(capacity))
+
+
+def step(table: SlotTable, *wanted: int) -> int:
+    """What a tier does with the records that a step wants. Returns how many were resident."""
+    records = np.array(wanted)
+    lie = table.locate(records)
+    if (lie >= 0).any():
+        table.used(lie[lie >= 0])
+    if (lie < 0).any():
+        table.insert(records[lie < 0], lie[lie >= 0])
+    return int((lie >= 0).sum())
+
+
+def test_what_is_wanted_in_every_other_step_is_not_pushed_out_by_what_is_wanted_once() -> None:
+    hits = {}
+    for policy in (MostUsed, FirstIn):
+        table = SlotTable(2, policy)
+        hits[policy] = sum(step(table, *((0, 1) if turn % 2 == 0 else (10 + turn, 11 + turn))) for turn in range(40))
+    assert hits == {MostUsed: 36, FirstIn: 0}  # but for the first two times
+
+
+def test_what_was_wanted_long_ago_makes_room() -> None:
+    """For more steps than a table counts apart: what counts is lately."""
+    table = SlotTable(1, MostUsed)
+    for _ in range(500):
+        step(table, 3)
+    assert [step(table, 4) for _ in range(8)].index(1) <= 9
+    assert table.locate(np.array([3, 4])).tolist() == [-1, 0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, 200), unique=True, min_size=1, max_size=9), max_size=25),
+    capacity=st.integers(0, 7),
+)
+def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[int]], capacity: int) -> None:
+    """Who is resident has been used no less, lately, than anyone who was wanted and found no slot."""
+    table, uses = SlotTable(capacity, MostUsed), np.zeros(201)
+    for wanted in steps:
+        before = set((table.locate(np.arange(201)) >= 0).nonzero()[0].tolist())
+        hit = [record for record in wanted if record in before]
+        uses[wanted] += 1
+        uses[hit] = np.minimum(uses[hit], 1 / (1 - MostUsed._KEEPS))
+        step(table, *wanted)
+        lie = table.locate(np.arange(201))
+        inside = set((lie >= 0).nonzero()[0].tolist())
+        assert len(inside) == len(set(lie[lie >= 0].tolist())) == min(capacity, len(before | set(wanted)))
+        assert before & set(wanted) <= inside  # this step takes from them
+        outside = set(wanted) - inside
+        free = inside - (before & set(wanted))
+        if outside and free:
+            assert max(uses[list(outside)]) <= min(uses[list(free)]) * (1 + 1e-5)
+        if not set(wanted) <= before:
+            uses *= MostUsed._KEEPS
+    assert table.nbytes <= SlotTable.planned(201, capacity, MostUsed) + 4 * 2 * 201
+
+
+def test_what_is_forgotten_is_the_next_to_go_and_counts_as_new() -> None:
+    table = SlotTable(3, MostUsed)
+    for _ in range(4):
+        step(table, 1, 2, 3)
+    table.forget(np.array([2, 9]))
+    step(table, 5)
+    step(table, 5)
+    assert set(table.locate(np.array([1, 3, 5])).tolist()) == {0, 1, 2}
+    step(table, 2)
+    assert table.locate(np.array([2])).tolist() == [-1]

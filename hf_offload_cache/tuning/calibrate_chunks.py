@@ -1,0 +1,121 @@
+"""Chunk sizes from sample text: how many chunks of each size bounds leave open (LeoAM, section 4.2)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..caches.abstract_tree import AbstractTreeCache, AbstractTreeLayer
+from ..model.inner_model import inner_model
+from ..predictors.abstract_tree import bounds, standing
+from ..predictors.base import Query
+from ..predictors.chunk_sizes import SIZES, best_size, expected_judged, judged_by_equation_2
+from ..predictors.chunk_tree import front
+from .sample import text_ids
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """What `calibrate_chunks` measured, of each offloaded layer. Prints as a table."""
+
+    tokens: int
+    """Tokens a text, as a mean."""
+    density: tuple[float, ...]
+    """Share of the tokens that a step attends to, which the paper's equation (2) takes."""
+    left_open: tuple[dict[int, float], ...]
+    """By tokens a chunk: share of the chunks that bounds leave open."""
+    opened: tuple[dict[int, float], ...]
+    """By tokens a chunk: share of the chunks that are opened, which are no more than a step has room to bring."""
+    sizes: tuple[int, ...]
+    """The best sizes, for `chunk_size`."""
+
+    def __str__(self) -> str:
+        sizes = sorted(self.opened[0], reverse=True)
+        lines = [
+            f"judged of {self.tokens:,} tokens: by the paper's equation (2) / chunks and twice those that are opened "
+            f"(share that bounds leave open)",
+            "layer  density  " + "".join(f"{f'{size} a chunk':>24}" for size in sizes) + "    best",
+        ]
+        for layer, (density, shares, best) in enumerate(zip(self.density, self.opened, self.sizes, strict=True)):
+            cells = []
+            for size in sizes:
+                paper = judged_by_equation_2(max(1, self.tokens // size), self.tokens, density)
+                own = expected_judged(size, self.tokens, shares)
+                cells.append(f"{f'{paper:,.0f} / {own:,.0f} ({self.left_open[layer][size]:.2f})':>24}")
+            lines.append(f"{layer:5}  {density:7.2f}  " + "".join(cells) + f"{best:8}")
+        return "\n".join(lines)
+
+
+def calibrate_chunks(
+    model: Any, texts: Iterable[Any], tokenizer: Any = None, least: int = 16, **fields: Any
+) -> ChunkSizes:
+    """For each offloaded layer of an `AbstractTreeCache` the chunk size by which the least is judged: pass its `sizes`
+    as `chunk_size`.
+
+    The last query of each text is held against the keys of all that is before it, in chunks of every size. Bounds leave
+    open what could hold one of the tokens that are wanted; of these a step opens as many as it has room to bring.
+
+    Args:
+        model: a PreTrainedModel; runs forward on its own device, one text at a time.
+        texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed). As long as the contexts
+            that the sizes are for.
+        least: the smallest size that is wanted, for what a read of the disk is worth: a power of two from 8 to 64.
+        **fields: further fields of that cache, e.g. num_selected, num_opened, dense_layers.
+
+    Raises `ValueError` where no text is long enough to choose from. Nothing is written.
+    """
+    sizes = [size for size in SIZES if size >= least]
+    if not sizes:
+        raise ValueError(f"least must be at most {SIZES[0]}, got {least}: use 16")
+    inner = inner_model(model)
+    found: list[list[tuple[list[float], list[float]]]] = []
+    densities, lengths = [], []
+    for text in texts:
+        ids = text_ids(text, tokenizer)
+        ids = ids.reshape(-1, ids.shape[-1]).to(inner.device)
+        with torch.inference_mode(), AbstractTreeCache(inner, engine="memory", **fields) as cache:
+            queries: dict[int, torch.Tensor] = {}
+            for layer in cache.selective:
+                layer.watch_query = functools.partial(_keep_last, queries)
+            inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
+            if all(layer.length > layer.settings.brought(layer.length) for layer in layers):
+                found.append([_shares(layer, queries[layer.layer_idx], sizes) for layer in layers])
+                densities.append([layer.settings.attended(layer.length) / layer.length for layer in layers])
+                lengths.append(ids.shape[1])
+    if not found:
+        raise ValueError("texts must hold at least one text of which a step attends to a part alone: give longer ones")
+    shares = np.mean(found, 0)  # (layers, left open and opened, sizes)
+    left_open, opened = ([dict(zip(sizes, row, strict=True)) for row in shares[:, kind].tolist()] for kind in (0, 1))
+    return ChunkSizes(
+        int(np.mean(lengths)), tuple(np.mean(densities, 0).tolist()), tuple(left_open), tuple(opened),
+        tuple(best_size(layer, sizes) for layer in opened),
+    )  # fmt: skip
+
+
+def _keep_last(queries: dict[int, torch.Tensor], layer_idx: int, states: torch.Tensor) -> None:
+    queries[layer_idx] = states[:, :, -1]
+
+
+def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) -> tuple[list[float], list[float]]:
+    """By size, the shares of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
+    keys = layer.rows.fold(layer.whole()[0])
+    length = keys.shape[2] // sizes[0] * sizes[0]
+    keys = keys[:, :, :length]
+    query: Query = layer.query_of(states, None)
+    scaled = (query.states * query.scaling).to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[3])
+    wanted, brought = layer.settings.attended(length), layer.settings.brought(length)
+    left_open, opened = [], []
+    for size in sizes:
+        chunks = keys.unflatten(2, (-1, size))
+        upper, lower = (one.cpu().numpy() for one in bounds(scaled, chunks.amin(3), chunks.amax(3)))
+        most, least = standing(upper, lower, length // size)
+        enough = np.full(len(most), wanted)
+        left_open.append(float(front(most, least, size, enough).unsure.mean()))
+        opened.append(float(front(most, least, size, enough, -(-brought // size)).unsure.mean()))
+    return left_open, opened

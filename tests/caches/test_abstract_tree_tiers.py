@@ -1,0 +1,191 @@
+"""Layers of `AbstractTreeCache` that differ, its tiers, and its early steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_cache import checked
+from harness import generate, prompt
+from long_llama import long_model
+
+from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
+from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.fetch.policy import MostUsed
+from hf_offload_cache.model.geometry import Geometry
+
+LENGTH = 700
+FIELDS: dict[str, Any] = {"chunk_size": 16, "num_selected": 48, "num_opened": 96, "num_recent": 8, "num_sinks": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dense_layers": -1}, "dense_layers must be at least 0"),
+        ({"resident_layers": -1}, "resident_layers must be at least 0"),
+        ({"dense_share": 1.5}, "dense_share must be a number above 0, at most 1"),
+        ({"dense_chunk_size": 24}, "dense_chunk_size must be a power of two from 2 to 1024.*use dense_chunk_size=16"),
+        ({"chunk_size": []}, "chunk_size must name the tokens a chunk of each layer"),
+        ({"chunk_size": [64, 24]}, "chunk_size must be a power of two from 2 to 1024.*use chunk_size=16"),
+        ({"chunk_size": [64], "dense_chunk_size": 8}, "dense_chunk_size is given, and chunk_size names each layer's"),
+        ({"early_steps": -1}, "early_steps must be at least 0"),
+        ({"host_memory": "much"}, "host_memory must be a number of bytes or a size"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        AbstractTreeConfig(**fields)
+
+
+def test_chunk_sizes_for_fewer_layers_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="chunk_size must name each offloaded layer's, got 2"):
+        AbstractTreeCache(long_model(), chunk_size=[64, 64])
+
+
+def test_what_applies_to_each_layer() -> None:
+    """Dense ones have small chunks, the least where they are resident, and no fewer tokens than the others."""
+    config = AbstractTreeConfig(num_selected=400)
+    first, third = config.of_layer(1), config.of_layer(2)
+    assert (first.chunk_size, first.group_size, third.chunk_size) == (8, 8, 64) and third is config
+    assert [first.attended(held) for held in (9001, 500)] == [4501, 400]
+    assert (first.brought(9000), third.brought(9000)) == (4500, 1000)
+    assert (first.brought_at_most(9000), third.brought_at_most(9000)) == (4500, 2000)
+    on_disk = AbstractTreeConfig(resident_layers=0, dense_layers=3)
+    assert [on_disk.of_layer(place).chunk_size for place in range(4)] == [16, 16, 16, 64]
+    beyond = AbstractTreeConfig(resident_layers=3, dense_layers=0).of_layer(2)
+    assert (beyond.chunk_size, beyond.attended(9000)) == (64, 400) and beyond.reuse_capacity > 2**32
+    assert AbstractTreeConfig(chunk_size=4).of_layer(0).chunk_size == 4
+
+
+def test_each_layer_attends_to_its_share_in_its_chunks() -> None:
+    cls, model = checked(AbstractTreeCache), long_model()
+    with cls(model, engine="memory", early_steps=0, **FIELDS) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        sizes = [layer.history.form.group_size for layer in cache.offloaded]
+        held = [layer.history.units * size for layer, size in zip(cache.offloaded, sizes, strict=True)]
+    assert sizes == [8, 8, 16]
+    # two key heads with chunks of their own, and one chunk for the sinks
+    expected = [-(-(held[0] // 2) // 8) + 1] * 2 + [96 // 16 + 1]
+    widths = [units.shape for _, units in cls.gathers]
+    assert widths == [(2, width) for width in expected] * 3
+
+
+def test_resident_layers_are_read_once() -> None:
+    """In the first steps what they want, and nothing after that; the other layers go on reading."""
+    model, read = long_model(), []
+    fields = {**FIELDS, "dense_share": 1.0, "reuse_capacity": 0, "look_ahead": False}
+    with AbstractTreeCache(model, **fields) as cache, torch.no_grad():
+        ids = prompt(model, 1, LENGTH)
+        model(ids, past_key_values=cache)
+        for step in range(3):  # after which a chunk is sealed, which is new
+            before = [layer.history.store.bytes_read for layer in cache.offloaded]
+            model(ids[:, step : step + 1], past_key_values=cache)
+            after = [layer.history.store.bytes_read for layer in cache.offloaded]
+            read.append([late - early for early, late in zip(before, after, strict=True)])
+        slots = [layer.fetcher.tiers[0] for layer in cache.selective]
+        units = [layer.history.rows * layer.history.units for layer in cache.selective]
+    assert all(read[0]) and all(first == second == 0 and third for first, second, third in read[1:])
+    assert [tier.capacity >= count for tier, count in zip(slots, units, strict=True)] == [True, True, False]
+
+
+def test_what_is_used_often_stays_in_host_memory() -> None:
+    """On a CPU it is as so many more slots, of all layers alike; they are in the plan."""
+    model, hits = long_model(), []
+    fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 32, "early_steps": 0}
+    geometry = Geometry.of(model)
+    payload = 16 * 2 * geometry.layers[0].key_dim * geometry.dtype.itemsize
+    for host in (None, 3 * 20 * payload):
+        with AbstractTreeCache(model, engine="memory", host_memory=host, **fields) as cache:
+            plan = AbstractTreeCache.plan(geometry, cache.config, LENGTH + 10, 1).decode
+            generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=10)
+            tiers = [layer.fetcher.tiers for layer in cache.selective]
+            assert all(len(one) == 1 and isinstance(one[0]._table._policy, MostUsed) for one in tiers)
+            assert [one[0].capacity for one in tiers] == [2 * (32 // 16 + 1) + (20 if host else 0)] * 3
+            assert cache.storage.account.by_owner["reuse slots"] == plan["reuse slots"]
+            hits.append(cache.report().hit_rate)
+    assert hits[1] > hits[0] + 0.2
+
+
+def test_host_memory_beside_a_device() -> None:
+    """Slots of their own, in the plan as "host slots"; no more than there are chunks."""
+    geometry = Geometry.uniform(30, 9, 3, 64, device="cuda")
+    config = AbstractTreeConfig(host_memory="64MiB", reuse_capacity=256, max_context=8192)
+    plan = AbstractTreeCache.plan(geometry, config, 8192, 1).decode
+    chunk = 64 * 2 * 64 * 2
+    dense = 3 * (8192 // 8) * 8 * 2 * 64 * 2
+    assert plan["host slots"] == 28 * (2**26 // 30 // chunk) * chunk + 2 * (2**26 // 30 // 2048) * 2048
+    assert plan["reuse slots"] == 28 * 3 * 5 * chunk + 2 * dense
+    without = AbstractTreeCache.plan(geometry, AbstractTreeConfig(reuse_capacity=256), 8192, 1).decode
+    assert "host slots" not in without
+
+
+def test_early_steps_look_into_twice_as_many() -> None:
+    """As many as the field says, after each prompt; and what that takes is given back."""
+    cls, model = checked(AbstractTreeCache), long_model()
+    fields = {**FIELDS, "dense_layers": 0, "early_steps": 3, "look_ahead": True}
+    with cls(model, engine="memory", **fields) as cache, torch.no_grad():
+        ids = prompt(model, 1, LENGTH)
+        for turn in range(2):
+            cls.gathers.clear()
+            model(ids[:, : 400 + 300 * turn][:, cache.tokens and -9 :], past_key_values=cache)
+            held: list[int] = []
+            for step in range(6):
+                model(ids[:, step : step + 1], past_key_values=cache)
+                held.append(cache.storage.account.by_owner["selection"])
+            widths = [units.shape[1] for _, units in cls.gathers]
+            assert widths == [13] * 9 + [7] * 9
+            assert held[0] > held[3] == held[5]
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> None:
+    """Dense layers in memory, host memory, early steps, candidates: no more than was planned, at any time."""
+    model = long_model()
+    fields = {"num_recent": 8, "num_selected": 48, "chunk_size": 16, "host_memory": "16KiB"}
+    arguments: dict[str, Any] = {"prompt_lookup_num_tokens": 4} if candidates else {}
+    limits: dict[str, Any] = {"max_context": LENGTH + 64, "max_batch": 1}
+    ids = prompt(model, 1, LENGTH)
+    with AbstractTreeCache.for_budget(model, "3/1", path=tmp_path, **limits, **fields) as cache:
+        assert (cache.config.dense_layers, cache.config.resident_layers) == (2, 2)
+        plan = AbstractTreeCache.plan(Geometry.of(model), cache.config, LENGTH + 64, 1)
+        generate(model, cache, ids, max_new_tokens=24, **arguments)
+        for _ in range(0 if candidates else 2):
+            follow = torch.cat([cache.input_ids, prompt(model, 1, 9, seed=5)], 1)
+            generate(model, cache, follow, max_new_tokens=4, **arguments)
+        assert cache.report().peak_memory_bytes <= plan.peak_bytes <= int(cache.config.memory)
+        assert cache.storage.account.pressed == 0
+    with AbstractTreeCache.for_budget(model, "1/2", path=tmp_path, **limits, num_recent=8, num_selected=48) as small:
+        assert (small.config.dense_layers, small.config.resident_layers) == (0, 0)
+
+
+def test_layers_that_differ_in_a_context(tmp_path: Path) -> None:
+    """Saved, opened in less memory, opened to be exact, and refused with other chunks."""
+    model, sizes = long_model(), [8, 32, 16]
+    fields: dict[str, Any] = {**FIELDS, "chunk_size": sizes, "dense_layers": 1}
+
+    def answer(cache: Any) -> torch.Tensor:
+        question = torch.cat([cache.input_ids, prompt(model, 1, 9, seed=8)], 1)
+        return generate(model, cache, question, max_new_tokens=6).logits
+
+    def of_layers(cache: Any) -> Sequence[int]:
+        return [layer.history.form.group_size for layer in cache.offloaded]
+
+    with AbstractTreeCache(model, path=tmp_path, **fields) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        cache.save(tmp_path / "context")
+        with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, chunk_size=tuple(sizes)) as opened:
+            assert of_layers(opened) == sizes and torch.equal(answer(opened), answer(cache))
+    with AbstractTreeCache.open(tmp_path / "context", model, memory="5MiB", max_context=2 * LENGTH) as less:
+        assert of_layers(less) == sizes
+        answer(less)
+        assert less.report().peak_memory_bytes <= 5 * 2**20
+    with AbstractTreeCache.open(tmp_path / "context", model, exact=True) as exact:
+        assert of_layers(exact) == sizes and exact.tokens == LENGTH + 3
+        answer(exact)
+    with pytest.raises(ConfigError, match="chunk_size is fixed in a saved context"):
+        AbstractTreeCache.open(tmp_path / "context", model, chunk_size=64)
+    with pytest.raises(ConfigError, match="dense_layers is fixed in a saved context"):
+        AbstractTreeCache.open(tmp_path / "context", model, dense_layers=2)
