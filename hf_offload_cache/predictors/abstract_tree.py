@@ -27,8 +27,9 @@ def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tup
     return (high[0] + low[1]).flatten(1, 2), (low[0] + high[1]).flatten(1, 2)
 
 
-def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """How well chunks stand with the heads of a row, at most and at least: two of (rows, n) float32.
+def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """How well chunks stand with the heads of a row, at most and at least: (rows, n) float32 each. None: at least, none
+    of them is among the first of any head.
 
     Each head has a queue of chunks, by their `upper` bounds (rows, heads, n). First in some head's queue is `places`,
     and a little more where others have it among their first `places` too; 0 is in none of these. At least: as if the
@@ -44,16 +45,21 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     values = np.take_along_axis(upper, first, 2)
     order = np.argsort(-values, 2, kind="stable")
     first, values = np.take_along_axis(first, order, 2), np.take_along_axis(values, order, 2)
-    beaten = above(values, np.take_along_axis(lower, first, 2))
     points = np.arange(places, 0, -1, dtype=np.float32)
-    most, least, all_points = (np.zeros((rows, count), dtype=np.float32) for _ in range(3))
+    most, all_points = (np.zeros((rows, count), dtype=np.float32) for _ in range(2))
     row = np.arange(rows)[:, None]
     for head in range(heads):
         here = first[:, head]
         most[row, here] = np.maximum(most[row, here], points)
-        least[row, here] = np.maximum(least[row, here], places - beaten[:, head])
         all_points[row, here] += points
-    return most + all_points / (heads * places + 1), least
+    most += all_points / (heads * places + 1)
+    if (lower.max(2) < values[:, :, -1]).all():  # the usual thing: bounds of many keys are far apart
+        return most, None
+    beaten = above(values, np.take_along_axis(lower, first, 2))
+    least = np.zeros((rows, count), dtype=np.float32)
+    for head in range(heads):
+        least[row, first[:, head]] = np.maximum(least[row, first[:, head]], places - beaten[:, head])
+    return most, least
 
 
 def shares(
@@ -116,7 +122,7 @@ class AbstractTreePredictor(SummaryPredictor):
             upper, lower = (bound.cpu().numpy() for bound in bounds(states, *abstracts.permute(2, 0, 3, 1, 4)))
             most, least = standing(upper, lower, min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
-            if query.visible is not None:  # of a chunk with padding, not all tokens are to be had
+            if query.visible is not None and least is not None:  # of a chunk with padding, not all tokens are to be had
                 seen = query.visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
                 least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
             found = front(most, least, group, np.full(self.rows, wanted), budget)

@@ -33,7 +33,9 @@ class Front:
     """Some tokens may be: to be split."""
 
 
-def front(upper: np.ndarray, lower: np.ndarray, size: int, wanted: np.ndarray, most: int | None = None) -> Front:
+def front(
+    upper: np.ndarray, lower: np.ndarray | None, size: int, wanted: np.ndarray, most: int | None = None
+) -> Front:
     """The front of the queue: as many nodes, the highest upper bounds first, as hold `wanted` important tokens.
 
     How many a node holds is counted by what its bounds say of the best node that is left out: all where the lower
@@ -41,11 +43,14 @@ def front(upper: np.ndarray, lower: np.ndarray, size: int, wanted: np.ndarray, m
     are attained, as those of single numbers are, no important token is left out.
 
     Args:
-        upper, lower: (rows, n) float32 bounds of the nodes; -inf: no node.
+        upper, lower: (rows, n) float32 bounds of the nodes; -inf: no node. `lower` None: below all upper bounds.
         wanted: (rows,) tokens a row.
         most: nodes a row that may be in the front; None: all.
     """
     rows, nodes = upper.shape
+    if lower is None:
+        count = np.minimum(wanted, nodes if most is None else most)
+        return Front(np.zeros(upper.shape, dtype=bool), _first(upper, count))
     order = np.argsort(-upper, 1, kind="stable")
     queue, least = np.take_along_axis(upper, order, 1), np.take_along_axis(lower, order, 1)
     place = np.arange(nodes)
@@ -63,6 +68,16 @@ def front(upper: np.ndarray, lower: np.ndarray, size: int, wanted: np.ndarray, m
     for flags, part in zip(found, (sure, inside & ~sure), strict=True):
         np.put_along_axis(flags, order, part, 1)
     return Front(*found)
+
+
+def _first(upper: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Which of (rows, n) are the `count` (rows,) highest of a row, of equal ones the first ones; of -inf none."""
+    if (count >= upper.shape[1]).all():
+        return upper > -np.inf
+    order = np.argsort(-upper, 1, kind="stable")
+    found = np.zeros(upper.shape, dtype=bool)
+    np.put_along_axis(found, order, np.arange(upper.shape[1]) < count[:, None], 1)
+    return found & (upper > -np.inf)
 
 
 def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:

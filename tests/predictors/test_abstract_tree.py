@@ -99,7 +99,9 @@ def test_where_chunks_stand() -> None:
     assert np.floor(most).tolist() == [[3, 1, 2, 3, 2]]  # 2 and 4 are second in one queue each
     assert most[0, 2] > most[0, 4]  # and 2 third in the other
     # 0: none is above 850; 2: 900 and 500 (and its own 800) are above 450; 3: itself and 4 are above 3.5
-    assert least.tolist() == [[2, 0, 0, 1, 0]]
+    assert least is not None and least.tolist() == [[2, 0, 0, 1, 0]]
+    assert standing(upper, np.zeros_like(upper), 3)[1] is None
+    assert standing(upper, np.minimum(upper, 2.9), 2)[1] is None  # of the second head's two first ones the least is 4
 
 
 @settings(max_examples=50, deadline=None)
@@ -116,7 +118,8 @@ def test_standing_against_a_plain_count(heads: int, chunks: int, places: int, se
             worst = (upper[row] > lower[row, :, chunk : chunk + 1]).sum(1)
             assert int(most[row, chunk]) == max(0, places - ranks.min())
             inside = ranks < places
-            assert least[row, chunk] == (np.maximum(0, places - worst)[inside].max() if inside.any() else 0)
+            expected = np.maximum(0, places - worst)[inside].max() if inside.any() else 0
+            assert (0 if least is None else least[row, chunk]) == expected
 
 
 def test_shares_of_each_head_sum_to_one() -> None:

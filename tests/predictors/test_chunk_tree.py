@@ -66,6 +66,16 @@ def test_no_more_nodes_than_may_be() -> None:
     assert decided.unsure.tolist() == [[True, False, False, True, False]]
 
 
+def test_where_nothing_is_known_at_least_each_node_counts_for_one_token() -> None:
+    """As many nodes as tokens are wanted, or as there is room for, the first of equal ones; none of them is sure."""
+    upper = np.array([[5, 7, -np.inf, 7, 1, 7]], dtype=np.float32)
+    for wanted, most, expected in ((2, None, [1, 3]), (4, 3, [1, 3, 5]), (9, None, [0, 1, 3, 4, 5])):
+        decided = front(upper, None, 8, np.array([wanted]), most)
+        assert not decided.sure.any() and decided.unsure[0].nonzero()[0].tolist() == expected
+        plain = front(upper, np.where(upper > -np.inf, -1e9, -np.inf).astype(np.float32), 8, np.array([wanted]), most)
+        assert (plain.unsure == decided.unsure).all()
+
+
 def test_what_is_no_node_is_never_in_front() -> None:
     upper = np.array([[-np.inf, 0.5, -np.inf], [0.1, 0.2, 0.3]], dtype=np.float32)
     decided = front(upper, upper, 2, np.array([6, 2]))
