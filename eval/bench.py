@@ -32,6 +32,7 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "needles": (["-m", "eval.needles"], ["--samples", "2", "--tokens", "1024"]),
     "needles_budget": (["-m", "eval.studies.quality_needles_budget"], ["--quick"]),
     "mass": (["-m", "eval.studies.quality_mass"], ["--quick"]),
+    "chunks": (["-m", "eval.studies.quality_chunks"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),
     "walk": (["tests/walk.py"], ["llama", "qwen3", "gpt_neox"]),

@@ -25,6 +25,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 
 from .bench import machine
 from .needles import parse_setting
+from .profiles import PROFILES, throttle
 from .studies.common import write_json
 from .studies.contexts import open_cache, prefill, replay
 from .studies.fidelity import distance
@@ -109,11 +110,13 @@ def run(
     shared_prefill: bool = False,
     path: str | None = None,
     say: Callable[[str], Any] = lambda line: None,
+    profile: str = "own",
 ) -> dict[str, dict[str, Any]]:
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
     weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
-    followed by its own text in all of them; seconds of a prefill are then those of the putting."""
+    followed by its own text in all of them; seconds of a prefill are then those of the putting. `profile`: of
+    `PROFILES`, the device that ours read from."""
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     shared = None
     if shared_prefill:
@@ -128,6 +131,7 @@ def run(
                 cache = DynamicCache(config=plain.config)
             else:
                 cache = stack.enter_context(open_cache(model, ours[name], tokens + steps, path, len(ids)))
+                throttle(cache, PROFILES[profile])
             one = Contender(name, model if name in ours else plain, cache, ids, tokens)
             if shared is None or name == ALONE:
                 one.prefill(chunk)
@@ -181,6 +185,7 @@ def measure(
     in_memory: Iterable[str] = (DYNAMIC, STATIC),
     shared_prefill: bool = False,
     path: str | None = None,
+    profile: str = "own",
 ) -> dict[str, Any]:
     """`run` with the embedded model on a text, Python's help texts where none is given; what was asked, and whether
     that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
@@ -194,8 +199,9 @@ def measure(
     trained = model.config.max_position_embeddings
     if tokens + steps > trained:
         say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
-    rows = run(model, ids, tokens, steps, chunk, ours, in_memory, shared_prefill=shared_prefill, path=path, say=say)
-    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, "shared_prefill": shared_prefill}
+    options: dict[str, Any] = {"shared_prefill": shared_prefill, "path": path, "profile": profile}
+    rows = run(model, ids, tokens, steps, chunk, ours, in_memory, say=say, **options)
+    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, **options}
     return {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
 
 
@@ -210,6 +216,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
     parser.add_argument("--only-ours", action="store_true", help="and the model alone")
     parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all rows and caches")
+    parser.add_argument("--profile", choices=PROFILES, default="own", help="the device that ours read from")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--path", help="folder on the disk to use")
@@ -220,8 +227,9 @@ def main() -> int:
     ours = dict(map(parse_setting, given.set)) or USUAL
     in_memory = () if given.only_ours else (DYNAMIC, STATIC)
     found = measure(
-        tokens, given.batch, steps, ours, given.chunk, given.text, in_memory, given.shared_prefill, given.path
-    )
+        tokens, given.batch, steps, ours, given.chunk, given.text, in_memory, given.shared_prefill, given.path,
+        given.profile,
+    )  # fmt: skip
     if given.json:
         write_json(given.json, {"machine": machine(given.path), **found})
     return 0

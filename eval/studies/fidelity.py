@@ -83,17 +83,22 @@ def measure(
     path: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One contender on one text: `mass`, mean over layers, steps and heads; `worst` and `worst_layer`, the layer with
-    the least mean; `kl` in nats and `top1` to `DynamicCache`; `attended` tokens; `overlap` of successive selections;
-    `hit_rate`; `peak_share` of the full KV; and the same by layer: `layer_mass`, `layer_overlap`, `layer_hits`."""
+    the least mean; `important`, the share of what is attended to that is among the most important tenth of the
+    tokens; `kl` in nats and `top1` to `DynamicCache`; `attended` tokens; `overlap` of successive selections;
+    `hit_rate`; `peak_share` of the full KV; `judged`, what was judged over what judging all tokens would be, where a
+    method counts it; and the same by layer: `layer_mass`, `layer_overlap`, `layer_hits`."""
     count = len(context.keys)
     mass: list[list[float]] = [[] for _ in range(count)]
     groups: list[list[np.ndarray]] = [[] for _ in range(count)]
-    attended: list[int] = []
+    attended: list[float] = []
+    important: list[float] = []
     hits = [0] * count
 
     def told(look: Look) -> None:
         mass[look.layer_idx].append(look.mass)
-        attended.append(look.weights.shape[1] if look.columns is None else len(look.columns))
+        columns = look.columns
+        attended.append(look.weights.shape[1] if columns is None else float(np.mean([len(own) for own in columns])))
+        important.append(look.important(0.1))
         if look.groups is not None:
             groups[look.layer_idx].append(look.groups)
             hits[look.layer_idx] += look.resident
@@ -103,11 +108,17 @@ def measure(
         with Watch(cache, context.keys, told, contender.rolling):  # type: ignore[arg-type]
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
+        predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
     layers = [float(np.mean(part)) for part in mass]
     selected = [sum(map(len, part)) for part in groups]
     row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
     row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
     row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
+    row["important"] = float(np.mean(important))
+    counted = [each for each in predictors if getattr(each, "judged", 0)]
+    # two bounds of a chunk are as much to compare with as the keys of two tokens
+    tokens = sum(each.judged for each in counted) / 2
+    row["judged"] = sum(each.evaluations for each in counted) / tokens if tokens else None
     alike = [overlap(part) for part in groups]
     row["overlap"] = float(np.mean([share for part in alike for share in part])) if any(alike) else None
     row["layer_mass"] = layers
@@ -131,7 +142,7 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         layers = np.mean([row["layer_mass"] for row in own], 0)
         found: dict[str, Any] = {"mass": float(layers.mean()), "worst": float(layers.min())}
         found["worst_layer"] = int(layers.argmin())
-        for field in ("attended", "kl", "top1", "hit_rate", "overlap", "peak_share"):
+        for field in ("attended", "important", "judged", "kl", "top1", "hit_rate", "overlap", "peak_share"):
             values = [row[field] for row in own if row[field] is not None]
             found[field] = float(np.mean(values)) if values else None
         table[name] = {**found, "layer_mass": layers.tolist()}

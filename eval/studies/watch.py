@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,17 +27,35 @@ class Look:
     layer_idx: int
     weights: torch.Tensor
     """(H, T) float32: the layer's own query's softmax over all keys that it ever stored."""
-    columns: torch.Tensor | None
-    """(n,) positions that were attended to, ascending; None: all."""
+    columns: list[torch.Tensor] | None
+    """(n,) positions that were attended to, ascending, for each row of heads: all of them, or those of a key head where
+    these have groups of their own. None: all, in all rows."""
     groups: np.ndarray | None
-    """(M,) groups selected, ascending; None: nothing was selected."""
+    """(M,) groups selected, ascending, counted on from row to row; None: nothing was selected."""
     resident: int
     """How many of them lay in memory before the step."""
 
     @property
     def mass(self) -> float:
         """Share of the attention mass on what was attended to, mean over heads."""
-        return 1.0 if self.columns is None else float(self.weights[:, self.columns].sum(-1).mean())
+        if self.columns is None:
+            return 1.0
+        heads = self.weights.unflatten(0, (len(self.columns), -1))
+        found = [own[:, columns].sum(-1) for own, columns in zip(heads, self.columns, strict=True)]
+        return float(torch.cat(found).mean())
+
+    def important(self, share: float) -> float:
+        """Of what was attended to, the share that is among the `share` of all tokens that have most of the attention of
+        the row's heads, summed."""
+        if self.columns is None:
+            return share
+        found = []
+        heads = self.weights.unflatten(0, (len(self.columns), -1)).sum(1)
+        for own, columns in zip(heads, self.columns, strict=True):
+            best = torch.zeros(len(own), dtype=torch.bool)
+            best[own.topk(math.ceil(share * len(own))).indices] = True
+            found.append(float(best[columns].float().mean()))
+        return float(np.mean(found))
 
 
 class Watch:
@@ -108,11 +127,14 @@ class Watch:
     def _look(self, layer: OffloadLayer, weights: torch.Tensor, resident: int) -> Look:
         if self._chosen is None:
             return Look(layer.layer_idx, weights, None, None, 0)
-        groups, group = self._chosen.units[0].copy(), layer.history.form.group_size
-        kept = None if self._chosen.keep is None else self._chosen.keep[0]
-        sealed = layer.history.units * group
-        columns = attended_columns(groups, group, sealed, layer.length, self.rolling, kept)
-        return Look(layer.layer_idx, weights, columns, groups, resident)
+        units, keep, group = self._chosen.units, self._chosen.keep, layer.history.form.group_size
+        sealed, columns = layer.history.units * group, []
+        for row, groups in enumerate(units):
+            kept = None if keep is None else keep[row][groups >= 0]
+            own = groups[groups >= 0]
+            columns.append(attended_columns(own, group, sealed, layer.length, self.rolling, kept))
+        counted = np.where(units < 0, -1, units + np.arange(len(units))[:, None] * layer.history.units)
+        return Look(layer.layer_idx, weights, columns, counted[units >= 0], resident)
 
 
 def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: float) -> torch.Tensor:

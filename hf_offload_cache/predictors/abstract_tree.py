@@ -132,14 +132,13 @@ class AbstractTreePredictor(SummaryPredictor):
             units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
         if guess:
             return Choice(units)
-        if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
-            self.evaluations += self.rows * self.units
-            return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
-        return self._look(query, states, units, most, wanted)
+        if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
+            return Choice(units, importance=most)
+        return self.look_into(query, states, units, most, wanted)
 
-    def _look(
+    def look_into(
         self, query: Query, states: torch.Tensor, units: np.ndarray, most: np.ndarray, wanted: int
     ) -> Generator[Choice, torch.Tensor, Choice]:
         """Bring the chunks `units` (rows, E), and keep the best of their tokens, judged by their keys."""

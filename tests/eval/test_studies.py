@@ -151,9 +151,16 @@ def test_weights_of_a_hand_made_attention() -> None:
     query = torch.tensor([[2.0, 0.0], [0.0, 3.0]])[None, :, None]
     weights = watch.attention_weights(query, [keys[:, :, :2], keys[:, :, 2:]], 0.5)
     torch.testing.assert_close(weights, torch.tensor([[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3]]))
-    look = watch.Look(0, weights, torch.tensor([0, 2]), None, 0)
+    look = watch.Look(0, weights, [torch.tensor([0, 2])], None, 0)
     assert look.mass == pytest.approx((6 / 8 + 2 / 3) / 2)
     assert watch.Look(0, weights, None, None, 0).mass == 1.0
+    apart = watch.Look(0, weights, [torch.tensor([2]), torch.tensor([0, 1])], None, 0)
+    assert apart.mass == pytest.approx((5 / 8 + 2 / 3) / 2)
+    # summed over both heads the last token is the most important one, then the second
+    assert [look.important(share) for share in (0.3, 0.6, 1.0)] == [0.5, 0.5, 1.0]
+    assert watch.Look(0, weights[:1].repeat(2, 1), [torch.tensor([2]), torch.tensor([0, 1])], None, 0).important(
+        0.6
+    ) == pytest.approx(0.75)
 
 
 def test_columns_of_hand_made_selections() -> None:
@@ -197,10 +204,11 @@ def test_what_is_seen_is_what_was_attended(rolling: bool, tmp_path: Path) -> Non
         assert len(looks) == len(given) == 18
         for index, (look, output) in enumerate(zip(looks, given, strict=True)):
             assert look.layer_idx == index % 3 and look.columns is not None and look.groups is not None
+            columns = look.columns[0]
             assert look.weights.shape == (4, 601 + index // 3)
-            kept = look.weights[:, look.columns]
+            kept = look.weights[:, columns]
             kept = kept / kept.sum(-1, keepdim=True)
-            expected = torch.einsum("ht,htd->hd", kept, held[look.layer_idx][0][:, look.columns])
+            expected = torch.einsum("ht,htd->hd", kept, held[look.layer_idx][0][:, columns])
             torch.testing.assert_close(output.view(4, 16), expected, rtol=1e-4, atol=1e-4)
             assert 0 < look.mass < 1
             assert 0 <= look.resident <= len(look.groups)
@@ -239,7 +247,8 @@ def test_distance_of_hand_made_logits() -> None:
 
 def test_the_worst_layer_is_that_of_the_mean() -> None:
     """Not the mean of each text's worst."""
-    rest = {"attended": 10.0, "kl": 0.5, "top1": 1.0, "overlap": None, "peak_share": 0.1}
+    rest: dict[str, Any] = {"attended": 10.0, "kl": 0.5, "top1": 1.0, "overlap": None, "peak_share": 0.1}
+    rest |= {"important": 0.4, "judged": None}
     rows = [
         {"name": "one", "layer_mass": [0.2, 0.9], "hit_rate": 0.5, **rest},
         {"name": "one", "layer_mass": [0.8, 0.3], "hit_rate": None, **rest},
@@ -412,6 +421,7 @@ _SMALL = {
     "rolling": ["--recent", "8", "1", "--tokens", "600", "--facts", "1", "--fact-tokens", "700"],
     "reuse": ["--set", "small:num_selected=64,group_size=4", "--reuse", "64", "--tokens", "600"],
     "layerwise": ["--tokens", "200"],
+    "chunks": ["--tokens", "1600"],
     "needles_budget": ["--set", "1/13:num_selected=64", "--tokens", "800", "--samples", "2"],
     "needles_depth": ["--set", "small:memory=none,num_selected=64", "--lengths", "700", "--depths", "2"],
 }
@@ -435,6 +445,18 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
         return done[name]
 
     return measure
+
+
+def test_chunks_are_compared(measured: Callable[[str], Any]) -> None:
+    """Judging all keys finds most, whole chunks bring what is not important, and the tree judges less than all."""
+    _, summary, rows = measured("chunks")
+    table = summary["contenders"]
+    assert len(rows.rows) == 2 * len(table) == 12
+    assert table["all keys"]["judged"] == 1 > table["tree alone"]["judged"] > table["fixed chunks of 16"]["judged"] > 0
+    assert table["fixed chunks of 16"]["judged"] == pytest.approx(2 / 16, rel=1e-3)
+    assert table["all keys"]["important"] == max(row["important"] for row in table.values())
+    assert table["tree alone"]["important"] > table["fixed chunks of 64"]["important"]
+    assert [one["met"] for one in summary["must_reach"]].count(None) == 0 and len(summary["must_reach"]) == 4
 
 
 def test_mass_is_compared(measured: Callable[[str], Any]) -> None:
