@@ -116,10 +116,10 @@ class AbstractPages:
         self._count = rest
         return self.table.truncate(full)
 
-    def clear(self) -> None:
-        """Keep none."""
+    def clear(self) -> np.ndarray:
+        """Keep none. Returns the records freed."""
         self._count = 0
-        self.table.truncate(0)
+        return self.table.truncate(0)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import StoreError
 from ..fetch.storage import Storage
 from ..stores.base import Store
 from .abstract_pages import AbstractPages, check_pages
@@ -60,12 +61,14 @@ class ChunkHistory(PositionHistory):
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`; the pages first, since what is read back of them may fail with nothing changed."""
-        group, units = self.form.group_size, self.units
-        if length < units * group:
-            units = max(0, length - self._num_recent) // group
-        dropped = self.pages.truncate(units) if units < self.pages.units else None
-        freed = super().truncate(length)
+        """As `History.truncate`. Where a page that is to be cut cannot be read back, no abstract is left, and who puts
+        them there begins anew: the history itself is cut."""
+        freed, dropped = super().truncate(length), None
+        if self.units < self.pages.units:
+            try:
+                dropped = self.pages.truncate(self.units)
+            except StoreError:
+                dropped = self.pages.clear()
         if dropped is None or not dropped.size:
             return freed
         return dropped if freed is None else np.concatenate([freed, dropped])

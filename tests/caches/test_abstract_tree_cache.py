@@ -206,6 +206,32 @@ def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
     assert torch.equal(*logits)
 
 
+def test_a_crop_whose_page_cannot_be_read_back_costs_the_abstracts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history is cut as asked; steps attend to everything until the next chunk is sealed, then choose again."""
+    model = long_model()
+    ids = prompt(model, 1, LENGTH + 60)
+    with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
+        model(ids[:, :LENGTH], past_key_values=cache)
+        history = cache.offloaded[1].history
+        assert isinstance(history, ChunkHistory)
+        monkeypatch.setattr(history.pages, "truncate", failing)
+        cache.crop(LENGTH - 203)
+        assert cache.tokens == LENGTH - 203 and history.pages.units == 0 < history.units
+        monkeypatch.undo()
+        expected = history.whole()[0]
+        attended = []
+        for _ in range(6):
+            place = cache.tokens
+            before = cache.storage.counters.units_selected
+            model(ids[:, place : place + 1], past_key_values=cache)
+            attended.append(cache.storage.counters.units_selected - before)
+        assert torch.equal(history.whole()[0][:, :, : LENGTH - 203], expected)
+        assert history.pages.units == history.units and attended[-1] > attended[0]
+        held = history.pages.joined(cache.selective[1].fetcher.look(history, history.pages.extents()))
+        keys = history.whole()[0][:, :, : history.units * 4].unflatten(2, (-1, 4))
+        torch.testing.assert_close(held, torch.cat([keys.amin(3), keys.amax(3)], 1).transpose(1, 2).flatten(2))
+
+
 def failing(*given: Any) -> torch.Tensor:
     raise StoreError(errno.EIO, "was made to fail")
 
