@@ -128,6 +128,15 @@ class OffloadConfig:
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
+    @classmethod
+    def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """The fields that a context was `saved` with, as this version has them."""
+        return saved
+
+    def as_saved(self) -> Self:
+        """With values for what was left open and a context has to stay with."""
+        return self
+
     def of_layer(self, index: int) -> Self:
         """What applies to the layer `index` of those that are offloaded. Limits of the whole stay as they are."""
         return self

@@ -83,7 +83,7 @@ class TokenJudgedLayer(AbstractTreeLayer):
         return min(super().budget, max(0, self.history.units - 1))
 
     def make_predictor(self) -> AllKeysPredictor:
-        form, config = self.history.form, self.settings
+        form, config = self.history.form, self.config
         return self.predictor_class(form, self.history.rows, config, self.shared.storage.account)
 
     @classmethod

@@ -15,7 +15,7 @@ from ..core.planned import LayerKind
 from ..core.selecting import most_slots
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
-from ..errors import BudgetError
+from ..errors import BudgetError, ContextError
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
 from ..fetch.policy import MostUsed
@@ -42,6 +42,9 @@ class AbstractTreeLayer(SelectiveLayer):
     chunks of its own."""
 
     heads_apart: ClassVar[bool] = True
+    config: AbstractTreeConfig
+    num_layers = 1
+    """How many layers are offloaded; set by the cache."""
     following: AbstractTreeLayer | None = None
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
@@ -62,7 +65,6 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def make_predictor(self) -> AbstractTreePredictor:
         config, history, account = self.config, self.history, self.shared.storage.account
-        assert isinstance(config, AbstractTreeConfig)
         if isinstance(history, ChunkHistory):
             return StoredAbstractsPredictor(history.form, history.rows, config, account, history.pages)
         reserve = sealed_groups(history.form, config, config.max_context or 0)
@@ -81,27 +83,29 @@ class AbstractTreeLayer(SelectiveLayer):
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
-    host_share = 0
-    """Bytes of this layer's part of `host_memory`; set by the cache."""
+    @property
+    def slots(self) -> int:
+        return super().slots + self._host_slots(super().slots)
+
+    def _host_slots(self, near: int) -> int:
+        form, payload = self.history.form, self.history.form.payload_width * self.history.form.dtype.itemsize
+        most = self.history.rows * most_slots(self.config, form.group_size, self.history.units)
+        return max(0, min(self.config.host_bytes_of(self.num_layers) // payload, most - near))
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Slots on the device and in host memory, which are one on a CPU. What is used often stays in host memory, and
         on a CPU (LeoAM, section 4.3)."""
         form, device, account = self.history.form, self.history.device, self.shared.storage.account
-        payload, policy = form.payload_width * form.dtype.itemsize, MostUsed
-        units = self.history.rows * most_slots(self.settings, form.group_size, self.history.units)
-        host = min(self.host_share // payload, units)
-        if device.type == "cpu":
-            capacity, host = min(capacity + host, units), 0
-        near = SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)
-        if not host:
-            return [near]
-        try:
-            far = SlotTier(host, form.payload_width, form.dtype, torch.device("cpu"), account, "host slots", policy)
-        except BaseException:
-            near.close()
-            raise
-        return [near, far]
+        near = capacity if device.type == "cpu" else super().slots
+        tiers: list[Tier] = [SlotTier(near, form.payload_width, form.dtype, device, account, policy=MostUsed)]
+        if near < capacity:
+            host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.dtype)
+            try:
+                tiers.append(SlotTier(*far, host, account, "host slots", MostUsed))
+            except BaseException:
+                tiers[0].close()
+                raise
+        return tiers
 
     @classmethod
     def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
@@ -109,9 +113,9 @@ class AbstractTreeLayer(SelectiveLayer):
         form, records = kind.form, kind.rows * units
         payload = form.payload_width * form.dtype.itemsize
         most = kind.rows * most_slots(config, form.group_size, units)
-        host = min(config.host_bytes // kind.layers // payload, most)
+        host = max(0, min(config.host_bytes_of(kind.layers) // payload, most - slots))
         if kind.device == "cpu":
-            slots, host = min(slots + host, most), 0
+            slots, host = slots + host, 0
         near = SlotTier.planned(slots, payload, records, policy=MostUsed)
         far = SlotTier.planned(host, payload, records, "host slots", MostUsed) if host else {}
         return Planned(decode=near) + Planned(decode=far)
@@ -133,8 +137,9 @@ class AbstractTreeLayer(SelectiveLayer):
             self.following.begin_look()
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        super().prefetch_for(states, visible)
-        self.begin_look()  # what was begun was for the guess
+        if not self.widened:
+            super().prefetch_for(states, visible)
+            self.begin_look()  # what was begun was for the guess
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
@@ -162,13 +167,14 @@ class AbstractTreeCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
     config: AbstractTreeConfig
+    _early = 0
+    """Early steps to come."""
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
-        self._early = 0
         for layer in self.selective:
             assert isinstance(layer, AbstractTreeLayer)
-            layer.host_share = self.config.host_bytes // len(self.selective)
+            layer.num_layers = len(self.selective)
         if _on_disk(self.config):
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)
@@ -186,6 +192,16 @@ class AbstractTreeCache(SelectiveCache):
         first = self._selective.get(0)  # no layer is before it
         if isinstance(first, AbstractTreeLayer) and _on_disk(self.config):
             first.begin_look()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "early": self._early}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        left = tree.get("early", 0)  # contexts of before there were such steps
+        if type(left) is not int or left < 0:
+            raise ContextError(f"early steps that are left in a context must be a number from 0, got {left!r:.80}")
+        self._early = min(left, self.config.early_steps)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

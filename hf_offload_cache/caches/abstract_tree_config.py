@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from ..config import SelectiveConfig, parse_size
@@ -52,27 +53,33 @@ class AbstractTreeConfig(SelectiveConfig):
     dense_chunk_size: int | None = None
     """Tokens a chunk of dense layers. None: 8 where they are resident, else 16."""
     resident_layers: int | None = None
-    """First layers whose chunks all stay in memory once they were read. None: `dense_layers`, or none where
-    `for_budget` finds that they do not fit."""
+    """First layers whose chunks stay in memory once they were read, until the next prompt; without `max_context` they
+    are read again when there are twice as many. None: `dense_layers`, or none where `for_budget` finds that they do not
+    fit."""
     host_memory: int | str | None = None
     """Bytes, or a size such as "300MiB", of host memory where chunks that are used often stay, beside the slots on the
-    device; all layers and sequences have a part of it. On a CPU it is as so many more slots. None: none."""
+    device; each layer that is not resident has a part of it. On a CPU it is as so many more slots. None: none."""
 
     def __post_init__(self) -> None:
         self._at_least("dense_layers", 0)
-        if self.resident_layers is None:
-            object.__setattr__(self, "resident_layers", self.dense_layers)
-        self._at_least("resident_layers", 0)
+        if self.resident_layers is not None:
+            self._at_least("resident_layers", 0)
         for name in ("selected_share", "dense_share"):
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigError(f"{name} must be a number above 0, at most 1, got {share!r}: use 0.1")
-        self._set_chunk_sizes()
+        self._check_chunk_sizes()
         if self.abstracts is None:
             object.__setattr__(self, "abstracts", "memory")
+        largest = max(self.group_size or 0, self.dense_size if self.dense_layers else 0)
+        if isinstance(self.block_tokens, int) and self.block_tokens < largest:
+            raise ConfigError(
+                f"block_tokens ({self.block_tokens}) must be at least the largest chunk ({largest}), as these are "
+                f"read whole: use block_tokens={largest}"
+            )
         super().__post_init__()
 
-    def _set_chunk_sizes(self) -> None:
+    def _check_chunk_sizes(self) -> None:
         size = self.chunk_size
         if isinstance(size, Sequence) and not isinstance(size, str):
             object.__setattr__(self, "chunk_size", tuple(size))
@@ -88,14 +95,19 @@ class AbstractTreeConfig(SelectiveConfig):
                 size = 64 if self.group_size is None else self.group_size
                 object.__setattr__(self, "chunk_size", size)
             self._check_chunk_size("chunk_size", size)
-            if self.dense_chunk_size is None:
-                object.__setattr__(self, "dense_chunk_size", self._dense_size(size))
-            self._check_chunk_size("dense_chunk_size", self.dense_chunk_size)
+            if self.dense_chunk_size is not None:
+                self._check_chunk_size("dense_chunk_size", self.dense_chunk_size)
         if self.group_size not in (None, size):
             raise ConfigError(
                 f"group_size must be chunk_size ({size}), as a chunk is a record, got {self.group_size}: leave it out"
             )
         object.__setattr__(self, "group_size", size)
+
+    @classmethod
+    def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
+        if isinstance(config, cls) and "chunk_size" in fields:
+            fields = {"group_size": None, **fields}  # an instance has it from its own chunks
+        return super().load(config, fields)
 
     def _check_chunk_size(self, name: str, size: Any) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 1024 or size & (size - 1):
@@ -105,12 +117,32 @@ class AbstractTreeConfig(SelectiveConfig):
                 f"{name}={near}"
             )
 
-    def _dense_size(self, size: int) -> int:
-        """The best size for dense layers, which open as many chunks of any size as they attend to."""
-        assert self.resident_layers is not None
-        least = _LEAST_IN_MEMORY if self.resident_layers >= self.dense_layers else _LEAST_ON_DISK
-        sizes = [one for one in SIZES if least <= one <= size]
-        return best_size(dict.fromkeys(SIZES, self.dense_share), sizes) if sizes else size
+    @property
+    def residents(self) -> int:
+        """How many first layers are resident."""
+        return self.dense_layers if self.resident_layers is None else self.resident_layers
+
+    @property
+    def dense_size(self) -> int:
+        """Tokens a chunk of dense layers: the best size where they open as many chunks of any as they attend to."""
+        assert self.group_size is not None
+        if isinstance(self.chunk_size, tuple):
+            return max(self.chunk_size)
+        if self.dense_chunk_size is not None:
+            return self.dense_chunk_size
+        least = _LEAST_IN_MEMORY if self.residents >= self.dense_layers else _LEAST_ON_DISK
+        sizes = [one for one in SIZES if least <= one <= self.group_size]
+        return best_size(dict.fromkeys(SIZES, self.dense_share), sizes) if sizes else self.group_size
+
+    def as_saved(self) -> Self:
+        if isinstance(self.chunk_size, tuple):
+            return self
+        return dataclasses.replace(self, dense_chunk_size=self.dense_size)
+
+    @classmethod
+    def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """Before there were dense layers all were alike."""
+        return saved if "dense_layers" in saved else {**saved, "dense_layers": 0, "resident_layers": 0}
 
     def _check_selection(self) -> None:
         self._one_of("abstracts", ("memory", "disk"))
@@ -124,7 +156,6 @@ class AbstractTreeConfig(SelectiveConfig):
 
     def of_layer(self, index: int) -> Self:
         own: dict[str, Any] = {}
-        assert self.resident_layers is not None
         if isinstance(self.chunk_size, tuple):
             if index >= len(self.chunk_size):
                 raise ConfigError(
@@ -132,14 +163,14 @@ class AbstractTreeConfig(SelectiveConfig):
                     f"calibrate_chunks"
                 )
             own["chunk_size"] = self.chunk_size[index]
-        if index < self.dense_layers:
-            own.setdefault("chunk_size", self.dense_chunk_size)
-        if index < self.resident_layers:
-            own["reuse_capacity"] = _ALL
-        if not own:
+        elif index < self.dense_layers:
+            own["chunk_size"] = self.dense_size
+        if index < self.residents:
+            own.update(reuse_capacity=_ALL, host_memory=None)
+        if not own and index >= self.dense_layers:
             return self
         own.setdefault("chunk_size", self.chunk_size)
-        own.update(group_size=own["chunk_size"], dense_layers=0, resident_layers=0, dense_chunk_size=None)
+        own.update(group_size=own["chunk_size"], dense_layers=0, resident_layers=self.residents, dense_chunk_size=None)
         if index >= self.dense_layers:
             return dataclasses.replace(self, **own)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -153,12 +184,13 @@ class AbstractTreeConfig(SelectiveConfig):
         return wanted * 5 // 2 if self.num_opened is None else max(wanted, self.num_opened)
 
     def brought_at_most(self, held: int) -> int:
-        return (2 if self.early_steps else 1) * self.brought(held)
+        looked_into = self.brought(held) > self.attended(held)
+        return (2 if self.early_steps and looked_into else 1) * self.brought(held)
 
-    @property
-    def host_bytes(self) -> int:
-        """`host_memory` in bytes."""
-        return 0 if self.host_memory is None else parse_size(self.host_memory, "host_memory")
+    def host_bytes_of(self, layers: int) -> int:
+        """The part of `host_memory` that a layer has, one of so many: those that are not resident have all of it."""
+        whole = 0 if self.host_memory is None else parse_size(self.host_memory, "host_memory")
+        return whole // max(1, layers - self.residents)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
     what is left for slots.
 
     Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
-    of streams, the abstracts, which are read from the disk then, the latest tokens, what is looked into, what is
-    attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
+    of streams, the abstracts, which are read from the disk then, early steps and the latest tokens, what is looked
+    into, what is attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):
@@ -41,7 +41,9 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
     given = search.fields.get("chunk_size") or search.fields.get("group_size")
     given = max(given) if isinstance(given, Sequence) else given
     for size in _CHUNK_SIZES if given is None else [given]:
-        of_size = replace(search, records=[(_record_bytes(*record, size), size) for record in search.records])
+        sizes = {size, search.fields.get("dense_chunk_size") or size}
+        records = [(_record_bytes(*record, one), one) for record in search.records for one in sizes]
+        of_size = replace(search, records=records)
         chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
         yield {**chunk, **of_size.streams(STREAM_SHARES[0])}
         chunk.update(_NONE_DENSE)
@@ -51,6 +53,7 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         yield {**chunk, **of_size.least_streams()}
         chunk["abstracts"] = "disk"
         yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
+        chunk["early_steps"] = 0
         chunk.update(of_size.least_streams(SHORT_TAIL))
         yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
         fewer = wanted

@@ -22,6 +22,7 @@ _SPARE_TOKENS = 4096
 
 def saved_fields(config: OffloadConfig) -> dict[str, Any]:
     """The fields that go with a context: all but those of a machine or a run."""
+    config = config.as_saved()
     names = (field.name for field in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name not in config.of_a_run}
 
@@ -76,7 +77,7 @@ def opened_config(
 def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str, Any]:
     """The fields saved. Raises `ContextError` for what no configuration has that was saved."""
     own = {field.name for field in dataclasses.fields(config_class)} - set(config_class.of_a_run)
-    saved = dict(manifest.config)
+    saved = config_class.upgraded(dict(manifest.config))
     try:
         if strange := sorted(saved.keys() - own):
             raise ConfigError(f"it has the field {strange[0]!r}")

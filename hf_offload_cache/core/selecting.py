@@ -122,9 +122,11 @@ class Selecting:
 
 
 def most_slots(config: SelectiveConfig, unit_size: int, units: int) -> int:
-    """Slots a row that a layer of `units` units a row has use for: for all that it may come to hold, or where nothing
-    says how much that is, for a power of two of units, so that it is not made anew with each of them."""
+    """Slots a row that a layer of `units` units a row has use for: for a power of two of units, so that they are not
+    made anew with each of these, and where it is known how much is to come for no more than that; at once, where all
+    of it is to stay."""
     room = 1 << max(units - 1, 0).bit_length()
     if config.max_context is None:
         return room
-    return min(room, max(units, config.max_context // unit_size))
+    known = max(units, config.max_context // unit_size)
+    return known if config.reuse_capacity >= config.max_context else min(room, known)

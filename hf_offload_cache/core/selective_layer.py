@@ -33,6 +33,7 @@ class SelectiveLayer(SelectivePlan):
     `selecting` is set by the cache; None: the cache is exact.
     """
 
+    config: SelectiveConfig
     selecting: Selecting | None = None
     watch_query: Callable[[int, torch.Tensor], None] | None = None
     """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
@@ -44,12 +45,6 @@ class SelectiveLayer(SelectivePlan):
         self._fetcher: Fetcher | None = None
         self._capacity, self._budget = -1, (-1, 0, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
-
-    @property
-    def settings(self) -> SelectiveConfig:
-        """What applies to this layer."""
-        assert isinstance(self.config, SelectiveConfig)
-        return self.config
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ class SelectiveLayer(SelectivePlan):
         assert selecting is not None
         units, group = self.history.units, self.history.form.group_size
         if self._budget[:2] != (selecting.version, units):
-            budget = selecting.units(self.layer_idx, self.settings, group, units * group)
+            budget = selecting.units(self.layer_idx, self.config, group, units * group)
             self._budget = selecting.version, units, budget
         return self._budget[2]
 
@@ -147,22 +142,28 @@ class SelectiveLayer(SelectivePlan):
     # --- decoding ----------------------------------------------------------------------------------------------
 
     @property
+    def slots(self) -> int:
+        """How many `make_tiers` is to make now; where that changes, tiers are made anew."""
+        history, selecting = self.history, self.selecting
+        assert selecting is not None
+        return history.rows * selecting.slots(self.layer_idx, self.config, history.form.group_size, history.units)
+
+    @property
     def fetcher(self) -> Fetcher:
         """Of this layer, with as many slots as its budget and its history give it now. Raises `BudgetError`."""
         selecting, history = self.selecting, self.history
         assert selecting is not None
-        units, rows = history.units, history.rows
-        made_for = selecting.version, rows, units
+        units, group = history.units, history.form.group_size
+        made_for = selecting.version, history.rows, units
         if self._fetcher is not None and self._fetcher.closed:  # something else needed its memory
             self.drop_fetcher()
         if self._fetcher is None or made_for != self._made_for:
-            group = history.form.group_size
-            capacity = rows * selecting.slots(self.layer_idx, self.settings, group, units)
+            capacity = self.slots
             if self._fetcher is None or capacity != self._capacity:
                 self.drop_fetcher()
                 tiers, areas = self.make_tiers(capacity), selecting.areas
                 self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx, selecting.looks)
-            self._fetcher.most_units = selecting.units(None, self.settings, group, units * group)
+            self._fetcher.most_units = selecting.units(None, self.config, group, units * group)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
         return self._fetcher
@@ -244,11 +245,10 @@ class SelectiveLayer(SelectivePlan):
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
-        if self.widened:
-            return
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
-            fetcher = self.fetcher
-            fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
+            if not self.widened:
+                fetcher = self.fetcher
+                fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""

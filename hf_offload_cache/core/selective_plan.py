@@ -69,7 +69,8 @@ class SelectivePlan(OffloadLayer):
         area = area_bytes(kind, config, context, most_units)
         kept = cls.most_kept(kind, config, context)
         kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
-        areas = Areas.planned(area, view, widest, ahead, kind.device, kept)
+        widens = config.brought_at_most(context) > config.brought(context)
+        areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else 0))
         slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, form.group_size, units))
         own = predictor.own + cls.plan_tiers(kind, config, slots, units)
         if cls.reads_for_next_step:

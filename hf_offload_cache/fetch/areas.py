@@ -15,9 +15,9 @@ from .view import Filled, View
 class Areas:
     """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
 
-    Held in the account as "staging" and "selection". An area belongs to who borrowed it until it is given back; it may
-    outlive a step. One that a stalled read may still write to is not given back: `reset` takes it, when the read has
-    ended, or what is stuck holds its memory. The view is good until the next `view`.
+    Held in the account as "staging", "selection" and, what is kept of that, "kept". An area belongs to who borrowed it
+    until it is given back; it may outlive a step. One that a stalled read may still write to is not given back: `reset`
+    takes it, when the read has ended, or what is stuck holds its memory. The view is good until the next `view`.
 
     Args:
         ahead: the most areas that are lent for reads ahead at a time.
@@ -39,15 +39,17 @@ class Areas:
 
     @staticmethod
     def planned(
-        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str, kept_bytes: int = 0
-    ) -> dict[str, int]:
+        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str,
+        kept_bytes: tuple[int, int] = (0, 0),
+    ) -> dict[str, int]:  # fmt: skip
         """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view: of
-        `view_bytes`, and `kept_bytes` for what of it is kept, or of `widest_bytes` in a step that reads nothing ahead
-        into them."""
+        `view_bytes`, or of `widest_bytes` in a step that reads nothing ahead into them; and with each of these
+        `kept_bytes` for what of it is kept."""
         area = area_bytes * Staging.sides(device_type)
-        usual = {"staging": (1 + ahead) * area, "selection": view_bytes + kept_bytes}
-        widest = {"staging": area, "selection": widest_bytes}
-        return max(usual, widest, key=lambda held: sum(held.values()))
+        usual = {"staging": (1 + ahead) * area, "selection": view_bytes, "kept": kept_bytes[0]}
+        widest = {"staging": area, "selection": widest_bytes, "kept": kept_bytes[1]}
+        most = max(usual, widest, key=lambda held: sum(held.values()))
+        return {owner: nbytes for owner, nbytes in most.items() if nbytes or owner != "kept"}
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
@@ -108,7 +110,7 @@ class Areas:
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             self._drop_kept()
             room = rows * (chosen * form.entry_width + -(-latest // form.group_size) * form.payload_width)
-            self._account.hold("selection", room * form.dtype.itemsize)
+            self._account.hold("kept", room * form.dtype.itemsize)
             memory = self._kept = lasting_empty(room, dtype=form.dtype, device=device)
         return memory[:size].view(rows, entries, form.entry_width)
 
@@ -125,7 +127,7 @@ class Areas:
 
     def _drop_kept(self) -> None:
         if self._kept is not None:
-            self._account.release("selection", self._kept.nbytes)
+            self._account.release("kept", self._kept.nbytes)
             self._kept = None
 
     def reset(self) -> None:

@@ -35,7 +35,7 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
         prefill, decode = (dict(part) for part in (whole.shared.prefill, whole.shared.decode))
         for part in (prefill, decode):
             part.pop("moving rows", None)
-        decode["judging"] = max(decode["judging"], _looked_bytes(form, rows, chunks))
+        decode["judging"] = max(decode.get("judging", 0), _looked_bytes(form, rows, chunks))
         return LayerPlan(shared=Planned(prefill, decode))
 
     def ready(self, units: int) -> bool:

@@ -69,24 +69,24 @@ def calibrate_chunks(
 
     Raises `ValueError` where no text is long enough to choose from. Nothing is written.
     """
+    if least not in SIZES:
+        raise ValueError(f"least must be one of {', '.join(map(str, SIZES))}, got {least!r}: use 16")
     sizes = [size for size in SIZES if size >= least]
-    if not sizes:
-        raise ValueError(f"least must be at most {SIZES[0]}, got {least}: use 16")
     inner = inner_model(model)
     found: list[list[tuple[list[float], list[float]]]] = []
     densities, lengths = [], []
     for text in texts:
         ids = text_ids(text, tokenizer)
         ids = ids.reshape(-1, ids.shape[-1]).to(inner.device)
-        with torch.inference_mode(), AbstractTreeCache(inner, engine="memory", **fields) as cache:
+        with torch.inference_mode(), AbstractTreeCache(inner, **{"engine": "memory", **fields}) as cache:
             queries: dict[int, torch.Tensor] = {}
             for layer in cache.selective:
                 layer.watch_query = functools.partial(_keep_last, queries)
             inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
-            if all(layer.length > layer.settings.brought(layer.length) for layer in layers):
+            if ids.shape[1] >= sizes[0] and any(layer.length > layer.config.brought(layer.length) for layer in layers):
                 found.append([_shares(layer, queries[layer.layer_idx], sizes) for layer in layers])
-                densities.append([layer.settings.attended(layer.length) / layer.length for layer in layers])
+                densities.append([layer.config.attended(layer.length) / layer.length for layer in layers])
                 lengths.append(ids.shape[1])
     if not found:
         raise ValueError("texts must hold at least one text of which a step attends to a part alone: give longer ones")
@@ -109,7 +109,7 @@ def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) ->
     keys = keys[:, :, :length]
     query: Query = layer.query_of(states, None)
     scaled = (query.states * query.scaling).to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[3])
-    wanted, brought = layer.settings.attended(length), layer.settings.brought(length)
+    wanted, brought = layer.config.attended(length), layer.config.brought(length)
     left_open, opened = [], []
     for size in sizes:
         chunks = keys.unflatten(2, (-1, size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from harness import generate, prompt
 from long_llama import long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
+from hf_offload_cache.contexts.configuration import saved_fields
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.fetch.policy import MostUsed
 from hf_offload_cache.model.geometry import Geometry
@@ -31,6 +33,8 @@ FIELDS: dict[str, Any] = {"chunk_size": 16, "num_selected": 48, "num_opened": 96
         ({"chunk_size": []}, "chunk_size must name the tokens a chunk of each layer"),
         ({"chunk_size": [64, 24]}, "chunk_size must be a power of two from 2 to 1024.*use chunk_size=16"),
         ({"chunk_size": [64], "dense_chunk_size": 8}, "dense_chunk_size is given, and chunk_size names each layer's"),
+        ({"chunk_size": [128, 16], "block_tokens": 64}, "at least the largest chunk .128."),
+        ({"dense_chunk_size": 128, "block_tokens": 64}, "use block_tokens=128"),
         ({"early_steps": -1}, "early_steps must be at least 0"),
         ({"host_memory": "much"}, "host_memory must be a number of bytes or a size"),
     ],
@@ -58,6 +62,17 @@ def test_what_applies_to_each_layer() -> None:
     beyond = AbstractTreeConfig(resident_layers=3, dense_layers=0).of_layer(2)
     assert (beyond.chunk_size, beyond.attended(9000)) == (64, 400) and beyond.reuse_capacity > 2**32
     assert AbstractTreeConfig(chunk_size=4).of_layer(0).chunk_size == 4
+
+
+def test_what_is_left_open_follows_what_is_changed() -> None:
+    """Of an instance: what was not given is found anew; a context has it named."""
+    config = AbstractTreeConfig()
+    assert (config.residents, config.dense_size) == (2, 8)
+    assert dataclasses.replace(config, dense_layers=0).residents == 0
+    assert dataclasses.replace(config, resident_layers=0).dense_size == 16
+    assert AbstractTreeConfig.load(config, {"chunk_size": 32}).group_size == 32
+    assert AbstractTreeConfig.load(config, {"chunk_size": (64, 32)}).of_layer(1).chunk_size == 32
+    assert config.as_saved().dense_chunk_size == 8
 
 
 def test_each_layer_attends_to_its_share_in_its_chunks() -> None:
@@ -109,6 +124,30 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
     assert hits[1] > hits[0] + 0.2
 
 
+def test_slots_follow_what_is_held() -> None:
+    """Of resident layers all at once where it is known how much is to come; those of host memory as chunks are sealed.
+    """
+    model, ids = long_model(), prompt(long_model(), 1, LENGTH)
+    payload = 16 * 2 * 16 * 4
+    known: dict[str, Any] = {"resident_layers": 1, "max_context": LENGTH, "host_memory": 2 * 40 * payload}
+    fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 0, **known}
+    with AbstractTreeCache(model, engine="memory", early_steps=0, **fields) as cache, torch.no_grad():
+        model(ids[:, :300], past_key_values=cache)
+        capacities = []
+        for step in range(300, 560):
+            model(ids[:, step : step + 1], past_key_values=cache)
+            capacities.append([layer.fetcher.tiers[0].capacity for layer in cache.selective])
+    assert {first for first, *_ in capacities} == {2 * (LENGTH // 16)}
+    assert capacities[0][1:] == [40, 40] and capacities[-1][1:] == [40, 40]
+    with AbstractTreeCache(model, engine="memory", early_steps=0, **fields) as cache, torch.no_grad():
+        model(ids[:, :120], past_key_values=cache)
+        capacities = []
+        for step in range(120, 560):
+            model(ids[:, step : step + 1], past_key_values=cache)
+            capacities.append([layer.fetcher.tiers[0].capacity for layer in cache.selective])
+    assert capacities[0][1] < 40 and capacities[-1][1:] == [40, 40]
+
+
 def test_host_memory_beside_a_device() -> None:
     """Slots of their own, in the plan as "host slots"; no more than there are chunks."""
     geometry = Geometry.uniform(30, 9, 3, 64, device="cuda")
@@ -116,7 +155,7 @@ def test_host_memory_beside_a_device() -> None:
     plan = AbstractTreeCache.plan(geometry, config, 8192, 1).decode
     chunk = 64 * 2 * 64 * 2
     dense = 3 * (8192 // 8) * 8 * 2 * 64 * 2
-    assert plan["host slots"] == 28 * (2**26 // 30 // chunk) * chunk + 2 * (2**26 // 30 // 2048) * 2048
+    assert plan["host slots"] == 28 * (2**26 // 28 // chunk) * chunk  # resident layers need none
     assert plan["reuse slots"] == 28 * 3 * 5 * chunk + 2 * dense
     without = AbstractTreeCache.plan(geometry, AbstractTreeConfig(reuse_capacity=256), 8192, 1).decode
     assert "host slots" not in without
@@ -140,6 +179,65 @@ def test_early_steps_look_into_twice_as_many() -> None:
             assert held[0] > held[3] == held[5]
 
 
+def test_early_steps_are_in_the_plan() -> None:
+    """A wide view and what is kept of it, at once; chunks that are attended to whole are not more."""
+    model, geometry = long_model(), Geometry.of(long_model())
+    fields = {**FIELDS, "dense_layers": 0, "num_selected": 200, "num_opened": 256, "look_ahead": False}
+    fields["early_steps"] = 1
+    with AbstractTreeCache(model, engine="memory", **fields) as cache, torch.no_grad():
+        plan = AbstractTreeCache.plan(geometry, cache.config, LENGTH + 8, 1).decode
+        ids, owners = prompt(model, 1, LENGTH), ("staging", "selection", "kept")
+        model(ids, past_key_values=cache)
+        assert cache.selecting is not None
+        held = []
+        account = cache.storage.account.by_owner
+        cache.selecting.watch = lambda layer_idx, choice: held.append([account.get(owner, 0) for owner in owners])
+        for step in range(2):
+            model(ids[:, step : step + 1], past_key_values=cache)
+    wanted = [plan[owner] for owner in owners]
+    assert max(map(sum, held)) <= sum(wanted) and all(0 < one[2] <= wanted[2] for one in held)
+    assert held[0][1] > held[-1][1]
+    whole = AbstractTreeConfig(num_selected=200, num_opened=200)
+    assert whole.brought_at_most(LENGTH) == whole.brought(LENGTH) == 200
+
+
+def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:
+    """From where the prompt left them, token by token: to the bit."""
+    model, ids = long_model(), prompt(long_model(), 1, LENGTH)
+
+    def steps(cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([model(ids[:, :1], past_key_values=cache).logits for _ in range(4)])
+
+    fields = {**FIELDS, "dense_layers": 0, "early_steps": 4}
+    with AbstractTreeCache(model, path=tmp_path, **fields) as cache:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        cache.save(tmp_path / "context")
+        with cache.fork() as twin:
+            found = [steps(twin)]
+        with AbstractTreeCache.open(tmp_path / "context", model) as opened:
+            found.append(steps(opened))
+        assert opened.config.early_steps == 4
+        found.append(steps(cache))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
+
+def test_contexts_of_before_there_were_dense_layers(tmp_path: Path) -> None:
+    """All layers alike, as they were saved."""
+    model = long_model()
+    with AbstractTreeCache(model, path=tmp_path, dense_layers=0, **FIELDS) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=3)
+        saved = {
+            name: value
+            for name, value in saved_fields(cache.config).items()
+            if not name.startswith(("dense", "resident", "early", "host"))
+        }
+    upgraded = AbstractTreeConfig.load(None, AbstractTreeConfig.upgraded(saved))
+    assert [upgraded.of_layer(place).chunk_size for place in range(3)] == [16, 16, 16] and upgraded.residents == 0
+
+
 @pytest.mark.parametrize("candidates", [False, True])
 def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> None:
     """Dense layers in memory, host memory, early steps, candidates: no more than was planned, at any time."""
@@ -149,7 +247,7 @@ def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> No
     limits: dict[str, Any] = {"max_context": LENGTH + 64, "max_batch": 1}
     ids = prompt(model, 1, LENGTH)
     with AbstractTreeCache.for_budget(model, "3/1", path=tmp_path, **limits, **fields) as cache:
-        assert (cache.config.dense_layers, cache.config.resident_layers) == (2, 2)
+        assert (cache.config.dense_layers, cache.config.residents) == (2, 2)
         plan = AbstractTreeCache.plan(Geometry.of(model), cache.config, LENGTH + 64, 1)
         generate(model, cache, ids, max_new_tokens=24, **arguments)
         for _ in range(0 if candidates else 2):
@@ -158,7 +256,7 @@ def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> No
         assert cache.report().peak_memory_bytes <= plan.peak_bytes <= int(cache.config.memory)
         assert cache.storage.account.pressed == 0
     with AbstractTreeCache.for_budget(model, "1/2", path=tmp_path, **limits, num_recent=8, num_selected=48) as small:
-        assert (small.config.dense_layers, small.config.resident_layers) == (0, 0)
+        assert (small.config.dense_layers, small.config.residents) == (0, 0)
 
 
 def test_layers_that_differ_in_a_context(tmp_path: Path) -> None:
