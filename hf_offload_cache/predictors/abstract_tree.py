@@ -14,7 +14,7 @@ from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
 from .chunk_tree import above, best_tokens, front
-from .sinks import sink_units, with_sinks
+from .sinks import largest, sink_units, with_sinks
 from .summaries import SummaryPredictor, score_bytes
 
 
@@ -39,27 +39,21 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     """
     rows, heads, count = upper.shape
     places = min(places, count)
-    first = upper.argpartition(count - places, 2)[:, :, count - places :] if places < count else np.broadcast_to(
-        np.arange(count), upper.shape
-    )  # fmt: skip
-    values = np.take_along_axis(upper, first, 2)
-    order = np.argsort(-values, 2, kind="stable")
-    first, values = np.take_along_axis(first, order, 2), np.take_along_axis(values, order, 2)
-    points = np.arange(places, 0, -1, dtype=np.float32)
-    most, all_points = (np.zeros((rows, count), dtype=np.float32) for _ in range(2))
-    row = np.arange(rows)[:, None]
-    for head in range(heads):
-        here = first[:, head]
-        most[row, here] = np.maximum(most[row, here], points)
-        all_points[row, here] += points
-    most += all_points / (heads * places + 1)
-    if (lower.max(2) < values[:, :, -1]).all():  # the usual thing: bounds of many keys are far apart
+    queues, lowest = upper.reshape(-1, count), lower.reshape(-1, count)
+    first = largest(queues, places) + np.arange(len(queues))[:, None] * count  # in all queues, one after the other
+    values = queues.reshape(-1)[first]
+    order = np.argsort(-values, 1, kind="stable") + np.arange(len(queues))[:, None] * places
+    first, values = first.reshape(-1)[order], values.reshape(-1)[order]
+    points = np.zeros(queues.shape, dtype=np.float32)
+    points.reshape(-1)[first] = np.arange(places, 0, -1, dtype=np.float32)
+    by_head = points.reshape(upper.shape)
+    most = by_head.max(1) + by_head.sum(1) / (heads * places + 1)
+    if (lowest.max(1) < values[:, -1]).all():  # the usual thing: bounds of many keys are far apart
         return most, None
-    beaten = above(values, np.take_along_axis(lower, first, 2))
-    least = np.zeros((rows, count), dtype=np.float32)
-    for head in range(heads):
-        least[row, first[:, head]] = np.maximum(least[row, first[:, head]], places - beaten[:, head])
-    return most, least
+    beaten = above(values, lowest.reshape(-1)[first])
+    least = np.zeros(queues.shape, dtype=np.float32)
+    least.reshape(-1)[first] = np.maximum(0, places - beaten)
+    return most, least.reshape(upper.shape).max(1)
 
 
 def shares(
@@ -122,11 +116,10 @@ class AbstractTreePredictor(SummaryPredictor):
             upper, lower = (bound.cpu().numpy() for bound in bounds(states, *abstracts.permute(2, 0, 3, 1, 4)))
             most, least = standing(upper, lower, min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
-            if query.visible is not None and least is not None:  # of a chunk with padding, not all tokens are to be had
-                seen = query.visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
-                least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
-            found = front(most, least, group, np.full(self.rows, wanted), budget)
-        units, there = kept_entries(found.sure | found.unsure)
+            if least is None and query.visible is None:
+                units, there = np.sort(largest(most, min(budget, wanted, self.units)), 1), None
+            else:
+                units, there = self._front(most, least, query.visible, wanted, budget)
         most = np.take_along_axis(most, units, 1)
         if there is not None:
             units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
@@ -137,6 +130,17 @@ class AbstractTreePredictor(SummaryPredictor):
         if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
             return Choice(units, importance=most)
         return self.look_into(query, states, units, most, wanted)
+
+    def _front(
+        self, most: np.ndarray, least: np.ndarray | None, visible: torch.Tensor | None, wanted: int, budget: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The chunks in front of each row's queue, and which of these are some, as `kept_entries`."""
+        group = self.form.group_size
+        if visible is not None and least is not None:  # of a chunk with padding, not all tokens are to be had
+            seen = visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
+            least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
+        found = front(most, least, group, np.full(self.rows, wanted), budget)
+        return kept_entries(found.sure | found.unsure)
 
     def look_into(
         self, query: Query, states: torch.Tensor, units: np.ndarray, most: np.ndarray, wanted: int
@@ -159,6 +163,10 @@ class AbstractTreePredictor(SummaryPredictor):
         """Of the tokens of chunks (rows, E): which are sinks, and which are padding or of no chunk, -1; (rows, E G)
         bool."""
         group, sinks = self.form.group_size, self.config.num_sinks
+        if visible is None and units[:, -1].min() >= 0:  # the sinks' chunks are the first
+            always = np.zeros((len(units), units.shape[1] * group), dtype=bool)
+            always[:, :sinks] = True
+            return always, None
         places = np.where(units[:, :, None] < 0, -1, units[:, :, None] * group + np.arange(group))
         places = places.reshape(len(units), -1)
         if visible is None:
