@@ -25,10 +25,16 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache
+from hf_offload_cache.history.chunk_history import ChunkHistory
+from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 
 SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64, "layer_budgets": "measured"}
+TREE: dict[str, Any] = {
+    **SMALL, "num_selected": 32, "num_opened": 64, "reuse_capacity": 16, "block_tokens": 64, "dense_layers": 1,
+    "dense_chunk_size": 8, "early_steps": 3, "host_memory": "8KiB",
+}  # fmt: skip
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
@@ -79,16 +85,33 @@ class Held:
         self.layers = {at: [part[rows] for part in parts] for at, parts in self.layers.items()}
 
 
-def compact_keys(cache: DiskSwapCache) -> list[torch.Tensor]:
+def compact_keys(cache: Any) -> list[torch.Tensor]:
     """Copies of what each layer selects by. Taken without `capture`, after which the keys are kept from changes."""
+    if isinstance(cache, AbstractTreeCache):
+        return [abstracts(layer) for layer in cache.selective if layer.is_initialized and layer.predictor.units]
     learnt = [layer.predictor.learnt.keys for layer in cache.layers if layer.predictor]
     return [keys._rows.data.clone() for keys in learnt if keys is not None]
+
+
+def abstracts(layer: Any) -> torch.Tensor:
+    """What an adaptive tree judges the chunks of a layer by, (rows, chunks, 2, 1, D): from memory, or read back."""
+    predictor, history = layer.predictor, layer.history
+    if not isinstance(history, ChunkHistory):
+        return predictor._held[:, : predictor.units].clone()
+    pages = history.pages
+    records, read = pages.extents().records, []
+    for row in records:
+        taken = aligned_empty(len(row), history.form.record_bytes)
+        layer.shared.storage.prefetcher.read(history.store, row, taken).wait()
+        read.append(history.form.payload(taken).view(len(row), history.form.group_size, -1))
+    joined = pages.joined(torch.stack(read)) if read else pages.joined(torch.empty(0, 0, 1, 1))
+    return joined.unflatten(2, (2, 1, history.form.key_dim))
 
 
 class Caches(RuleBasedStateMachine):
     """The rules. A subclass says how the first cache comes, and what else is compared."""
 
-    fields: dict[str, Any]
+    cache_class: Any = DiskSwapCache
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +252,7 @@ class Caches(RuleBasedStateMachine):
     @rule(number=st.integers(0, 1), engine=st.sampled_from(ENGINES))
     def open(self, number: int, engine: str) -> None:
         name = sorted(self.saved)[number % len(self.saved)]
-        cache = DiskSwapCache.open(self.folder / name, model(), engine=engine)
+        cache = self.cache_class.open(self.folder / name, model(), engine=engine)
         self.add(cache, copy.deepcopy(self.saved[name]))
         self.frozen(cache)
 
@@ -269,7 +292,8 @@ class Caches(RuleBasedStateMachine):
         ids = torch.full((held.rows, 1), token)
         self.feed(cache, held, ids)  # of what the first step after a prefill decides, forks have to know
         cache.save(self.folder / "passing", overwrite=True)
-        with cache.fork() as twin, DiskSwapCache.open(self.folder / "passing", model(), engine=engine) as third:
+        opened = self.cache_class.open(self.folder / "passing", model(), engine=engine)
+        with cache.fork() as twin, opened as third:
             if cache.selecting is not None:
                 held_by = [one.selecting.capture() for one in (cache, twin, third)]
                 assert held_by[0] == held_by[1] == held_by[2], "other budgets"
@@ -293,7 +317,7 @@ class Caches(RuleBasedStateMachine):
             for layer_idx, parts in held.layers.items():
                 layer = cache.layers[layer_idx]
                 assert (layer.length, layer.batch) == (held.length, held.rows)
-                for found, expected in zip(layer.history.whole(), parts, strict=True):
+                for found, expected in zip(layer.whole(), parts, strict=True):
                     assert torch.equal(found, expected), f"layer {layer_idx} holds something else"
 
     @invariant()
@@ -373,6 +397,33 @@ class Sparse(Caches):
             assert 0 <= selected <= 24, "all is read"  # none where the layers go on with what they chose
 
 
+class Tree(Sparse):
+    """Layers that differ, abstracts in memory or on the disk, early steps, and slots in host memory."""
+
+    cache_class = AbstractTreeCache
+
+    @invariant()
+    def abstracts_are_of_the_keys(self) -> None:
+        for cache, held in self.caches:
+            for layer in cache.selective if held.length else ():
+                if layer.predictor is None or not layer.predictor.ready(layer.history.units) or not layer.history.units:
+                    continue
+                group, keys = layer.history.form.group_size, layer.rows.fold(layer.whole()[0])
+                parts = keys[:, :, : layer.history.units * group].unflatten(2, (-1, group))
+                expected = torch.stack([parts.amin(3), parts.amax(3)], 1).permute(0, 3, 1, 2, 4)
+                assert torch.equal(abstracts(layer), expected), f"{layer.name} is judged by something else"
+
+    def last_step(self, cache: Any, held: Held) -> None:
+        """It still selects: of half the tokens in one layer and twice 16 chunks in the other, of two heads."""
+        before = cache.storage.counters.units_selected
+        self.feed(cache, held, torch.full((held.rows, 1), 23))
+        if all(layer.can_choose() for layer in cache.selective):
+            selected = (cache.storage.counters.units_selected - before) / held.rows
+            most = sum(layer.rows.heads * layer.budget for layer in cache.selective)
+            whole = sum(layer.rows.heads * layer.history.units for layer in cache.selective)
+            assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
+
+
 def run(machine: type[Caches], examples: int) -> None:
     """The first failure is shown as it came: making it smaller would take minutes."""
     run_state_machine_as_test(
@@ -410,12 +461,42 @@ def run_sparse(examples: int) -> None:
             cache.__dict__.pop("update", None)
 
 
+def run_tree(examples: int, place: str) -> None:
+    """As `run_sparse`."""
+
+    class Machine(Tree):
+        first: dict[str, tuple[DiskSwapCache, Held]] = {}  # noqa: RUF012
+
+    try:
+        for engine in ENGINES:
+            cache: Any = AbstractTreeCache(model(), **{**TREE, "engine": engine, "abstracts": place})
+            held, watcher = Held(), Caches()
+            Machine.first[engine] = cache, held
+            watcher.add(cache, held)
+            watcher.feed(cache, held, random_ids(1, 1, LONG))
+            shutil.rmtree(watcher.folder)
+            cache.fork().close()
+        before = [compact_keys(cache) for cache, _ in Machine.first.values()]
+        run(Machine, examples)
+        after = [compact_keys(cache) for cache, _ in Machine.first.values()]
+        assert all(torch.equal(*pair) for pairs in zip(before, after, strict=True) for pair in zip(*pairs, strict=True))
+    finally:
+        for cache, _ in Machine.first.values():
+            cache.close()
+            cache.__dict__.pop("update", None)
+
+
 def test_exact() -> None:
     run(Exact, 10)
 
 
 def test_sparse() -> None:
     run_sparse(9)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_tree(place: str) -> None:
+    run_tree(12, place)
 
 
 @pytest.mark.slow
@@ -428,3 +509,10 @@ def test_exact_for_long() -> None:
 @pytest.mark.timeout(1200)
 def test_sparse_for_long() -> None:
     run_sparse(100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_tree_for_long(place: str) -> None:
+    run_tree(60, place)
