@@ -85,12 +85,8 @@ class AbstractTreeLayer(SelectiveLayer):
 
     @property
     def slots(self) -> int:
-        return super().slots + self._host_slots(super().slots)
-
-    def _host_slots(self, near: int) -> int:
-        form, payload = self.history.form, self.history.form.payload_width * self.history.form.dtype.itemsize
-        most = self.history.rows * most_slots(self.config, form.group_size, self.history.units)
-        return max(0, min(self.config.host_bytes_of(self.num_layers) // payload, most - near))
+        near, history = super().slots, self.history
+        return near + _host_slots(history.form, self.config, self.num_layers, history.rows, history.units, near)
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Slots on the device and in host memory, which are one on a CPU. What is used often stays in host memory, and
@@ -110,10 +106,8 @@ class AbstractTreeLayer(SelectiveLayer):
     @classmethod
     def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
         assert isinstance(config, AbstractTreeConfig)
-        form, records = kind.form, kind.rows * units
-        payload = form.payload_width * form.dtype.itemsize
-        most = kind.rows * most_slots(config, form.group_size, units)
-        host = max(0, min(config.host_bytes_of(kind.layers) // payload, most - slots))
+        payload, records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * units
+        host = _host_slots(kind.form, config, kind.layers, kind.rows, units, slots)
         if kind.device == "cpu":
             slots, host = slots + host, 0
         near = SlotTier.planned(slots, payload, records, policy=MostUsed)
@@ -145,6 +139,15 @@ class AbstractTreeLayer(SelectiveLayer):
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
         whole = config.brought(context) <= config.attended(context)
         return 0 if whole else config.attended(context) + config.num_sinks
+
+
+def _host_slots(
+    form: RecordFormat, config: AbstractTreeConfig, layers: int, rows: int, units: int, near: int
+) -> int:
+    """Slots in host memory beside `near` ones, of one of `layers` layers: no copies of what those can hold."""
+    most = rows * most_slots(config, form.group_size, units)
+    held = config.host_bytes_of(layers) // (form.payload_width * form.dtype.itemsize)
+    return max(0, min(held, most - near))
 
 
 def _on_disk(config: OffloadConfig) -> bool:

@@ -435,46 +435,21 @@ def run(machine: type[Caches], examples: int) -> None:
     )  # fmt: skip
 
 
-def run_sparse(examples: int) -> None:
+def run_sparse(machine: type[Sparse], fields: dict[str, Any], examples: int) -> None:
     """With the first caches made and closed around it."""
 
-    class Machine(Sparse):
-        first: dict[str, tuple[DiskSwapCache, Held]] = {}  # noqa: RUF012
+    class Machine(machine):  # type: ignore[misc,valid-type]
+        first: dict[str, tuple[Any, Held]] = {}  # noqa: RUF012
 
     try:
         for engine in ENGINES:
-            cache, held = DiskSwapCache(model(), **{**SPARSE, "engine": engine}), Held()
+            cache, held = machine.cache_class(model(), **{**fields, "engine": engine}), Held()
             Machine.first[engine] = cache, held
             watcher = Caches()
             watcher.add(cache, held)
             watcher.feed(cache, held, random_ids(1, 1, LONG))
             shutil.rmtree(watcher.folder)
-            assert cache.layers[0].predictor.learnt.keys is not None
-            cache.fork().close()
-        before = [compact_keys(cache) for cache, _ in Machine.first.values()]
-        run(Machine, examples)
-        after = [compact_keys(cache) for cache, _ in Machine.first.values()]
-        assert all(torch.equal(*pair) for pairs in zip(before, after, strict=True) for pair in zip(*pairs, strict=True))
-    finally:
-        for cache, _ in Machine.first.values():
-            cache.close()
-            cache.__dict__.pop("update", None)
-
-
-def run_tree(examples: int, place: str) -> None:
-    """As `run_sparse`."""
-
-    class Machine(Tree):
-        first: dict[str, tuple[DiskSwapCache, Held]] = {}  # noqa: RUF012
-
-    try:
-        for engine in ENGINES:
-            cache: Any = AbstractTreeCache(model(), **{**TREE, "engine": engine, "abstracts": place})
-            held, watcher = Held(), Caches()
-            Machine.first[engine] = cache, held
-            watcher.add(cache, held)
-            watcher.feed(cache, held, random_ids(1, 1, LONG))
-            shutil.rmtree(watcher.folder)
+            assert len(compact_keys(cache)) == len(cache.selective) == 2
             cache.fork().close()
         before = [compact_keys(cache) for cache, _ in Machine.first.values()]
         run(Machine, examples)
@@ -491,12 +466,12 @@ def test_exact() -> None:
 
 
 def test_sparse() -> None:
-    run_sparse(9)
+    run_sparse(Sparse, SPARSE, 9)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_tree(place: str) -> None:
-    run_tree(12, place)
+    run_sparse(Tree, {**TREE, "abstracts": place}, 12)
 
 
 @pytest.mark.slow
@@ -508,11 +483,11 @@ def test_exact_for_long() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_sparse_for_long() -> None:
-    run_sparse(100)
+    run_sparse(Sparse, SPARSE, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_tree_for_long(place: str) -> None:
-    run_tree(60, place)
+    run_sparse(Tree, {**TREE, "abstracts": place}, 60)
