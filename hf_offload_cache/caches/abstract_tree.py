@@ -18,6 +18,7 @@ from ..core.selective_layer import SelectiveLayer
 from ..errors import BudgetError, ContextError
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
+from ..fetch.link import Link, Rates
 from ..fetch.policy import MostUsed
 from ..fetch.staging import Staging
 from ..fetch.tier import SlotTier, Tier
@@ -25,8 +26,8 @@ from ..history.abstract_pages import AbstractPages, page_size
 from ..history.base import History
 from ..history.chunk_history import ChunkHistory
 from ..history.packing import sealed_groups
-from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
+from ..history.replicas import Replicas
 from ..memory.plan import LayerPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
@@ -45,38 +46,41 @@ class AbstractTreeLayer(SelectiveLayer):
     config: AbstractTreeConfig
     num_layers = 1
     """How many layers are offloaded; set by the cache."""
+    rates: Rates
+    """What the disk takes, as `compress="auto"` has measured it; the cache's."""
     following: AbstractTreeLayer | None = None
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
-        config = self.config
-        return _history_class(config)(self.shared.storage, form, rows, device, config, self.name)
+        return ChunkHistory(self.shared.storage, form, rows, device, self.config, self.name)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
-        config = self.config
-        return _history_class(config).restore(self.shared.storage, tree, parts, device, config, self.name)
+        return ChunkHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
 
     @classmethod
     def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         plan = super().plan_history(kind, config, context)
-        if _on_disk(config):
+        assert isinstance(config, AbstractTreeConfig)
+        if config.keeps_pages:
             plan = plan + AbstractPages.planned(kind.form, sealed_groups(kind.form, config, context), kind.rows)
+        if config.keeps_replicas:
+            plan = plan + Replicas.planned(kind.form, config, context, kind.rows)
         return plan
 
     def make_predictor(self) -> AbstractTreePredictor:
         config, history, account = self.config, self.history, self.shared.storage.account
-        if isinstance(history, ChunkHistory):
+        if isinstance(history, ChunkHistory) and history.pages is not None:
             return StoredAbstractsPredictor(history.form, history.rows, config, account, history.pages)
         reserve = sealed_groups(history.form, config, config.max_context or 0)
         return AbstractTreePredictor(history.form, history.rows, config, account, reserve)
 
     @classmethod
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, SelectiveConfig)
+        assert isinstance(config, AbstractTreeConfig)
         chunks, heads = sealed_groups(kind.form, config, context), kind.num_heads * kind.batch // kind.rows
-        predictor = StoredAbstractsPredictor if _on_disk(config) else AbstractTreePredictor
+        predictor = StoredAbstractsPredictor if config.keeps_pages else AbstractTreePredictor
         plan = predictor.plan(kind.form, config, chunks, kind.rows, heads)
-        if _on_disk(config):
+        if config.keeps_pages:
             area = kind.rows * (chunks // page_size(kind.form)) * kind.form.record_bytes * Staging.sides(kind.device)
             plan = plan + LayerPlan(shared=Planned(decode={"staging": area}))
         return plan
@@ -114,6 +118,16 @@ class AbstractTreeLayer(SelectiveLayer):
         far = SlotTier.planned(host, payload, records, "host slots", MostUsed) if host else {}
         return Planned(decode=near) + Planned(decode=far)
 
+    # --- the link ----------------------------------------------------------------------------------------------
+
+    def make_link(self) -> Link | None:
+        replicas = self.history.replicas if isinstance(self.history, ChunkHistory) else None
+        share = self.config.compress
+        if replicas is None or share is None:
+            return None
+        solved = isinstance(share, str)
+        return Link(self.shared.storage, replicas, None if solved else float(share), self.rates)
+
     # --- abstracts on the disk ---------------------------------------------------------------------------------
 
     # They are read a layer early (LeoAM, section 4.4).
@@ -122,9 +136,10 @@ class AbstractTreeLayer(SelectiveLayer):
         """Start to read the abstracts that this layer's next query will be held against. Where that fails, the query
         reads them."""
         history = self.history if self._sparse() else None
-        if isinstance(history, ChunkHistory) and self.can_choose() and history.units > self.budget:
+        pages = history.pages if isinstance(history, ChunkHistory) else None
+        if history is not None and pages is not None and self.can_choose() and history.units > self.budget:
             with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
-                self.fetcher.begin_look(history, history.pages.extents())
+                self.fetcher.begin_look(history, pages.extents())
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         if self.following is not None:
@@ -150,15 +165,6 @@ def _host_slots(
     return max(0, min(held, most - near))
 
 
-def _on_disk(config: OffloadConfig) -> bool:
-    """An exact cache judges nothing."""
-    return isinstance(config, AbstractTreeConfig) and config.abstracts == "disk" and not config.exact
-
-
-def _history_class(config: OffloadConfig) -> type[PositionHistory]:
-    return ChunkHistory if _on_disk(config) else PositionHistory
-
-
 class AbstractTreeCache(SelectiveCache):
     """Keeps the KV cache on disk, in chunks, and in memory the least and the largest of each component of their keys.
 
@@ -175,10 +181,11 @@ class AbstractTreeCache(SelectiveCache):
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
+        rates: Rates = {}
         for layer in self.selective:
             assert isinstance(layer, AbstractTreeLayer)
-            layer.num_layers = len(self.selective)
-        if _on_disk(self.config):
+            layer.num_layers, layer.rates = len(self.selective), rates
+        if self.config.keeps_pages:
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)
                 layer.following = following
@@ -193,7 +200,7 @@ class AbstractTreeCache(SelectiveCache):
             self.selecting.widen(self._early > 0)
             self._early = max(0, self._early - 1)
         first = self._selective.get(0)  # no layer is before it
-        if isinstance(first, AbstractTreeLayer) and _on_disk(self.config):
+        if isinstance(first, AbstractTreeLayer) and self.config.keeps_pages:
             first.begin_look()
 
     def capture(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class AbstractTreeConfig(SelectiveConfig):
         *SelectiveConfig.stored_format, "chunk_size", "abstracts", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
+        *SelectiveConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
 
     num_selected: int | None = 400  # type: ignore[assignment]
@@ -56,6 +56,10 @@ class AbstractTreeConfig(SelectiveConfig):
     """First layers whose chunks stay in memory once they were read, until the next prompt; without `max_context` they
     are read again when there are twice as many. None: `dense_layers`, or none where `for_budget` finds that they do not
     fit."""
+    compress: float | str | None = None
+    """INT4 replicas of chunks on disk beside them, and the share of what steps read that comes as such: 0 to 1, those
+    chunks that matter least; "auto": for each read that by which it comes soonest, from what the disk was measured to
+    take, so that tokens may differ from run to run. None: there are no replicas."""
     host_memory: int | str | None = None
     """Bytes, or a size such as "300MiB", of host memory where chunks that are used often stay, beside the slots on the
     device; each layer that is not resident has a part of it. On a CPU it is as so many more slots. None: none."""
@@ -68,6 +72,11 @@ class AbstractTreeConfig(SelectiveConfig):
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigError(f"{name} must be a number above 0, at most 1, got {share!r}: use 0.1")
+        share = self.compress
+        if share not in (None, "auto") and (
+            isinstance(share, bool | str) or not isinstance(share, int | float) or not 0 <= share <= 1
+        ):
+            raise ConfigError(f"compress must be a share from 0 to 1, 'auto' or None, got {share!r}: use 'auto'")
         self._check_chunk_sizes()
         if self.abstracts is None:
             object.__setattr__(self, "abstracts", "memory")
@@ -116,6 +125,16 @@ class AbstractTreeConfig(SelectiveConfig):
                 f"{name} must be a power of two from 2 to 1024, since chunks are split in halves, got {size!r}: use "
                 f"{name}={near}"
             )
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Abstracts lie on the disk. An exact cache judges nothing."""
+        return self.abstracts == "disk" and not self.exact
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """What is stored is stored once more, in 4 bits."""
+        return self.compress is not None and not self.exact
 
     @property
     def residents(self) -> int:

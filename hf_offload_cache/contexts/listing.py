@@ -228,5 +228,5 @@ def _entry(path: Path, manifest: Manifest | None, files: Mapping[str, os.stat_re
 def expected_sizes(manifest: Manifest) -> dict[str, int]:
     """Bytes of each data file."""
     states = [manifest.state, *(layer.state for layer in manifest.layers)]
-    records = {part.file: part.records * layer.record_bytes for layer in manifest.layers for part in layer.parts}
+    records = {part.file: part.records * layer.size_of(part) for layer in manifest.layers for part in layer.parts}
     return {**{state.file: state.bytes for state in states}, **records}

@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from ..errors import ContextError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the console lists contexts without loading torch
     from ..stores.guard import RecordGuard
 
 FORMAT: Final = "hf_offload_cache context"
-VERSION: Final = 3
+VERSION: Final = 4
 MOST_MANIFEST_BYTES = 16 * 2**20
 
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -53,6 +53,14 @@ class RecordsFile(_Checked):
     records: _Count
     guard: dict[str, str]
     """How they are checked: `RecordGuard.describe`."""
+    record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
+    """Of one record, where it differs from the layer's."""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, values: Any) -> dict[str, Any]:
+        """Manifests of before there were such files stay what they are: their digests and bindings are of this."""
+        told: dict[str, Any] = values(self)
+        return told if self.record_bytes else {name: told[name] for name in ("file", "records", "guard")}
 
 
 class StateFile(_Checked):
@@ -77,12 +85,16 @@ class LayerEntry(_Checked):
             raise ValueError("records belong to an offloaded layer and have a size")
         return self
 
+    def size_of(self, part: RecordsFile) -> int:
+        """Bytes of a record of one of the parts."""
+        return part.record_bytes or self.record_bytes
+
 
 class Manifest(_Checked):
     """What `manifest.json` says. Instances are valid: `parse` raises `ContextError` for everything else."""
 
     format: Literal["hf_offload_cache context"] = FORMAT
-    version: Literal[1, 2, 3] = VERSION
+    version: Literal[1, 2, 3, 4] = VERSION
     library: str
     """The version of this library that wrote it."""
     created: Annotated[str, AfterValidator(_check_date)]
@@ -146,7 +158,7 @@ class Manifest(_Checked):
     @property
     def record_bytes(self) -> int:
         """Bytes of all records."""
-        return sum(layer.record_bytes * part.records for layer in self.layers for part in layer.parts)
+        return sum(layer.size_of(part) * part.records for layer in self.layers for part in layer.parts)
 
     @property
     def state_bytes(self) -> int:

@@ -103,9 +103,9 @@ def _open_stores(
         stores: list[FreezableStore] = []
         for part, tag in zip(entry.parts, tags, strict=True):
             guard = open_guard(part.guard, tag.cpu().numpy(), reader.key, cache.config.verify)
-            if part.file != records_name(guard, entry.record_bytes):
+            if part.file != records_name(guard, entry.size_of(part)):
                 raise ContextError(f"{name}: its tags are not those of {part.file} in {reader.place!r}")
-            place = reader.folder_fd, part.file, part.records, entry.record_bytes
+            place = reader.folder_fd, part.file, part.records, entry.size_of(part)
             stores.append(open_named(storage.engine, *place, name, storage.ring, guard))
             undo.callback(stores[-1].close)
         undo.pop_all()

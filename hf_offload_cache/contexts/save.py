@@ -94,19 +94,20 @@ class _Writer:
         if not isinstance(layer, StoredLayer):
             return LayerEntry(kind="kept", state=self.state(name, {"layer": capture_kept(layer), "tags": []}))
         stores = layer.freeze()
-        records = [self._records(*each) for each in zip(stores, layer.live(stores), strict=True)]
+        size = stores[0].record_bytes if stores else 0
+        records = [self._records(*each, size) for each in zip(stores, layer.live(stores), strict=True)]
         parts, tags = zip(*records, strict=True) if records else ((), ())
         state = self.state(name, {"layer": layer.capture(), "tags": list(tags)})
-        record_bytes = stores[0].record_bytes if stores else 0
-        return LayerEntry(kind="offloaded", state=state, record_bytes=record_bytes, parts=parts)
+        return LayerEntry(kind="offloaded", state=state, record_bytes=size, parts=parts)
 
-    def _records(self, store: FreezableStore, live: np.ndarray) -> tuple[RecordsFile, torch.Tensor]:
-        """The records of a frozen store that are `live`, under their digest; and their tags."""
+    def _records(self, store: FreezableStore, live: np.ndarray, size: int) -> tuple[RecordsFile, torch.Tensor]:
+        """The records of a frozen store that are `live`, under their digest; and their tags. `size`: the layer's."""
         provisional = f"{secrets.token_hex(16)}.records"
         guard = store.export(self._folder_fd, provisional, live)
         name = records_name(guard, store.record_bytes)
         os.rename(provisional, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
-        entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe())
+        other = 0 if store.record_bytes == size else store.record_bytes
+        entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe(), record_bytes=other)
         return entry, torch.from_numpy(guard.tags.copy())
 
     def state(self, name: str, tree: Any, binding: bytes = b"") -> StateFile:

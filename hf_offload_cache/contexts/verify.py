@@ -128,7 +128,7 @@ class _Check:
             guards = self._guards(layer, tree, part)
             first = 0
             for entry, guard in zip(layer.parts, guards, strict=True):
-                self._records(entry, guard, part, layer.record_bytes, first, sizes[entry.file], there)
+                self._records(entry, guard, part, layer.size_of(entry), first, sizes[entry.file], there)
                 first += entry.records
 
     def _state(
@@ -158,7 +158,7 @@ class _Check:
         try:
             parts = list(zip(layer.parts, tree["tags"], strict=True))
             guards = [open_guard(entry.guard, tag.numpy(), self.key, True) for entry, tag in parts]
-            names = [records_name(guard, layer.record_bytes) for guard in guards]
+            names = [records_name(guard, layer.size_of(entry)) for guard, (entry, _) in zip(guards, parts, strict=True)]
             wrong = [
                 entry.file
                 for (entry, tag), name in zip(parts, names, strict=True)

@@ -14,6 +14,7 @@ from ..config import SelectiveConfig
 from ..errors import BudgetError
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
+from ..fetch.link import Link
 from ..fetch.tier import SlotTier, Tier
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
@@ -56,6 +57,10 @@ class SelectiveLayer(SelectivePlan):
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
         form, device = self.history.form, self.history.device
         return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
+
+    def make_link(self) -> Link | None:
+        """Which of the records that are read travel as replicas; None: none do."""
+        return None
 
     def prompted(self, call: AttentionCall) -> None:
         """A call of several queries comes; for a method that learns from a prompt's."""
@@ -101,8 +106,7 @@ class SelectiveLayer(SelectivePlan):
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
         """A query of states (B, H, D)."""
-        history = self.history
-        return Query(states, self.scaling, visible, lambda: history.form.split(history.recent)[0])
+        return Query(states, self.scaling, visible, lambda: self.history.form.split(self.history.recent)[0])
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
         """The units that a query attends to."""
@@ -161,8 +165,8 @@ class SelectiveLayer(SelectivePlan):
             capacity = self.slots
             if self._fetcher is None or capacity != self._capacity:
                 self.drop_fetcher()
-                tiers, areas = self.make_tiers(capacity), selecting.areas
-                self._fetcher = Fetcher(self.shared.storage, areas, tiers, 0, self.layer_idx, selecting.looks)
+                made = self.make_tiers(capacity), 0, self.layer_idx, selecting.looks, self.make_link()
+                self._fetcher = Fetcher(self.shared.storage, selecting.areas, *made)
             self._fetcher.most_units = selecting.units(None, self.config, group, units * group)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
@@ -197,9 +201,9 @@ class SelectiveLayer(SelectivePlan):
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        counters, queries = storage.counters, call.query.shape[0] * call.query.shape[2]
-        counters.tokens_visible += queries * self.history.length
-        counters.tokens_attended += queries * fetched.entries.shape[1]
+        queries = call.query.shape[0] * call.query.shape[2]
+        storage.counters.tokens_visible += queries * self.history.length
+        storage.counters.tokens_attended += queries * fetched.entries.shape[1]
         with storage.timeline.span("attend", self.layer_idx):
             if torch.is_grad_enabled():
                 with torch.no_grad():

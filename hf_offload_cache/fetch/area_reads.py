@@ -1,17 +1,21 @@
-"""Reads of records into areas that are borrowed for them."""
+"""Reads of records into areas that are borrowed for them, and from there to where they are wanted."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..errors import CacheClosedError, StalledError
+from .area_read import AreaRead
 from .areas import Areas
 from .byte_rows import ByteRows
 from .choice import Extents
 from .fetched import Source
+from .link import Link
 from .placing import distinct
 from .staging import Staging
 from .storage import Storage
@@ -21,59 +25,156 @@ from .ticket import Ticket
 class Early(Protocol):
     """Reads that were begun for a look: see `EarlyLook`."""
 
-    def come(self, records: np.ndarray) -> Staging | None: ...
-
-    def give_back(self, area: Staging) -> None: ...
+    def come(self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray) -> bool:
+        """See `EarlyLook.come`."""
 
 
 class AreaReads:
-    """Of one layer. Areas are given back when what was read has been copied from them, or a read has failed."""
+    """Of one layer. Areas are given back when what was read has been copied from them, or a read has failed.
 
-    def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None) -> None:
-        self._storage, self._areas, self._layer_idx = storage, areas, layer_idx
+    Args:
+        link: which records travel as replicas; None: none do.
+    """
 
-    def read(self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False) -> Ticket:
-        """Start to read into a borrowed area, which is given back where that raises."""
-        rows = area.host_rows(records.size, history.form.record_bytes)
+    def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None, link: Link | None = None) -> None:
+        self._storage, self._areas, self._layer_idx, self._link = storage, areas, layer_idx, link
+
+    def read(
+        self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False,
+        importance: np.ndarray | None = None,
+    ) -> AreaRead:  # fmt: skip
+        """Start to read distinct `records`, ascending, into a borrowed area, which is given back where that raises.
+        `importance` (n,): how much each matters."""
+        link, come = self._link, None
         try:
             with self._storage.timeline.span("read", self._layer_idx):
-                return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+                if link is not None:
+                    come = link.split(history, records, importance, area, ahead)
+                if come is None:
+                    return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
+                assert link is not None
+                return self._read_both(link, history, records, area, ahead, come)
         except StalledError:  # it may still write to the area
             raise
         except Exception:
             self._areas.give_back(area, ahead=ahead)
             raise
 
-    def wait(self, ticket: Ticket, area: Staging, *, ahead: bool = False) -> None:
-        """Wait for a read. Where it failed, its area is given back, unless the device is stalled and may write to it.
-        After a signal's exception it is still under way."""
+    def _begin(self, history: Source, records: np.ndarray, area: Staging, ahead: bool) -> Ticket:
+        rows = area.host_rows(records.size, history.form.record_bytes)
+        return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+
+    def _read_both(
+        self, link: Link, history: Source, records: np.ndarray, area: Staging, ahead: bool, come: np.ndarray
+    ) -> AreaRead:
+        """Replicas first: what is unpacked while the rest comes costs nothing."""
+        replicas, whole = link.replicas, records[~come]
+        ids = replicas.locate(records[come])
+        rows = area.host_rows(ids.size, replicas.record_bytes, whole.size * history.form.record_bytes)
         try:
-            self._storage.wait_for(ticket, self._layer_idx)
-        except (OSError, CacheClosedError):
-            if not ticket.stalled:
-                self._areas.give_back(area, ahead=ahead)
+            first = self._storage.prefetcher.read(replicas.store, ids, rows, guess=ahead)
+        except StalledError:
             raise
+        except OSError:  # they are lost: the records are there
+            replicas.forget(records[come])
+            return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
+        try:
+            ticket = self._begin(history, whole, area, ahead) if whole.size else None
+        except Exception:
+            first.drop()
+            try:
+                first.wait()
+            except StalledError:
+                raise
+            except (OSError, CacheClosedError):
+                pass
+            raise
+        return AreaRead(records, area, ahead, ticket, first, come)
+
+    def finish(
+        self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
+        *, keep: bool = False,
+    ) -> None:  # fmt: skip
+        """Wait for a read, and bring its record `rows[i]` to row `target[i]` of `into`. Its area is given back, unless
+        it is to be kept and all went well, or the device is stalled and may write to it. After a signal's exception it
+        is still under way. Raises what the read failed with."""
+        if read.ahead and self._link is not None:
+            self._link.hid(time.perf_counter() - read.tickets[0].started)
+        try:
+            if read.come is None:
+                assert read.ticket is not None
+                self._storage.wait_for(read.ticket, self._layer_idx)
+                into.put(target, read.area.payloads(read.records.size, history.form), rows)
+            else:
+                self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
+        except (OSError, CacheClosedError):
+            self.drop(read)
+            raise
+        if not keep:
+            self._give_back(read)
+
+    def _finish_both(
+        self, history: Source, read: AreaRead, come: np.ndarray, into: ByteRows, target: np.ndarray, rows: np.ndarray
+    ) -> None:
+        link, form, area, replicas, lost = self._link, history.form, read.area, read.replicas, False
+        assert link is not None and replicas is not None
+        lies = np.where(come, come.cumsum(), (~come).cumsum()) - 1  # in which row of its part of the area
+        whole, packed = int((~come).sum()), come[rows]
+        to_packed, to_whole = lies[rows[packed]], lies[rows[~packed]]
+        try:
+            self._storage.wait_for(replicas, self._layer_idx)
+        except OSError:
+            if replicas.stalled:
+                raise
+            lost = True  # the records are there
+        if to_packed.size and not lost:
+            started = time.perf_counter()
+            there = area.upload(come.size - whole, link.replicas.record_bytes, whole * form.record_bytes)
+            link.replicas.unpack(there, to_packed, into, target[packed])
+            self._storage.counters.unpack_seconds += time.perf_counter() - started
+        if read.ticket is not None:
+            self._storage.wait_for(read.ticket, self._layer_idx)
+            into.put(target[~packed], area.payloads(whole, form), to_whole)
+        if lost:
+            again = read.records[come]
+            link.replicas.forget(again)
+            read.ticket = self._begin(history, again, area, read.ahead)
+            self._storage.wait_for(read.ticket, self._layer_idx)
+            into.put(target[packed], area.payloads(again.size, form), to_packed)
+
+    def drop(self, read: AreaRead) -> None:
+        """Nobody wants it: wait until it is done, and forget it, and its error if it has one. Its area is given back,
+        unless the device is stalled."""
+        for ticket in read.tickets:
+            with contextlib.suppress(OSError, CacheClosedError):
+                self._storage.wait_for(ticket, self._layer_idx)
+        if not read.stalled:
+            self._give_back(read)
+
+    def _give_back(self, read: AreaRead) -> None:
+        """Once, whatever comes in between."""
+        if read.lent:
+            read.lent = False
+            self._areas.give_back(read.area, ahead=read.ahead)
 
     def fill(
         self, history: Source, into: ByteRows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
-        ticket: Ticket, area: Staging, room: int,
+        first: AreaRead, importance: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `ticket` reads the
-        first `room` records; more than that, which a union of choices may be, come in parts, one after the other."""
-        count = records.size
+        """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `first` reads the
+        first of them; more than that, which a union of choices may be, come in parts as large, one after the other."""
+        count, room, read = records.size, first.records.size, first
+        rows = np.arange(count)[which] if room < count else np.empty(0)
         for start in range(0, count, room):
-            part = records[start : start + room]
+            part = slice(start, start + room)
             if start:
-                ticket = self.read(history, part, area)
-            self.wait(ticket, area)
-            payloads = area.payloads(part.size, history.form)
-            if part.size == count:
-                into.put(target, payloads, which)
+                matter = None if importance is None else importance[part]
+                read = self.read(history, records[part], first.area, importance=matter)
+            if room >= count:
+                self.finish(history, read, into, target, which)
             else:
-                rows = np.arange(count)[which]
                 here = ((rows >= start) & (rows < start + room)).nonzero()[0]
-                into.put(target[here], payloads, rows[here] - start)
-        self._areas.give_back(area)
+                self.finish(history, read, into, target[here], rows[here] - start, keep=start + room < count)
 
     def look(self, history: Source, extents: Extents, room: int, early: Early | None = None) -> torch.Tensor:
         """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
@@ -83,13 +184,9 @@ class AreaReads:
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if places.size:
             wanted, which = distinct(records[places])
-            each = slice(wanted.size) if which is None else which
-            came = None if early is None else early.come(wanted)
-            if early is not None and came is not None:
-                ByteRows(out).put(places, came.payloads(wanted.size, form), each)
-                early.give_back(came)
-                return out.view(rows, width, form.group_size, form.entry_width)
-            area = self._areas.borrow(room * form.record_bytes, history.device)
-            ticket = self.read(history, wanted[:room], area)
-            self.fill(history, ByteRows(out), places, wanted, each, ticket, area, room)
+            each = np.arange(wanted.size) if which is None else which
+            if early is None or not early.come(history, wanted, ByteRows(out), places, each):
+                area = self._areas.borrow(room * form.record_bytes, history.device)
+                first = self.read(history, wanted[:room], area)
+                self.fill(history, ByteRows(out), places, wanted, each, first)
         return out.view(rows, width, form.group_size, form.entry_width)

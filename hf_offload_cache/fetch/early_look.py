@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 
 from ..errors import CacheClosedError
+from .area_read import AreaRead
 from .area_reads import AreaReads
 from .areas import Areas
+from .byte_rows import ByteRows
 from .choice import Extents
 from .fetched import Source
 from .placing import distinct
-from .staging import Staging
 from .storage import Storage
-from .ticket import Ticket
 
 
 class EarlyLook:
@@ -22,7 +20,7 @@ class EarlyLook:
 
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None) -> None:
         self._areas, self._reads = areas, AreaReads(storage, areas, layer_idx)
-        self._begun: tuple[np.ndarray, Ticket, Staging] | None = None
+        self._begun: AreaRead | None = None
 
     def begin(self, history: Source, extents: Extents) -> None:
         """Start to read the records of `extents`. Does nothing where no area is free. What it raises has changed
@@ -33,40 +31,34 @@ class EarlyLook:
             return
         area = self._areas.borrow_ahead(records.size * history.form.record_bytes, history.device)
         if area is not None:
-            self._begun = records, self._reads.read(history, records, area, ahead=True), area
+            self._begun = self._reads.read(history, records, area, ahead=True)
 
-    def come(self, records: np.ndarray) -> Staging | None:
-        """Wait for what was begun, if it is these records (distinct, ascending): their area, to be given back, with the
-        i-th in its row i. None: nothing of the sort was, or the read failed. Raises `StalledError`, `CacheClosedError`.
-        """
-        if self._begun is None:
-            return None
-        begun, ticket, area = self._begun
-        if not np.array_equal(begun, records):
+    def come(
+        self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray
+    ) -> bool:
+        """Bring record `which[i]` of `records` (distinct, ascending) to row `target[i]` of `into`, if these are what
+        was begun. False: nothing of the sort was, or the read failed. Raises `StalledError`, `CacheClosedError`."""
+        read = self._begun
+        if read is None:
+            return False
+        if not np.array_equal(read.records, records):
             self.drop()
-            return None
+            return False
         try:
-            self._reads.wait(ticket, area, ahead=True)
+            self._reads.finish(history, read, into, target, which)
         except OSError:
             self._begun = None
-            if ticket.stalled:
+            if read.stalled:
                 raise
-            return None
+            return False
         except CacheClosedError:
             self._begun = None
             raise
         self._begun = None  # but not after a signal's exception: then it is still under way
-        return area
-
-    def give_back(self, area: Staging) -> None:
-        """What came was copied."""
-        self._areas.give_back(area, ahead=True)
+        return True
 
     def drop(self) -> None:
         """Nobody comes for it: wait until it is done, and forget it, and its error if it had one."""
         if self._begun is not None:
-            _, ticket, area = self._begun
-            with contextlib.suppress(OSError, CacheClosedError):
-                self._reads.wait(ticket, area, ahead=True)
-                self._areas.give_back(area, ahead=True)
+            self._reads.drop(self._begun)
             self._begun = None

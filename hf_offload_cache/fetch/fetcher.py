@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from ..errors import CacheClosedError
 from .area_reads import AreaReads
 from .areas import Areas
 from .choice import Choice, Extents
 from .early_look import EarlyLook
 from .fetched import Fetched, Source, valid_entries
-from .placing import Found, among, distinct, keep, keep_in, kept_of, take_resident
-from .read_ahead import ReadAhead
+from .link import Link
+from .missing import Missing
+from .placing import distinct, importance_of, keep, keep_in, kept_of, take_resident
 from .storage import Storage
 from .tier import Tier
-from .view import Filled, View
+from .view import Filled
 
 
 class Fetcher:
@@ -32,19 +31,19 @@ class Fetcher:
         most_units: units a row that a step wants at most: what areas are made for at once; a gather may want more.
         layer_idx: on which line of the timeline waits are shown; None: on none.
         looks: areas for `begin_look`; None: it does nothing.
+        link: which records travel as replicas; None: none do.
     """
 
     def __init__(
         self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None,
-        looks: Areas | None = None,
+        looks: Areas | None = None, link: Link | None = None,
     ) -> None:  # fmt: skip
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_units = most_units
         self._several = len(self.tiers) > 1
-        self._layer_idx = layer_idx
-        self._reads = AreaReads(storage, areas, layer_idx)
+        self._missing, self._reads = Missing(storage, areas, layer_idx, link), AreaReads(storage, areas, layer_idx)
+        self._weighs, self.layer_idx = link is not None, layer_idx
         self._early = None if looks is None else EarlyLook(storage, looks, layer_idx)
-        self._ahead: ReadAhead | None = None
         self.latest: Choice | None = None
         """What was gathered last; None after a change of the rows."""
         self.closed = self._at_work = False
@@ -60,7 +59,7 @@ class Fetcher:
     @property
     def guess(self) -> Choice | None:
         """The choice that is being read ahead, if one is."""
-        return None if self._ahead is None else self._ahead.choice
+        return None if self._missing.ahead is None else self._missing.ahead.choice
 
     def ahead(self, history: Source, choice: Choice, others: Choice | None = None) -> None:
         """Start reading what of `choice` no tier holds, and of `others` as far as there is room.
@@ -69,53 +68,28 @@ class Fetcher:
         gather comes to it. May outlive the step.
         """
         self.drop_ahead()
-        room, records = self._room(history), self._absent(history, choice)
-        if not records.size and others is None:
-            return
-        area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
-        if area is None:
-            return
-        records = records[:room]
-        if others is not None and records.size < room:
-            more = self._absent(history, others)
-            if records.size:
-                more = more[~among(more, records)[0]]
-            records = np.concatenate([records, more[: room - records.size]])
-            records.sort()
-        ticket = self._reads.read(history, records, area, ahead=True)
-        self._ahead = ReadAhead(choice, records, ticket, area)
+        more = None if others is None else lambda: self._absent(history, others)[0]
+        self._missing.begin_ahead(history, choice, self._room(history), *self._absent(history, choice), more)
 
-    def _absent(self, history: Source, choice: Choice) -> np.ndarray:
-        """The records of a choice that no tier holds, ascending."""
+    def _absent(self, history: Source, choice: Choice) -> tuple[np.ndarray, np.ndarray | None]:
+        """The records of a choice that no tier holds, ascending, and how much each matters."""
         records = history.extents(choice.units).records.reshape(-1)
         absent = records >= 0
         for tier in self.tiers:
             absent &= tier.locate(records) < 0
-        return distinct(records[absent])[0]
+        missing, which = distinct(records[absent])
+        importance = choice.importance if self._weighs else None
+        return missing, importance_of(importance, absent, missing.size, which)
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
-        if self._ahead is not None:
-            with contextlib.suppress(OSError, CacheClosedError):
-                self._areas.give_back(self._land().area, ahead=True)
+        self._missing.drop_ahead()
 
     def drop_reads(self) -> None:
         """As `drop_ahead`, of everything that is under way."""
         self.drop_ahead()
         if self._early is not None:
             self._early.drop()
-
-    def _land(self) -> ReadAhead:
-        """Wait for the read ahead, whose area is the caller's to give back then. Raises what it failed with."""
-        ahead = self._ahead
-        assert ahead is not None
-        try:
-            self._reads.wait(ahead.ticket, ahead.area, ahead=True)
-        except (OSError, CacheClosedError):
-            self._ahead = None
-            raise
-        self._ahead = None  # but not after a signal's exception: then it is still under way
-        return ahead
 
     # --- gather ------------------------------------------------------------------------------------------------
 
@@ -135,7 +109,7 @@ class Fetcher:
         form, extents, recent = history.form, history.extents(choice.units), history.recent
         width, latest, filled = extents.records.shape[1], recent.shape[1], self._areas.filled
         if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
-            filled = self._fill_view(history, extents.records)
+            filled = self._fill_view(history, extents.records, choice.importance)
         there = int(np.count_nonzero(extents.records >= 0))
         runs = extents.count is not None or extents.first is not None
         if choice is not self.latest:
@@ -163,13 +137,13 @@ class Fetcher:
         self._at_work = True
         try:
             records = history.extents(choice.units).records
-            filled = self._areas.filled = self._fill_view(history, records)
+            filled = self._areas.filled = self._fill_view(history, records, choice.importance)
         finally:
             self._at_work = False
         width, group = records.shape[1], history.form.group_size
         return filled.view.entries[:, : width * group].unflatten(1, (width, group))
 
-    def _fill_view(self, history: Source, wanted: np.ndarray) -> Filled:
+    def _fill_view(self, history: Source, wanted: np.ndarray, importance: np.ndarray | None) -> Filled:
         """The view with records (rows, width) in it: from tiers, from what was read ahead, and from the store."""
         form, recent, records = history.form, history.recent, wanted.reshape(-1)
         (rows, width), behind = wanted.shape, -(-recent.shape[1] // form.group_size)
@@ -185,67 +159,20 @@ class Fetcher:
             absent = absent & (lies_in < 0)
         places, ready = absent.nonzero()[0], 0
         if places.size:
-            ready = self._bring(history, found, records, places, view, room)
+            missing, which = distinct(records[places])
+            matter = importance_of(importance if self._weighs else None, absent, missing.size, which)
+            ready = self._missing.bring(
+                history, view, view.target[places], missing, which, matter, room, lambda: take_resident(found, view)
+            )
+            if not self._several:
+                for tier, lies_in in found:
+                    keep_in(tier, lies_in, places, missing, which, view)
         else:
-            if self._ahead is not None:
-                self.drop_ahead()
+            self.drop_ahead()
             take_resident(found, view)
-            if self._several:  # what came from a farther one is to be nearer
-                keep(found, records, view)
-        return Filled(self, wanted, view, count - places.size, ready)
-
-    def _bring(
-        self, history: Source, found: Found, records: np.ndarray, places: np.ndarray, view: View, room: int
-    ) -> int:
-        """Fill the view where some `records`, those at `places`, are in no tier, and let the tiers keep them. Returns
-        how many of the places were filled from a read ahead."""
-        form, target = history.form, view.target[places]
-        missing, which = distinct(records[places])
-        each = slice(missing.size) if which is None else which  # the missing record of each place
-        ahead = None if self._ahead is None else self._come()
-        came, ready, row = 0, None, missing  # which of the missing records were read ahead, and where they lie
-        if ahead is not None and ahead.records.size:
-            ready, row = among(missing, ahead.records)
-        rest = missing if ready is None else missing[~ready]
-        if rest.size:
-            try:
-                area = self._areas.borrow(room * form.record_bytes, history.device)
-                ticket = self._reads.read(history, rest[:room], area)
-            except Exception:
-                if ahead is not None:
-                    self._areas.give_back(ahead.area, ahead=True)
-                raise
-        take_resident(found, view)  # while the read runs
-        if ahead is not None:
-            if ready is not None:
-                here = ready[each].nonzero()[0]
-                came = here.size
-                if came:
-                    view.payloads.put(target[here], ahead.area.payloads(ahead.records.size, form), row[each][here])
-            self._areas.give_back(ahead.area, ahead=True)
-        if rest.size:
-            if ready is not None:
-                here = ~ready[each]
-                target, each = target[here], (~ready).cumsum()[each][here] - 1
-            self._reads.fill(history, view.payloads, target, rest, each, ticket, area, room)
-        if self._several:
+        if self._several:  # what came from a farther one is to be nearer
             keep(found, records, view)
-        else:
-            for tier, lies_in in found:
-                keep_in(tier, lies_in, places, missing, which, view)
-        return came
-
-    def _come(self) -> ReadAhead | None:
-        """What was read ahead, whose area is the caller's to give back then. A guess that failed is no guess. Raises
-        `StalledError`."""
-        assert self._ahead is not None
-        ticket = self._ahead.ticket
-        try:
-            return self._land()
-        except OSError:
-            if ticket.stalled:
-                raise
-            return None
+        return Filled(self, wanted, view, count - places.size, ready)
 
     def look(self, history: Source, extents: Extents) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
@@ -277,7 +204,7 @@ class Fetcher:
 
     def free_memory(self) -> None:
         """As `Spare.free_memory`: all that it has, unless it gathers or reads ahead; it is closed then."""
-        if not self._at_work and self._ahead is None:
+        if not self._at_work and self._missing.ahead is None:
             self.close()
 
     def close(self) -> None:

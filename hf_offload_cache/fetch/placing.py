@@ -73,3 +73,18 @@ def kept_of(history: Source, view: View, valid: np.ndarray, areas: Areas) -> Fet
     if there is not None:
         entries[:, :chosen][torch.from_numpy(~there).to(entries.device)] = 0
     return Fetched(entries, chosen, there, places)
+
+
+def importance_of(
+    importance: np.ndarray | None, places: np.ndarray, count: int, which: np.ndarray | None
+) -> np.ndarray | None:
+    """How much each of `count` distinct records matters, (count,) float32: the most that `importance` has at those of
+    the `places` (bool) where it is wanted, as `distinct` says. None: nobody says."""
+    if importance is None:
+        return None
+    wanted = importance.reshape(-1)[places]
+    if which is None:
+        return wanted
+    found = np.full(count, -np.inf, dtype=np.float32)
+    np.maximum.at(found, which, wanted)
+    return found

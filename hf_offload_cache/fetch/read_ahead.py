@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from .area_read import AreaRead
 from .choice import Choice
-from .staging import Staging
-from .ticket import Ticket
 
 
 @dataclass
 class ReadAhead:
-    """Under way, for what `choice` wants: row i of the area gets `records[i]` (ascending)."""
+    """Under way, for what `choice` wants."""
 
     choice: Choice
-    records: np.ndarray
-    ticket: Ticket
-    area: Staging
+    read: AreaRead

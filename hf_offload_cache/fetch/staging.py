@@ -44,30 +44,31 @@ class Staging:
         """There is room for `nbytes` on their way to `device`."""
         return self.nbytes >= nbytes and self._where == device
 
-    def host_rows(self, count: int, record_bytes: int) -> torch.Tensor:
-        """The first `count` records, uint8 (count, record_bytes), to read into; the same memory at each call.
+    def host_rows(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
+        """`count` records from `first_byte` on, uint8 (count, record_bytes), to read into; the same memory at each
+        call.
 
         Blocks until every `upload` before has read it.
         """
         if self._cuda:
             self.wait_uploaded()
-        return self._host[: count * record_bytes].view(count, record_bytes)
+        return self._host[first_byte : first_byte + count * record_bytes].view(count, record_bytes)
 
-    def upload(self, count: int, record_bytes: int) -> torch.Tensor:
-        """Bring the first `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
+    def upload(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
+        """Bring `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
 
         Does not block; what the current stream runs from now on sees them. The copy waits for what the current stream
         was given before, which may still read the old ones.
         """
-        size = count * record_bytes
-        if self._cuda and size:
+        part = slice(first_byte, first_byte + count * record_bytes)
+        if self._cuda and count:
             current = torch.cuda.current_stream(self._where)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self._device[:size].copy_(self._host[:size], non_blocking=True)
+                self._device[part].copy_(self._host[part], non_blocking=True)
                 self._copied.record(self._stream)
             current.wait_event(self._copied)
-        return self._device[:size].view(count, record_bytes)
+        return self._device[part].view(count, record_bytes)
 
     def payloads(self, count: int, form: Any) -> ByteRows:
         """`upload`, looked at as payloads: row i is that of the record i, which is below `count`."""

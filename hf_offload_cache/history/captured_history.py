@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import ContextError
+from ..stores.base import Store
 from .record_format import RecordFormat
 
 
 def check_captured(
-    form: RecordFormat, ids: Any, tail: Any, length: Any, records: int, name: str, group_size: int | None
+    form: RecordFormat, ids: Any, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
 ) -> None:
-    """Raises `ContextError` unless a captured history of `length` tokens holds together with its `records`.
+    """Raises `ContextError` unless a captured history of `length` tokens holds together with its records, in `parts`.
 
     `group_size`: the configuration's."""
+    records = sum(part.capacity for part in parts)
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     wrong = None
     if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
         wrong = f"its entries have the form {form}"
     elif group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
+    elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
+        wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"
     elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
         wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
     elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:

@@ -14,11 +14,11 @@ from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty
-from ..stores.freezable import FreezableStore, require_freezable
-from ..stores.layered import LayeredStore
+from ..stores.freezable import FreezableStore
 from .base import Block, Sealed, joined
 from .block_table import BlockTable
 from .captured_history import check_captured
+from .freezing import frozen
 from .packing import packing_bytes, piece_groups, sealed_groups
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
@@ -94,20 +94,8 @@ class PositionHistory:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """As `History.freeze`. Blocks until all writes are done; raises what one failed with, with nothing changed, as
-        long as a record that was lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before.
-        Raises `TypeError` for a store that cannot be frozen.
-        """
-        store = require_freezable(self.store)
-        self._storage.prefetcher.flush(store)
-        self._storage.prefetcher.check_written(store, self.named(store.capacity).nonzero()[0])
-        store.freeze()
-        if not isinstance(store, LayeredStore):
-            self.move(self._storage.layer_store([store], self.form.record_bytes, self._name))
-            self._storage.stores.remove(store)
-        assert isinstance(self.store, LayeredStore)
-        self.store.merge(self.named(self.store.capacity))
-        return self.store.parts
+        """As `History.freeze`, and `frozen`."""
+        return frozen(self._storage, self.store, self._name, self.named, self.move).parts
 
     def named(self, count: int) -> np.ndarray:
         """Which of the first `count` records of the store hold something of some row: (count,), bool."""
@@ -148,7 +136,7 @@ class PositionHistory:
         form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
         ids: Any = tree["table"].cpu().numpy() if isinstance(tree["table"], torch.Tensor) else None
         records = sum(part.capacity for part in parts)
-        check_captured(form, ids, tail, length, records, name, config.group_size)
+        check_captured(form, ids, tail, length, parts, name, config.group_size)
         cls.check(tree, form, ids, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, tail.shape[0], device, config, name, store)
@@ -233,14 +221,16 @@ class PositionHistory:
         self.form.entries(keys[:, :, rest], values[:, :, rest], joined[:, split:])
         return joined
 
-    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> None:
-        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros."""
+    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
+        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros. Returns
+        the payloads, (rows * n, payload_width) in host memory, which are the writer's: not to be changed."""
         records = aligned_empty(ids.size, self.form.record_bytes)
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0
         shape = (self.rows, ids.shape[1], self.form.group_size, self.form.entry_width)
         typed[:, : self.form.payload_width].view(shape).copy_(entries.reshape(shape))
         self._storage.prefetcher.write(self.store, ids.reshape(-1), records)
+        return typed[:, : self.form.payload_width]
 
     # --- out ---------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class AbstractTreePredictor(SummaryPredictor):
         if there is not None:
             units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
         if guess:
-            return Choice(units)
+            return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
         if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
@@ -146,7 +146,7 @@ class AbstractTreePredictor(SummaryPredictor):
         self, query: Query, states: torch.Tensor, units: np.ndarray, most: np.ndarray, wanted: int
     ) -> Generator[Choice, torch.Tensor, Choice]:
         """Bring the chunks `units` (rows, E), and keep the best of their tokens, judged by their keys."""
-        entries, form = (yield Choice(units)), self.form
+        entries, form = (yield Choice(units, importance=most)), self.form
         keys = entries[..., : form.key_width].unflatten(-1, (form.num_key_heads, form.key_dim))
         always, hidden = self._marks(units, query.visible)
         tokens = units.shape[1] * form.group_size

@@ -52,6 +52,10 @@ class CacheReport:
     """Selected units resident when attention asked, over selected."""
     selected_fraction: float | None
     """Tokens attended over tokens visible, in sparse steps."""
+    compressed_fraction: float | None
+    """Records that came as 4-bit replicas, over records read for selections; None: there are no replicas."""
+    unpack_seconds: float
+    """What unpacking them took, on the model's thread."""
     captured_mass: float | None
     """With `target_mass`: the share of attention mass that steps are estimated to have attended to, on the mean."""
     stall_seconds: float
@@ -94,6 +98,8 @@ class CacheReport:
             hit_rate=_ratio(counters.units_resident, counters.units_selected),
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
+            unpack_seconds=counters.unpack_seconds,
             captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
             stall_seconds=counters.stall_seconds,
             decode_steps=counters.decode_steps,
@@ -128,6 +134,8 @@ class CacheReport:
             "resident before prefetch": share_text(self.hit_rate),
             "resident when asked": share_text(self.prefetch_hit_rate),
             "tokens attended": share_text(self.selected_fraction),
+            "of what was read, in 4 bits": share_text(self.compressed_fraction)
+            + (f", unpacked in {self.unpack_seconds:.3f} s" if self.compressed_fraction else ""),
             "attention mass, estimated": share_text(self.captured_mass),
             "decode": f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
             + (f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s a sequence)" if self.decode_seconds else ""),

@@ -12,6 +12,10 @@ class Counters:
     units_selected: int = 0
     units_resident: int = 0
     units_ready: int = 0
+    records_read: int = 0
+    """By who may read replicas in their place; and so many of them were."""
+    records_compressed: int = 0
+    unpack_seconds: float = 0.0
     tokens_visible: int = 0
     tokens_attended: int = 0
     mass_captured: float = 0.0

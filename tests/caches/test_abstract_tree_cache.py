@@ -252,10 +252,9 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.
     came: list[bool] = []
     come = EarlyLook.come
 
-    def watched(early: EarlyLook, records: np.ndarray) -> Any:
-        found = come(early, records)
-        came.append(found is not None)
-        return found
+    def watched(early: EarlyLook, *given: Any) -> bool:
+        came.append(come(early, *given))
+        return came[-1]
 
     monkeypatch.setattr(EarlyLook, "come", watched)
     model = long_model()

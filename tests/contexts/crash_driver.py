@@ -1,7 +1,8 @@
 """Kills processes that save a real cache, at every system call of it, and looks at what is left.
 
-As a script (`python crash_driver.py DIRECTORY STEP`): a child is forked for every STEP-th point of every scenario, and
-killed there; prints how many there were. A script, because a process that forks must have no threads: torch gets one.
+As a script (`python crash_driver.py DIRECTORY STEP METHOD`): a child is forked for every STEP-th point of every
+scenario, and killed there; prints how many there were. A script, because a process that forks must have no threads:
+torch gets one.
 """
 
 from __future__ import annotations
@@ -19,19 +20,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from saved_contexts import answer, feed, files_of, ids, opened, prefilled, same
+from saved_contexts import answer, feed, files_of, ids, prefilled, same
+from saved_contexts import opened as opened_as
 
 from hf_offload_cache.contexts.file_system import FileSystem
 from hf_offload_cache.contexts.folder import entries, sweep
 from hf_offload_cache.contexts.listing import listing
+from hf_offload_cache.registry import cache_class
 
 CALLS = (
     "mkdir", "rmdir", "open", "close", "unlink", "rename", "link", "ftruncate", "fchmod", "chmod", "fsync", "fdatasync",
     "write", "pwrite",
 )  # fmt: skip
 """Of the module os: those that change something on the disk, or a descriptor. Stores and contexts call them by name."""
-MORE = 30
+MORE = 80
 """Tokens that the new context has more than the old one: some of its records are old ones, and some are not."""
+BEGIN: dict[str, dict[str, Any]] = {"disk-swap": {"length": 64, "exact": True}, "abstract-tree": {"length": 160}}
+"""What the old one is made with; the second has abstracts and replicas, and tables of both."""
+METHOD = sys.argv[3] if len(sys.argv) > 3 else "disk-swap"
+
+
+def opened(folder: Path) -> Any:
+    return opened_as(folder, cache_class(METHOD))
 
 
 class Killer:
@@ -177,10 +187,10 @@ def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expe
     return outcomes
 
 
-def main(place: str, step: str) -> None:
+def main(place: str, step: str, method: str) -> None:
     torch.set_num_threads(1)
     folder = Path(place)
-    with prefilled(length=64, exact=True) as cache:
+    with prefilled(cls=cache_class(method), **BEGIN[method]) as cache:
         cache.save(folder / "base")
     expected = Expected(folder / "base", folder / "expected")
     gc.collect()

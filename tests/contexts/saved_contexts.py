@@ -18,6 +18,7 @@ from harness import COMMON, Decoded, build
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.contexts.data_files import MANIFEST_NAME
 from hf_offload_cache.contexts.state import pack, unpack
+from hf_offload_cache.core.selective_cache import SelectiveCache
 
 FIELDS: dict[str, Any] = {
     "group_size": 8,
@@ -30,6 +31,11 @@ FIELDS: dict[str, Any] = {
     "look_ahead": True,
 }
 """A record is half payload and half padding; a twelfth of a context is attended to."""
+TREE: dict[str, Any] = {
+    "chunk_size": 64, "num_recent": 8, "block_tokens": 256, "num_selected": 64, "num_opened": 128, "reuse_capacity": 64,
+    "dense_layers": 0, "engine": "mapped", "abstracts": "disk", "compress": 0.0,
+}  # fmt: skip
+"""Of `AbstractTreeCache`, with abstracts and replicas on the disk. A record is 8 KiB and its replica 4."""
 LONG = 600
 """Tokens of a context: more than the 512 that an adapter is made of."""
 
@@ -59,14 +65,16 @@ def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model()(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
 
-def prefilled(seed: int = 7, length: int = LONG, rows: int = 1, **fields: Any) -> DiskSwapCache:
-    cache = DiskSwapCache(model(), **{**FIELDS, **fields})
+def prefilled(
+    seed: int = 7, length: int = LONG, rows: int = 1, cls: type[SelectiveCache] = DiskSwapCache, **fields: Any
+) -> SelectiveCache:
+    cache = cls(model(), **{**(FIELDS if cls is DiskSwapCache else TREE), **fields})
     feed(cache, ids(length, seed, rows))
     return cache
 
 
-def opened(folder: Path, **fields: Any) -> DiskSwapCache:
-    return DiskSwapCache.open(folder, model(), **{"engine": "mapped", **fields})
+def opened(folder: Path, cls: type[SelectiveCache] = DiskSwapCache, **fields: Any) -> SelectiveCache:
+    return cls.open(folder, model(), **{"engine": "mapped", **fields})
 
 
 def answer(cache: Any, steps: int = 3, start: int = 17) -> Decoded:
@@ -97,13 +105,14 @@ def copy_of(source: Path, target: Path, *own: str) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Name of every file by what it is: "manifest", "cache", "layer 0", "records 0.0"..."""
+    """Name of every file by what it is: "manifest", "cache", "layer 0", "records 0.0", "replicas 0.1"..."""
     values = values_of(folder)
     found = {"manifest": MANIFEST_NAME, "cache": values["state"]["file"]}
     for layer_idx, layer in enumerate(values["layers"]):
         found[f"layer {layer_idx}"] = layer["state"]["file"]
         for part_idx, part in enumerate(layer["parts"]):
-            found[f"records {layer_idx}.{part_idx}"] = part["file"]
+            kind = "replicas" if part.get("record_bytes") else "records"
+            found[f"{kind} {layer_idx}.{part_idx}"] = part["file"]
     return found
 
 

@@ -17,10 +17,10 @@ import saved_contexts
 from harness import Decoded
 from saved_contexts import answer, copy_of, files_of, opened, prefilled, same, values_of
 
-from hf_offload_cache import errors
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache, errors
 from hf_offload_cache.testing import open_descriptors
 
-RECORD = 4096
+BLOCK = 4096
 KEY = bytes(range(32))
 LEAST = 500
 """Corruptions tried."""
@@ -45,26 +45,34 @@ class Saved:
     other: Path
     fields: dict[str, Any]
     answers: dict[bool, Decoded]
+    cls: type[Any] = DiskSwapCache
+
+    @property
+    def record(self) -> tuple[int, int, int]:
+        """Bytes of a record, of what of it is not padding, and of the keys of a token."""
+        return (BLOCK, 2048, 128) if self.cls is DiskSwapCache else (2 * BLOCK, 2 * BLOCK, 64)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    """Plain and encrypted. Some records of their own lie above the first ones: two parts a layer."""
+    """Plain and encrypted, and with abstracts and replicas. Some records of their own lie above the first ones: two
+    parts a layer."""
     found = {}
-    for kind, fields in (("plain", {}), ("encrypted", {"encryption_key": lambda: KEY})):
-        if fields:
+    tree: dict[str, Any] = {"cls": AbstractTreeCache}
+    for kind, fields in (("plain", {}), ("encrypted", {"encryption_key": lambda: KEY}), ("tree", tree)):
+        if kind == "encrypted":
             pytest.importorskip("cryptography")
         folder = tmp_path_factory.mktemp(kind)
         for name, seed in (("one", 7), ("other", 8)):
             with prefilled(seed, **fields) as cache:
                 cache.fork().close()
-                saved_contexts.feed(cache, saved_contexts.ids(40, seed + 10))
+                saved_contexts.feed(cache, saved_contexts.ids(100 if kind == "tree" else 40, seed + 10))
                 cache.save(folder / name)
         answers = {}
         for exact in (True, False):
             with opened(folder / "one", exact=exact, **fields) as cache:
                 answers[exact] = answer(cache, 2)
-        found[kind] = Saved(folder / "one", folder / "other", fields, answers)
+        found[kind] = Saved(folder / "one", folder / "other", fields, answers, fields.get("cls", DiskSwapCache))
     return found
 
 
@@ -81,12 +89,12 @@ def put(position: int, data: bytes) -> Callable[[bytes], bytes]:
     return lambda content: content[:position] + data + content[position + len(data) :]
 
 
-def swap(one: int, other: int) -> Callable[[bytes], bytes]:
-    """Two records change places."""
+def swap(one: int, other: int, record: int) -> Callable[[bytes], bytes]:
+    """Two records of `record` bytes change places."""
 
     def change(content: bytes) -> bytes:
-        first, second = (content[at * RECORD : (at + 1) * RECORD] for at in (one, other))
-        return put(other * RECORD, first)(put(one * RECORD, second)(content))
+        first, second = (content[at * record : (at + 1) * record] for at in (one, other))
+        return put(other * record, first)(put(one * record, second)(content))
 
     return change
 
@@ -98,12 +106,12 @@ def in_any_file(file: str, content: bytes, others: list[bytes]) -> Iterator[Corr
         "first byte": flip(0, 0),
         "last byte": flip(size - 1, 7),
         "cut by a byte": lambda content: content[:-1],
-        "cut by a block": lambda content: content[:-RECORD],
+        "cut by a block": lambda content: content[:-BLOCK],
         "cut to nothing": lambda content: b"",
         "a byte more": lambda content: content + b"\0",
-        "a block more": lambda content: content + bytes(RECORD),
+        "a block more": lambda content: content + bytes(BLOCK),
         "all zeros": lambda content: bytes(len(content)),
-        "first block zeros": put(0, bytes(min(RECORD, size))),
+        "first block zeros": put(0, bytes(min(BLOCK, size))),
         "missing": lambda content: None,
     }
     for number, other in enumerate(others):
@@ -143,33 +151,36 @@ def in_state(file: str, content: bytes, draw: random.Random, each: int, encrypte
         for _ in range(each if not encrypted else 4 * each):
             yield Corruption(f"bit of {place}", file, flip(draw.choice(positions), draw.randrange(8)))
         yield Corruption(f"byte of {place}", file, put(draw.choice(positions), b"\x5a"))
-        yield Corruption(f"{place} zeroed", file, put(positions[0], bytes(min(RECORD, len(positions)))))
+        yield Corruption(f"{place} zeroed", file, put(positions[0], bytes(min(BLOCK, len(positions)))))
 
 
-def in_records(file: str, content: bytes, draw: random.Random, each: int) -> Iterator[Corruption]:
-    """Keys, values and padding of records anywhere; whole records."""
-    count, entry = len(content) // RECORD, 256  # bytes of a token: 128 of keys, 128 of values
+def in_records(
+    file: str, content: bytes, draw: random.Random, each: int, sizes: tuple[int, int, int]
+) -> Iterator[Corruption]:
+    """Keys, values and padding of records anywhere; whole records. `sizes`: see `Saved.record`."""
+    record, payload, keys = sizes
+    count, entry = len(content) // record, 2 * keys
     parts = {
-        "keys": lambda: draw.randrange(8) * entry + draw.randrange(128),
-        "values": lambda: draw.randrange(8) * entry + 128 + draw.randrange(128),
-        "padding": lambda: draw.randrange(2048, RECORD),
+        "keys": lambda: draw.randrange(8) * entry + draw.randrange(keys),
+        "values": lambda: draw.randrange(8) * entry + keys + draw.randrange(keys),
+        "padding": lambda: draw.randrange(payload, record),
     }
     for part, place in parts.items():
-        for number in range(each):
-            position = draw.randrange(count) * RECORD + place()
+        for number in range(each if part != "padding" or payload < record else 0):
+            position = draw.randrange(count) * record + place()
             change = flip(position, draw.randrange(8)) if number % 3 else put(position, b"\xff")
             yield Corruption(f"{part} of a record", file, change)
     for _ in range(each):
-        yield Corruption("record zeroed", file, put(draw.randrange(count) * RECORD, bytes(RECORD)))
+        yield Corruption("record zeroed", file, put(draw.randrange(count) * record, bytes(record)))
         one, other = draw.sample(range(count), 2) if count > 1 else (0, 0)
         if one != other:
-            yield Corruption("records swapped", file, swap(one, other))
-            start = one * RECORD
-            yield Corruption("record copied", file, lambda c, s=start, o=other: put(o * RECORD, c[s : s + RECORD])(c))
+            yield Corruption("records swapped", file, swap(one, other, record))
+            start, place = one * record, other * record
+            yield Corruption("record copied", file, lambda c, s=start, p=place: put(p, c[s : s + record])(c))
 
 
 def corruptions(saved: Saved, seed: int, each: int) -> Iterator[Corruption]:
-    draw, encrypted = random.Random(seed), bool(saved.fields)
+    draw, encrypted = random.Random(seed), "encryption_key" in saved.fields
     files, foreign = files_of(saved.folder), files_of(saved.other)
     contents = {file: (saved.folder / name).read_bytes() for file, name in files.items()}
     assert values_of(saved.folder)["layers"][0]["parts"][1:], "there are to be two parts"
@@ -180,7 +191,9 @@ def corruptions(saved: Saved, seed: int, each: int) -> Iterator[Corruption]:
         if file == "manifest":
             yield from in_manifest(content, draw, each)
         elif file.startswith("records"):
-            yield from in_records(file, content, draw, 2 * each)
+            yield from in_records(file, content, draw, 2 * each, saved.record)
+        elif file.startswith("replicas"):
+            yield from in_records(file, content, draw, 1, (BLOCK, BLOCK, 64))
         else:
             yield from in_state(file, content, draw, each, encrypted)
 
@@ -259,7 +272,7 @@ def test_no_corruption_changes_an_answer(
     total = try_all(base, tmp_path, seed=4, each=2, both=False)
     record_property("corruptions", sum(total.values()))
     assert sum(total.values()) >= LEAST
-    assert {kind for kind, _ in total} == {"manifest", "cache", "layer", "records"}
+    assert {kind for kind, _ in total} == {"manifest", "cache", "layer", "records", "replicas"}
     assert total["records", "refused in a step"] > 50
 
 

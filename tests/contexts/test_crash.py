@@ -17,13 +17,13 @@ LEAST = 100
 """Points at which a real cache is killed; those of test_publish.py come on top."""
 
 
-def kill(folder: Path, step: int) -> dict[str, Any]:
+def kill(folder: Path, step: int, method: str) -> dict[str, Any]:
     """What `crash_driver.py` found."""
     here = Path(crash_driver.__file__).parent
     paths = [str(here), str(here.parent), str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, crash_driver.__file__, str(folder), str(step)],
+        [sys.executable, crash_driver.__file__, str(folder), str(step), method],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -40,13 +40,19 @@ def check(found: dict[str, Any], least: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 def test_killed_at_every_second_call(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    found = kill(tmp_path, 2)
+    found = kill(tmp_path, 2, "disk-swap")
     record_property("kill points", found["points"])
     print(found)
     check(found, LEAST)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_killed_with_abstracts_and_replicas(tmp_path: Path) -> None:
+    check(kill(tmp_path, 5, "abstract-tree"), LEAST // 2)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-def test_killed_at_every_call(tmp_path: Path) -> None:
-    check(kill(tmp_path, 1), 2 * LEAST)
+@pytest.mark.parametrize("method", crash_driver.BEGIN)
+def test_killed_at_every_call(tmp_path: Path, method: str) -> None:
+    check(kill(tmp_path, 1, method), 2 * LEAST)

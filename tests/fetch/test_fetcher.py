@@ -168,8 +168,8 @@ def test_every_mix_of_tiers_guesses_and_reads(
             guess = np.sort(np.stack([generator.permutation(20)[: count + 1] for _ in range(rows)]), 1)
             seen.ahead(source, Choice(guess), seen.latest)
             assert seen.guess is not None and seen.guess.units is guess
-            assert seen._ahead is not None
-            seen._ahead.ticket.wait()
+            assert seen._missing.ahead is not None
+            seen._missing.ahead.read.tickets[0].wait()
             read = store.taken()
             assert len(set(read)) == len(read)
             ahead = set(read)
@@ -229,8 +229,8 @@ def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
     source, seen, counters = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8), storage.counters
     seen.gather(source, Choice(units([3], [9])))
     seen.ahead(source, Choice(units([5], [8])))
-    assert seen._ahead is not None
-    seen._ahead.ticket.wait()
+    assert seen._missing.ahead is not None
+    seen._missing.ahead.read.tickets[0].wait()
     store.taken()
     wanted = Choice(units([3, 5, 6], [8, 9, -1]))
     brought = seen.bring(source, wanted)
@@ -401,8 +401,8 @@ def test_others_fill_what_room_a_guess_leaves(storage: Storage) -> None:
     store = ReadsSeen(filled(storage))
     source, seen = Source(store, np.arange(30)[None]), fetcher(storage, 0, most=3)
     seen.ahead(source, Choice(units([4])), Choice(units([1, 4, 6, 9])))
-    assert seen._ahead is not None
-    seen._ahead.ticket.wait()
+    assert seen._missing.ahead is not None
+    seen._missing.ahead.read.tickets[0].wait()
     assert store.taken() == [1, 4, 6]  # three at most, each once
     choice = Choice(units([4, 6, 9]))
     assert_holds(source, choice, seen.gather(source, choice))
@@ -421,7 +421,7 @@ def test_a_guess_that_failed_is_dropped(storage: Storage) -> None:
     assert store.calls == 2
     assert_areas_are_back(seen._areas)
     seen.ahead(source, Choice(units([4])))
-    assert_areas_are_back(seen._areas) if seen._ahead is None else seen.drop_ahead()
+    assert_areas_are_back(seen._areas) if seen._missing.ahead is None else seen.drop_ahead()
     assert_areas_are_back(seen._areas)
 
 
@@ -550,9 +550,9 @@ def test_a_read_that_was_cancelled_with_its_store_is_dropped(storage: Storage) -
     seen.ahead(source, Choice(units([2])))
     threading.Timer(0.05, going.set).start()
     storage.prefetcher.cancel(store)
-    assert seen._ahead is not None
+    assert seen._missing.ahead is not None
     with pytest.raises(CacheClosedError):
-        seen._ahead.ticket.wait()
+        seen._missing.ahead.read.tickets[0].wait()
     seen.close()
     assert_areas_are_back(seen._areas)
 
@@ -569,8 +569,8 @@ def test_an_area_in_flight_is_used_by_nobody_else(storage: Storage) -> None:
     one, other = fetcher(storage, 0, areas=areas), fetcher(storage, 0, areas=areas)
     choice = Choice(units([3, 4]))
     one.ahead(slow, choice)
-    assert one._ahead is not None
-    in_flight = one._ahead.area
+    assert one._missing.ahead is not None
+    in_flight = one._missing.ahead.read.area
     for _ in range(3):
         assert_holds(quick, choice, other.gather(quick, choice))
         assert in_flight in areas._borrowed and in_flight not in areas._free

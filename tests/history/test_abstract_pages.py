@@ -24,7 +24,13 @@ from hf_offload_cache.testing.histories import some_keys_and_values
 
 FORM = RecordFormat(2, 8, 2, 4, torch.float32, 4)
 """A record has 4 x 24 elements, an abstract 32: three fit."""
-CONFIG = OffloadConfig(num_recent=4, block_tokens=16, engine="memory")
+
+
+class WithPages(OffloadConfig):
+    keeps_pages, keeps_replicas = True, False
+
+
+CONFIG = WithPages(num_recent=4, block_tokens=16, engine="memory")
 CPU = torch.device("cpu")
 
 

@@ -1,0 +1,106 @@
+"""What a link takes for records and for their replicas, measured once, and which share should travel as replicas."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .byte_rows import ByteRows
+from .fetched import Source
+from .replicas import Replicas
+from .staging import Staging
+from .storage import Storage
+
+_RECORDS = 24
+"""Read at a time where a link is measured, as far as there is room."""
+_TIMES = 3
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Seconds. A link that is bound by requests takes as long for a replica as for a record."""
+
+    latency: float
+    """Of a read, beside what its records take: T0."""
+    record: float
+    """A record more: its bytes over B."""
+    replica: float
+    """A replica more: the record's by delta, as this link has it."""
+    unpack: float
+    """A replica unpacked: t of a record."""
+
+    def share(self, records: int, hidden: float) -> float:
+        """The theta (LeoAM, section 4.4) by which a read of so many `records` is there soonest, where the model
+        computes for `hidden` seconds meanwhile (Tc).
+
+        T0 + (D (1 - theta) + D theta delta) / B = Tc + t(D theta): what comes whole arrives as the last replica has
+        been unpacked; T0 is that of two reads. Replicas come first; where these arrive after Tc, unpacking begins with
+        them, and theta is where it lasts as long as the rest. All or nothing, where one read is there sooner than two.
+        """
+        saved = self.record - self.replica
+        if saved <= 0 or not records:
+            return 0.0
+        both = 2 * self.latency + records * self.record
+        balanced = (both - hidden) / (records * (saved + self.unpack))
+        piped = (both - self.latency) / (records * (self.record + self.unpack))
+        shares = 0.0, min(max(0.0, balanced), piped, 1.0), 1.0
+        return min(shares, key=lambda share: self.late(records, hidden, share))
+
+    def late(self, records: int, hidden: float, share: float) -> float:
+        """How long after `hidden` seconds the last of `records` is there, where a `share` of them are replicas."""
+        packed = share * records
+        reads = (packed > 0) + (packed < records)
+        rest = reads * self.latency + packed * self.replica + (records - packed) * self.record
+        unpacked = max(hidden, self.latency + packed * self.replica) + packed * self.unpack
+        return max(unpacked, rest if packed < records else 0.0) - hidden if packed else max(0.0, rest - hidden)
+
+
+def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging) -> LinkRates:
+    """Read records of `history` and replicas at random into `area`, which the caller has borrowed, and unpack some.
+    Raises what reading raises."""
+    form, known = history.form, replicas.records
+    count = min(_RECORDS, known.size, area.nbytes // (form.record_bytes + replicas.record_bytes))
+    if count < 2:
+        return LinkRates(0.0, 0.0, 0.0, 0.0)
+    generator = np.random.default_rng(0)
+
+    def pick(some: int) -> np.ndarray:
+        return np.sort(generator.choice(known, some, replace=False)).astype(np.int64)
+
+    def whole(some: int) -> None:
+        rows = area.host_rows(some, form.record_bytes)
+        storage.prefetcher.read(history.store, pick(some), rows).wait()
+        area.upload(some, form.record_bytes)
+
+    def packed(some: int) -> None:
+        rows = area.host_rows(some, replicas.record_bytes)
+        storage.prefetcher.read(replicas.store, replicas.locate(pick(some)), rows).wait()
+        area.upload(some, replicas.record_bytes)
+
+    behind = count * replicas.record_bytes
+    into = ByteRows(form.payload(area.upload(count, form.record_bytes, behind)))
+    rows = np.arange(count)
+    wire = area.upload(count, replicas.record_bytes)
+    one, all_of_them = _seconds(history.device, lambda: whole(1)), _seconds(history.device, lambda: whole(count))
+    record = max(0.0, all_of_them - one) / (count - 1)
+    latency = max(0.0, one - record)
+    replica = max(0.0, _seconds(history.device, lambda: packed(count)) - latency) / count
+    unpack = _seconds(history.device, lambda: replicas.unpack(wire, rows, into, rows)) / count
+    return LinkRates(latency, record, replica, unpack)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """The median of a few times, after the first."""
+    taken = []
+    for _ in range(1 + _TIMES):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])

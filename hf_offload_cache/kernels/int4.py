@@ -1,0 +1,89 @@
+"""Keys and values in 4 bits, group-wise, and back.
+
+The rows are those of torch's own 4-bit embeddings, whose compiled code packs and unpacks them on a CPU: `group` / 2
+bytes of codes, two in a byte, the first in the low bits, and then step and least element in half precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+LARGEST = 65504.0
+"""In half precision: no replica holds more."""
+_SIDES = 4
+"""Bytes of a row beside its codes."""
+_AT_ONCE = 1 << 16
+"""Elements that are worked on at a time."""
+
+
+@dataclass(frozen=True)
+class Int4Layout:
+    """A replica of `width` elements: one row for each `group` elements, a multiple of 4 that divides them."""
+
+    width: int
+    group: int
+
+    @classmethod
+    def of(cls, group: int, *widths: int) -> Int4Layout | None:
+        """Of parts of so many elements, each in groups of its own, of at most `group`, a power of two. None: some part
+        has no multiple of 4."""
+        own = math.gcd(group, *widths)
+        return None if own % 4 else cls(sum(widths), own)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return self.group // 2 + _SIDES
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one replica."""
+        return self.width // self.group * self.row_bytes
+
+    @cached_property
+    def at_once(self) -> int:
+        """Replicas that are worked on at a time."""
+        return max(1, _AT_ONCE // self.width)
+
+    @property
+    def working_bytes(self) -> int:
+        """What packing or unpacking takes beside its arguments: elements in 32 bits, a copy in theirs, and rows."""
+        return self.at_once * (8 * self.width + self.nbytes)
+
+    def rows(self, replicas: torch.Tensor) -> torch.Tensor:
+        """The rows (n * rows, row_bytes) of replicas (n, at least nbytes) uint8."""
+        return replicas[:, : self.nbytes].reshape(-1, self.row_bytes)
+
+
+def quantise(layout: Int4Layout, entries: torch.Tensor, out: torch.Tensor) -> None:
+    """Replicas of entries (n, width), none beyond `LARGEST`, into `out` (n, at least nbytes) uint8, in host memory.
+    What is behind `nbytes` becomes zeros."""
+    out[:, layout.nbytes :] = 0
+    for start in range(0, len(entries), layout.at_once):
+        some = entries[start : start + layout.at_once].float()
+        rows = torch.ops.quantized.embedding_bag_4bit_prepack(some.view(-1, layout.group))
+        out[start : start + len(some), : layout.nbytes] = rows.view(len(some), -1)
+
+
+def dequantise(
+    layout: Int4Layout, replicas: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Entries of replica `rows[i]` of `replicas` (n, at least nbytes) uint8 into row `target[i]` of `out` (N, width),
+    in host memory; `rows` and `target` int64. `int4_triton.dequantise` does it on a device."""
+    places, into, got = target.numpy(), out.view(torch.uint8).numpy(), rows.numpy()
+    packed = replicas.numpy()
+    for start in range(0, len(got), layout.at_once):
+        some = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
+        entries = torch.ops.quantized.embedding_bag_4bit_unpack(some.view(-1, layout.row_bytes)).to(out.dtype)
+        into[places[start : start + layout.at_once]] = entries.view(len(some), -1).view(torch.uint8).numpy()
+
+
+def dequantised(layout: Int4Layout, replicas: torch.Tensor) -> torch.Tensor:
+    """What replicas (n, at least nbytes) uint8 hold, (n, width) float32, on their device: the twin of both."""
+    rows = layout.rows(replicas)
+    codes, sides = rows[:, : layout.group // 2], rows[:, layout.group // 2 :].contiguous().view(torch.float16).float()
+    both = torch.stack([codes & 15, codes >> 4], 2).flatten(1).float()
+    return (both * sides[:, :1] + sides[:, 1:]).view(len(replicas), layout.width)

@@ -1,0 +1,163 @@
+"""Replicas in 4 bits of records."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.errors import ContextError
+from hf_offload_cache.fetch.byte_rows import ByteRows
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.history.chunk_history import ChunkHistory
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.replica_format import ReplicaFormat
+from hf_offload_cache.kernels.int4 import dequantised, quantise
+from hf_offload_cache.stores.base import aligned_empty
+
+FORM = RecordFormat(1, 16, 1, 16, torch.float32, 64)
+CPU = torch.device("cpu")
+CONFIG: Any = types.SimpleNamespace(
+    num_recent=8, block_tokens=256, group_size=64, keeps_pages=False, keeps_replicas=True
+)
+
+
+@pytest.fixture(params=["memory", "direct"])
+def storage(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Storage]:
+    storage = Storage(OffloadConfig(engine=request.param), tmp_path)
+    yield storage
+    storage.close()
+
+
+def history(storage: Storage, rows: int = 2, config: Any = CONFIG) -> ChunkHistory:
+    return ChunkHistory(storage, FORM, rows, CPU, config, "layer 3")
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, 1, count, 16, generator=generator) for _ in range(2))
+
+
+def image(payloads: torch.Tensor) -> torch.Tensor:
+    """What a replica of payloads (n, payload width) gives back."""
+    form = ReplicaFormat.of(FORM)
+    assert form is not None
+    replicas = torch.empty(len(payloads), form.record_bytes, dtype=torch.uint8)
+    quantise(form.layout, payloads, replicas)
+    return dequantised(form.layout, replicas)
+
+
+def read(storage: Storage, store: Any, ids: np.ndarray) -> torch.Tensor:
+    out = aligned_empty(ids.size, store.record_bytes)
+    storage.prefetcher.read(store, ids, out).wait()
+    return out
+
+
+def assert_replicas(storage: Storage, held: ChunkHistory) -> int:
+    """Every record of the history has a replica of its own, which is of its payload; how many there are."""
+    assert held.replicas is not None
+    records = np.unique(held.table.ids).astype(np.int64)
+    replicas = held.replicas.locate(records)
+    assert (replicas >= 0).all() and len(np.unique(replicas)) == len(replicas)
+    assert np.array_equal(held.replicas.records, records)
+    into = ByteRows(torch.full((records.size, FORM.payload_width), float("nan")))
+    order = np.arange(records.size)[::-1].copy()
+    held.replicas.unpack(read(storage, held.replicas.store, replicas), order, into, order)
+    assert torch.equal(into.tensor, image(FORM.payload(read(storage, held.store, records))))
+    return records.size
+
+
+def test_what_a_replica_takes() -> None:
+    """What padding leaves is spent on smaller groups; none where a replica is as large, or groups do not fit."""
+    forms = [
+        RecordFormat(1, 64, 1, 64, torch.bfloat16, 64),  # SmolLM2's: 16 KiB
+        RecordFormat(1, 128, 1, 128, torch.bfloat16, 64),  # an 8B shape's: 32 KiB
+        RecordFormat(8, 128, 8, 128, torch.bfloat16, 64),
+        RecordFormat(1, 64, 1, 64, torch.bfloat16, 16),  # 4 KiB
+        RecordFormat(1, 2, 1, 4, torch.float32, 1024),
+    ]
+    found = [ReplicaFormat.of(form) for form in forms]
+    assert [None if one is None else (one.layout.group, one.record_bytes) for one in found] == [
+        (32, 8192), (32, 12288), (64, 73728), None, None,
+    ]  # fmt: skip
+
+
+def test_replicas_follow_their_records(storage: Storage) -> None:
+    """Sealed in one piece and one by one, cut, sealed anew in freed records, and shared by rows."""
+    held = history(storage)
+    held.append(*tokens(2, 500))
+    assert assert_replicas(storage, held) == 14
+    for step in range(70):
+        held.append(*tokens(2, 1, seed=step))
+    assert assert_replicas(storage, held) == 16
+    held.truncate(300)
+    held.append(*tokens(2, 100, seed=99))
+    assert assert_replicas(storage, held) == 12
+    held.select_rows(torch.tensor([1, 1, 0]))
+    held.append(*tokens(3, 64, seed=100))
+    assert assert_replicas(storage, held) == 15
+    held.select_rows(torch.tensor([1]))
+    held.sweep(always=True)
+    assert assert_replicas(storage, held) == 7
+    held.close()
+
+
+def test_what_half_precision_does_not_hold_has_none(storage: Storage) -> None:
+    held = history(storage, rows=1)
+    keys, values = tokens(1, 64 * 3 + 8)
+    keys[0, 0, 70, 3], values[0, 0, 130, 3] = 65505.0, float("nan")
+    held.append(keys, values)
+    assert held.replicas is not None
+    assert (held.replicas.locate(held.table.ids[0].astype(np.int64)) >= 0).tolist() == [True, False, False]
+
+
+def test_a_write_that_fails_leaves_no_replica(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = history(storage)
+    held.append(*tokens(2, 200))
+    assert held.replicas is not None
+    before, write, calls = held.replicas.records, storage.prefetcher.write, []
+
+    def fails(store: Any, *given: Any) -> None:
+        calls.append(store)
+        if len(calls) == 4:  # the second replicas
+            raise OSError("no")
+        write(store, *given)
+
+    monkeypatch.setattr(storage.prefetcher, "write", fails)
+    monkeypatch.setattr("hf_offload_cache.history.position_history.piece_groups", lambda *given: 1)
+    with pytest.raises(OSError, match="no"):
+        held.append(*tokens(2, 300))
+    assert np.array_equal(held.replicas.records, before) and held.length == 200
+    monkeypatch.undo()
+    held.append(*tokens(2, 300))
+    assert assert_replicas(storage, held) == 14
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_captured_and_restored(storage: Storage, keeps: bool) -> None:
+    """Replicas go with the records, also into a history that makes none; what is damaged is told."""
+    held = history(storage)
+    held.append(*tokens(2, 300))
+    parts = held.freeze()
+    sizes = [part.record_bytes for part in parts]
+    assert sizes == [8192, 4096]
+    live = held.live(parts)
+    assert [one.sum() for one in live] == [8, 8]
+    tree = held.capture()
+    config = types.SimpleNamespace(**{**vars(CONFIG), "keeps_replicas": keeps})
+    again = ChunkHistory.restore(storage, tree, [part.share() for part in parts], CPU, config, "layer 3")
+    assert assert_replicas(storage, again) == 8
+    again.append(*tokens(2, 128, seed=1))
+    assert again.replicas is not None and len(again.replicas.records) == (12 if keeps else 8)
+    again.freeze()
+    assert again.capture()["replicas"]["parts"] == (2 if keeps else 1)
+    of = tree["replicas"]["of"]
+    for wrong in ({"parts": 3}, {"parts": True}, {"parts": 0}, {"parts": 2}, {"of": torch.zeros(70)}, {"of": of + 9}):
+        damaged = {**tree, "replicas": {**tree["replicas"], **wrong}}
+        with pytest.raises(ContextError, match="layer 3 of the context does not hold together"):
+            ChunkHistory.restore(storage, damaged, [part.share() for part in parts], CPU, config, "layer 3")
