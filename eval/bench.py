@@ -33,6 +33,8 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "needles_budget": (["-m", "eval.studies.quality_needles_budget"], ["--quick"]),
     "mass": (["-m", "eval.studies.quality_mass"], ["--quick"]),
     "chunks": (["-m", "eval.studies.quality_chunks"], ["--quick"]),
+    "chunks, speed": (["-m", "eval.studies.speed_chunks"], ["--quick"]),
+    "compress": (["-m", "eval.studies.speed_compress"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),
     "walk": (["tests/walk.py"], ["llama", "qwen3", "gpt_neox"]),

@@ -25,7 +25,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 
 from .bench import machine
 from .needles import parse_setting
-from .profiles import PROFILES, throttle
+from .profiles import PROFILES, Profile, throttle
 from .studies.common import write_json
 from .studies.contexts import open_cache, prefill, replay
 from .studies.fidelity import distance
@@ -91,6 +91,9 @@ class Contender:
             report = self.cache.report()
             row["hit_rate"] = report.hit_rate
             row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
+            row["waited_seconds"] = report.decode_stall_seconds / max(1, report.decode_steps)
+            row["unpack_seconds"] = report.unpack_seconds / max(1, report.decode_steps)
+            row["compressed_fraction"] = report.compressed_fraction
             row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             row["bytes_read_a_step"] = report.bytes_read / max(1, report.decode_steps)
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
@@ -110,13 +113,13 @@ def run(
     shared_prefill: bool = False,
     path: str | None = None,
     say: Callable[[str], Any] = lambda line: None,
-    profile: str = "own",
+    profile: str | Profile = "own",
 ) -> dict[str, dict[str, Any]]:
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
     weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
-    followed by its own text in all of them; seconds of a prefill are then those of the putting. `profile`: of
-    `PROFILES`, the device that ours read from."""
+    followed by its own text in all of them; seconds of a prefill are then those of the putting. `profile`: the
+    device that ours read from, or its name in `PROFILES`."""
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     shared = None
     if shared_prefill:
@@ -131,7 +134,7 @@ def run(
                 cache = DynamicCache(config=plain.config)
             else:
                 cache = stack.enter_context(open_cache(model, ours[name], tokens + steps, path, len(ids)))
-                throttle(cache, PROFILES[profile])
+                throttle(cache, PROFILES[profile] if isinstance(profile, str) else profile)
             one = Contender(name, model if name in ours else plain, cache, ids, tokens)
             if shared is None or name == ALONE:
                 one.prefill(chunk)

@@ -16,7 +16,7 @@ LARGEST = 65504.0
 """In half precision: no replica holds more."""
 _SIDES = 4
 """Bytes of a row beside its codes."""
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 15
 """Elements that are worked on at a time."""
 
 
@@ -50,8 +50,8 @@ class Int4Layout:
 
     @property
     def working_bytes(self) -> int:
-        """What packing or unpacking takes beside its arguments: elements in 32 bits, a copy in theirs, and rows."""
-        return self.at_once * (8 * self.width + self.nbytes)
+        """What packing or unpacking takes beside its arguments: elements in 32 bits, a copy in 16, and rows."""
+        return self.at_once * (6 * self.width + self.nbytes)
 
     def rows(self, replicas: torch.Tensor) -> torch.Tensor:
         """The rows (n * rows, row_bytes) of replicas (n, at least nbytes) uint8."""

@@ -1,0 +1,105 @@
+"""The studies of `AbstractTreeCache`'s steps: what they run, and what they make of it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from long_llama import long_model
+
+from eval.profiles import Profile
+from eval.studies import common, speed_chunks, speed_compress
+
+MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+
+
+def arguments_of(study: common.Study, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path")
+    study.arguments(parser)
+    return parser.parse_args(words)
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, module: Any, seconds: Any) -> list[tuple[Any, ...]]:
+    """The study's steps take `seconds(profile, batch, contender)`; what was run."""
+    asked: list[tuple[Any, ...]] = []
+
+    def in_turns(model: Any, ids: torch.Tensor, *sizes: Any, profile: Any, **options: Any) -> dict[str, Any]:
+        tokens, steps, chunk, ours, in_memory = sizes
+        asked.append((profile, len(ids), tokens, steps, in_memory, options["shared_prefill"]))
+        assert ids.shape[1] == tokens + steps + 1
+        found = {}
+        for name in ("model alone", *ours):
+            taken = seconds(profile, len(ids), name)
+            found[name] = {"median_seconds": taken, "waited_seconds": taken / 2, "unpack_seconds": taken / 4}
+            found[name]["compressed_fraction"] = 0.5
+        return found
+
+    monkeypatch.setattr(module, "in_turns", in_turns)
+    monkeypatch.setattr(module, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) % 100])
+    return asked
+
+
+def test_each_disk_and_batch_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the better of the two that judge all keys; what was measured before is not measured again."""
+
+    def seconds(profile: Any, batch: int, name: str) -> float:
+        slow = {"all keys": 8.0, "all keys, ahead, by chunk": 12.0 if batch == 1 else 6.0}
+        return slow.get(name, 2.0 if name == "tree, 1/13" else 1.0) * (2 if profile == "emmc" and name in slow else 1)
+
+    asked = with_times(monkeypatch, speed_chunks, seconds)
+    given = arguments_of(speed_chunks.STUDY, "--tokens", "1000", "--steps", "30", "--batches", "1", "4")
+    rows = common.Rows(say=lambda line: None)
+    found = speed_chunks.run(given, rows, loaded=(None, None))
+    expected = [(profile, batch, 1000, 30, (), True) for profile in ("own", "emmc") for batch in (1, 4)]
+    assert asked == expected
+    by_tree = {setting: one["tree, 1/13"] for setting, one in found["times faster"].items()}
+    assert by_tree == {"own, batch 1": 4, "own, batch 4": 3, "emmc, batch 1": 8, "emmc, batch 4": 6}
+    assert found["mean"]["tree, 1/13"] == 5.25 and found["mean"]["fixed chunks"] == 10.5
+    assert [one["met"] for one in found["must_reach"]] == [True] * 3
+    assert speed_chunks.run(given, rows, loaded=(None, None)) == found and len(asked) == 4
+
+
+def test_shares_are_compared_on_each_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(profile: Profile, batch: int, name: str) -> float:
+        slower = {"0.0": 4.0, "1.0": 2.0, "auto": 1.0}.get(name, 3.0)
+        return slower if profile.bytes_per_second == 100e6 else 1.0 + slower * (name == "auto")
+
+    asked = with_times(monkeypatch, speed_compress, seconds)
+    given = arguments_of(speed_compress.STUDY, "--tokens", "1000", "--steps", "30", "--links", "100", "900")
+    rows = common.Rows(say=lambda line: None)
+    found = speed_compress.run(given, rows, loaded=(None, None))
+    assert [one[0].bytes_per_second for one in asked] == [100e6, 900e6]
+    assert found["idle"]["100 MB/s"]["0.0"] == 3.0 and len(rows.rows) == 2 * len(speed_compress.SHARES)
+    assert [one["met"] for one in found["must_reach"]] == [True, False]
+    assert [one["measured"] for one in found["must_reach"]] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("study", [speed_chunks, speed_compress])
+def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contender, on a tiny model, and all that the summary is made of."""
+    monkeypatch.setattr(study, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) % 190])
+    words = {"tokens": "1100", "steps": "20"}
+    own = {"batches": "2", "profiles": "own"} if study is speed_chunks else {"links": "500", "memory": "none"}
+    if study is speed_chunks:
+        monkeypatch.setattr(study, "TREES", {name: {**of, "memory": "none"} for name, of in study.TREES.items()})
+    flat = [word for name, value in {**words, **own}.items() for word in (f"--{name}", value)]
+    rows = common.Rows(say=lambda line: None)
+    found = study.run(arguments_of(study.STUDY, *flat), rows, loaded=(long_model(), None))
+    compressed = [row.get("compressed_fraction") for row in rows.rows]
+    assert any(share is not None for share in compressed) and found["must_reach"]
+    assert all(one["met"] is not None for one in found["must_reach"])
+
+
+@MATPLOTLIB
+@pytest.mark.parametrize("study", [speed_chunks, speed_compress])
+def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_times(monkeypatch, study, lambda profile, batch, name: 1.0)
+    rows = common.Rows(say=lambda line: None)
+    found = study.run(arguments_of(study.STUDY, "--tokens", "1000", "--steps", "30"), rows, loaded=(None, None))
+    common.draw(study.STUDY, found, rows.rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
