@@ -198,10 +198,15 @@ class AbstractTreeCache(SelectiveCache):
     def before_selecting(self) -> None:
         if self.selecting is not None:
             self.selecting.widen(self._early > 0)
-            self._early = max(0, self._early - 1)
         first = self._selective.get(0)  # no layer is before it
         if isinstance(first, AbstractTreeLayer) and self.config.keeps_pages:
             first.begin_look()
+
+    def end_step(self, output: Any = None) -> Any:
+        step = self.shared.step
+        if step is not None and step.selects:  # one that failed is made once more
+            self._early = max(0, self._early - 1)
+        return super().end_step(output)
 
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "early": self._early}

@@ -107,7 +107,7 @@ class AreaReads:
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
             else:
                 self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
-        except (OSError, CacheClosedError):
+        except Exception:
             self.drop(read)
             raise
         if not keep:

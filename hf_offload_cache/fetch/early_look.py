@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import CacheClosedError
 from .area_read import AreaRead
 from .area_reads import AreaReads
 from .areas import Areas
@@ -51,7 +50,7 @@ class EarlyLook:
             if read.stalled:
                 raise
             return False
-        except CacheClosedError:
+        except Exception:
             self._begun = None
             raise
         self._begun = None  # but not after a signal's exception: then it is still under way

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import CacheClosedError
 from .area_read import AreaRead
 from .area_reads import AreaReads
 from .areas import Areas
@@ -113,7 +112,7 @@ class Missing:
 
     def _land(self, history: Source, view: View, target: np.ndarray, rows: np.ndarray) -> bool:
         """Bring row `rows[i]` of what was read ahead to row `target[i]` of the view. False: that read failed, and a
-        guess that failed is no guess. Raises `StalledError`, `CacheClosedError`."""
+        guess that failed is no guess. Raises `StalledError`, `CacheClosedError`, `BudgetError`."""
         ahead = self.ahead
         assert ahead is not None
         try:
@@ -123,7 +122,7 @@ class Missing:
             if ahead.read.stalled:
                 raise
             return False
-        except CacheClosedError:
+        except Exception:
             self.ahead = None
             raise
         self.ahead = None  # but not after a signal's exception: then it is still under way
