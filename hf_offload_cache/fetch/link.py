@@ -45,7 +45,7 @@ class Link:
         share = self._share
         if share is None:
             rates = self._measured(history, area)
-            share = rates.share(records.size, (self._hidden or 0.0) if ahead else 0.0)
+            share = 0.0 if rates is None else rates.share(records.size, (self._hidden or 0.0) if ahead else 0.0)
         count = min(there.size, round(share * records.size))
         if self._storage.timeline.on:
             self._storage.timeline.count("compressed reads", share=count / records.size)
@@ -58,11 +58,11 @@ class Link:
         come[there[:count]] = True
         return come
 
-    def _measured(self, history: Source, area: Staging) -> LinkRates:
+    def _measured(self, history: Source, area: Staging) -> LinkRates | None:
         sizes = history.form.record_bytes, self.replicas.record_bytes, history.device
-        if sizes not in self._rates:
-            self._rates[sizes] = measure(self._storage, history, self.replicas, area)
-        return self._rates[sizes]
+        if sizes not in self._rates and (found := measure(self._storage, history, self.replicas, area)) is not None:
+            self._rates[sizes] = found
+        return self._rates.get(sizes)
 
     def hid(self, seconds: float) -> None:
         """So long after a read ahead was begun it was asked for."""

@@ -60,13 +60,13 @@ class LinkRates:
         return max(unpacked, rest if packed < records else 0.0) - hidden if packed else max(0.0, rest - hidden)
 
 
-def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging) -> LinkRates:
+def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging) -> LinkRates | None:
     """Read records of `history` and replicas at random into `area`, which the caller has borrowed, and unpack some.
-    Raises what reading raises."""
+    None: there are too few, or there is no room for more. Raises what reading raises."""
     form, known = history.form, replicas.records
     count = min(_RECORDS, known.size, area.nbytes // (form.record_bytes + replicas.record_bytes))
     if count < 2:
-        return LinkRates(0.0, 0.0, 0.0, 0.0)
+        return None
     generator = np.random.default_rng(0)
 
     def pick(some: int) -> np.ndarray:

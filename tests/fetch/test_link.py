@@ -242,3 +242,15 @@ def test_a_link_is_measured_once(storage: Storage, monkeypatch: pytest.MonkeyPat
     assert count < 24  # of which there is no room for more
     assert measured[1] == pytest.approx(23e-4 / (count - 1)) and measured[0] == pytest.approx(1e-3 - measured[1])
     assert measured[3] == pytest.approx(24e-5 / count)
+
+
+def test_too_few_records_are_not_measured(storage: Storage) -> None:
+    """Whole until there are more, and then by what is measured."""
+    setting = Setting(storage, None)
+    few = np.setdiff1d(setting.replicas.records, setting.replicas.records[:1])
+    setting.replicas.forget(few)
+    assert not setting.gather(some_units(0, 6)).any() and not setting.rates
+    records = np.sort(few)
+    setting.replicas.write(records, setting.whole.new_zeros(records.size, FORM.payload_width))
+    setting.fetcher.gather(setting.history, Choice(some_units(1, 6)))
+    assert len(setting.rates) == 1
