@@ -51,6 +51,10 @@ class AbstractTreeLayer(SelectiveLayer):
     following: AbstractTreeLayer | None = None
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
 
+    @property
+    def num_stores(self) -> int:  # type: ignore[override]
+        return 2 if self.config.keeps_replicas else 1
+
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         return ChunkHistory(self.shared.storage, form, rows, device, self.config, self.name)
 
@@ -165,6 +169,11 @@ def _host_slots(
     return max(0, min(held, most - near))
 
 
+def _has_no_replicas(layer: SelectiveLayer) -> bool:
+    """Nor will have."""
+    return layer.is_initialized and isinstance(layer.history, ChunkHistory) and layer.history.replicas is None
+
+
 class AbstractTreeCache(SelectiveCache):
     """Keeps the KV cache on disk, in chunks, and in memory the least and the largest of each component of their keys.
 
@@ -206,7 +215,14 @@ class AbstractTreeCache(SelectiveCache):
         step = self.shared.step
         if step is not None and step.selects:  # one that failed is made once more
             self._early = max(0, self._early - 1)
-        return super().end_step(output)
+        changed = super().end_step(output)
+        told = any("compress=" in warning for warning in self.warnings)
+        if self.config.keeps_replicas and not told and all(map(_has_no_replicas, self.selective)):
+            self._warn(
+                f"compress={self.config.compress!r} does nothing: in 4 bits chunks of {self.config.chunk_size} tokens "
+                "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
+            )
+        return changed
 
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "early": self._early}

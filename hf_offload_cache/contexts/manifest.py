@@ -3,7 +3,8 @@
 A context is a directory:
 
     manifest.json            this: JSON, read and checked before anything else
-    <32 hex>.records         keys and values: equal records one after another, as they lay in the scratch file
+    <32 hex>.records         keys and values, or replicas of them in 4 bits: records of one size one after another, as
+                             they lay in the scratch file
     <32 hex>.state           all else: safetensors of one layer, or of the cache as a whole; encrypted, or as they are
 
 A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a

@@ -68,7 +68,7 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
     """Let `cache`, a new one, hold what the context holds."""
     if len(manifest.layers) != len(cache.layers):
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
-    stored = sum(isinstance(layer, StoredLayer) for layer in cache.layers)
+    stored = sum(layer.num_stores for layer in cache.layers if isinstance(layer, StoredLayer))
     check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + stored)
     devices = attention_devices(cache.model)
     try:

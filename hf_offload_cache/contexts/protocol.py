@@ -31,6 +31,10 @@ class StoredLayer(Protocol):
         """`tree` as `capture` gives it now, of what an earlier version of the format has."""
 
     @property
+    def num_stores(self) -> int:
+        """Stores that it opens for what comes to it."""
+
+    @property
     def length(self) -> int:
         """Tokens a sequence held."""
 

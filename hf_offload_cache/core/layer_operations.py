@@ -20,6 +20,8 @@ class LayerOperations(CacheLayerMixin):
     is_croppable = True
     offloaded = True
     """Its history lies in a store: it is captured and restored, not copied."""
+    num_stores = 1
+    """Stores that it opens, each of which has a file of its own on a disk."""
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: which of the offloaded layers it is; None: as many are before it as layers."""

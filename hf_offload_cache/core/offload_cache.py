@@ -82,7 +82,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             super().__init__(layers=make_layers(inner, self.layer_class, self.shared))
             self.sort_layers()
             if self.storage.engine != "memory":
-                check_descriptors(sum(isinstance(layer, OffloadLayer) for layer in self.layers))
+                check_descriptors(sum(layer.num_stores for layer in self.layers if isinstance(layer, OffloadLayer)))
             self.prepare(inner)
             self.watches_blocks = self.wants_blocks()
             token = attach.attach(inner, self)

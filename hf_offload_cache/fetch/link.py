@@ -31,6 +31,8 @@ class Link:
         self.replicas = replicas
         self._storage, self._share, self._rates = storage, share, rates
         self._hidden: float | None = None
+        self._tried = 0
+        self._owed = 0.0
 
     def split(
         self, history: Source, records: np.ndarray, importance: np.ndarray | None, area: Staging, ahead: bool
@@ -39,14 +41,15 @@ class Link:
         which they will be read, is free for measuring meanwhile. Raises what that raises."""
         counters = self._storage.counters
         counters.records_read += records.size
-        there = (self.replicas.locate(records) >= 0).nonzero()[0]
-        if not there.size:
-            return None
-        share = self._share
-        if share is None:
+        wanted = self._owed + (self._share or 0.0) * records.size  # what is rounded is made up for by the next read
+        if self._share is None:
             rates = self._measured(history, area)
-            share = 0.0 if rates is None else rates.share(records.size, (self._hidden or 0.0) if ahead else 0.0)
-        count = min(there.size, round(share * records.size))
+            hidden = (self._hidden or 0.0) if ahead else 0.0
+            wanted = 0.0 if rates is None else rates.share(records.size, hidden) * records.size
+        there = (self.replicas.locate(records) >= 0).nonzero()[0]
+        count = max(0, min(there.size, round(wanted)))
+        if self._share is not None:
+            self._owed = max(-1.0, min(1.0, wanted - count))
         if self._storage.timeline.on:
             self._storage.timeline.count("compressed reads", share=count / records.size)
         if not count:
@@ -59,10 +62,15 @@ class Link:
         return come
 
     def _measured(self, history: Source, area: Staging) -> LinkRates | None:
+        """None: it is not known yet."""
         sizes = history.form.record_bytes, self.replicas.record_bytes, history.device
-        if sizes not in self._rates and (found := measure(self._storage, history, self.replicas, area)) is not None:
+        if sizes not in self._rates:
+            self._tried += 1
+            found = measure(self._storage, history, self.replicas, area, self._tried)
+            if found is None:
+                return None
             self._rates[sizes] = found
-        return self._rates.get(sizes)
+        return self._rates[sizes]
 
     def hid(self, seconds: float) -> None:
         """So long after a read ahead was begun it was asked for."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..errors import StalledError
+from ..stores.base import Store
 from .byte_rows import ByteRows
 from .fetched import Source
 from .replicas import Replicas
@@ -60,38 +62,60 @@ class LinkRates:
         return max(unpacked, rest if packed < records else 0.0) - hidden if packed else max(0.0, rest - hidden)
 
 
-def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging) -> LinkRates | None:
+def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging, seed: int) -> LinkRates | None:
     """Read records of `history` and replicas at random into `area`, which the caller has borrowed, and unpack some.
-    None: there are too few, or there is no room for more. Raises what reading raises."""
+
+    None: not now. There are too few, or no room for more; some are not on the disk yet; or some cannot be read, and
+    these replicas are forgotten. Raises `StalledError`, `BudgetError`.
+    """
     form, known = history.form, replicas.records
     count = min(_RECORDS, known.size, area.nbytes // (form.record_bytes + replicas.record_bytes))
     if count < 2:
         return None
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
+
+    def read(store: Store, ids: np.ndarray, record_bytes: int) -> None:
+        ticket = storage.prefetcher.read(store, ids, area.host_rows(ids.size, record_bytes), guess=True)
+        ticket.wait()
+        if ticket.records < ids.size:
+            raise _NotNow  # the others came from the write queue
+        area.upload(ids.size, record_bytes)
 
     def pick(some: int) -> np.ndarray:
         return np.sort(generator.choice(known, some, replace=False)).astype(np.int64)
 
     def whole(some: int) -> None:
-        rows = area.host_rows(some, form.record_bytes)
-        storage.prefetcher.read(history.store, pick(some), rows).wait()
-        area.upload(some, form.record_bytes)
+        read(history.store, pick(some), form.record_bytes)
 
     def packed(some: int) -> None:
-        rows = area.host_rows(some, replicas.record_bytes)
-        storage.prefetcher.read(replicas.store, replicas.locate(pick(some)), rows).wait()
-        area.upload(some, replicas.record_bytes)
+        records = pick(some)
+        try:
+            read(replicas.store, replicas.locate(records), replicas.record_bytes)
+        except StalledError:
+            raise
+        except OSError:
+            replicas.forget(records)
+            raise
 
     behind = count * replicas.record_bytes
     into = ByteRows(form.payload(area.upload(count, form.record_bytes, behind)))
     rows = np.arange(count)
     wire = area.upload(count, replicas.record_bytes)
-    one, all_of_them = _seconds(history.device, lambda: whole(1)), _seconds(history.device, lambda: whole(count))
-    record = max(0.0, all_of_them - one) / (count - 1)
-    latency = max(0.0, one - record)
-    replica = max(0.0, _seconds(history.device, lambda: packed(count)) - latency) / count
+    try:
+        one, all_of_them = _seconds(history.device, lambda: whole(1)), _seconds(history.device, lambda: whole(count))
+        record = max(0.0, all_of_them - one) / (count - 1)
+        latency = max(0.0, one - record)
+        replica = max(0.0, _seconds(history.device, lambda: packed(count)) - latency) / count
+    except StalledError:
+        raise
+    except (OSError, _NotNow):
+        return None
     unpack = _seconds(history.device, lambda: replicas.unpack(wire, rows, into, rows)) / count
     return LinkRates(latency, record, replica, unpack)
+
+
+class _NotNow(Exception):
+    """What is to be read is not on the disk yet."""
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -24,7 +24,7 @@ class ChunkHistory(PositionHistory):
     """A `PositionHistory` that may have `pages` in its store, and `replicas` of its records in another.
 
     What a predictor puts into `pages` moves, and is kept in contexts, with the units that it is of. `config` is an
-    `OffloadConfig` that says in `keeps_pages` and `keeps_replicas` which of them there are; replicas of a context stay.
+    `OffloadConfig` that says in `keeps_pages` and `keeps_replicas` which of them there are.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ChunkHistory(PositionHistory):
 
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
         payloads = super()._write(ids, entries)
-        if self.replicas is not None and self._keeps_replicas:
+        if self.replicas is not None:
             self._written.append(ids.reshape(-1))
             self.replicas.write(ids.reshape(-1), payloads)
         return payloads
@@ -132,8 +132,11 @@ class ChunkHistory(PositionHistory):
             history.pages.restore(tree["pages"])
         if captured is None:
             history._make_replicas()
-        else:
+        elif history._keeps_replicas:
             history.replicas = Replicas.restore(storage, captured, history.form, parts[own:], history._name)
+        else:
+            for part in parts[own:]:
+                part.close()
         return history
 
     # --- changes -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig, parse_size
-from ..errors import ContextError
+from ..errors import ContextError, CorruptRecordError, StalledError, StoreError
 from ..fetch.byte_rows import ByteRows
 from ..fetch.storage import Storage
 from ..kernels import int4
@@ -17,6 +17,8 @@ from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty
 from ..stores.engines import planned_store
 from ..stores.freezable import FreezableStore
+from ..stores.layered import LayeredStore
+from ..stores.merge import parts_that_stay
 from .freezing import frozen
 from .packing import piece_groups, sealed_groups
 from .record_format import RecordFormat
@@ -128,8 +130,31 @@ class Replicas:
         self.store = store
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """As `History.freeze`."""
-        return frozen(self._storage, self.store, self._name, self._named, self._move).parts
+        """As `History.freeze`; those that were not written, or of a part that cannot be merged, are forgotten."""
+        try:
+            self._storage.prefetcher.flush(self.store)
+            self._storage.prefetcher.check_written(self.store, self.locate(self.records))
+        except StalledError:
+            raise
+        except StoreError:
+            self._forget_unwritten()
+        try:
+            return frozen(self._storage, self.store, self._name, self._named, self._move).parts
+        except CorruptRecordError:
+            store = self.store
+            assert isinstance(store, LayeredStore)
+            sizes = [part.capacity for part in store.parts]
+            stays = sum(sizes[: parts_that_stay(sizes)])
+            self.forget((self._replica_of >= stays).nonzero()[0])
+            store.merge(self._named(store.capacity))
+            return store.parts
+
+    def _forget_unwritten(self) -> None:
+        for record in self.records:
+            try:
+                self._storage.prefetcher.check_written(self.store, self.locate(record[None]))
+            except StoreError:
+                self.forget(record[None])
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """As `History.live`."""

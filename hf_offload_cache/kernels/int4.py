@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-LARGEST = 65504.0
-"""In half precision: no replica holds more."""
+LARGEST = 65000.0
+"""No replica holds more: steps and least elements are in half precision, whose rounding must not lead beyond it."""
 _SIDES = 4
 """Bytes of a row beside its codes."""
 _AT_ONCE = 1 << 15
@@ -64,7 +64,7 @@ def quantise(layout: Int4Layout, entries: torch.Tensor, out: torch.Tensor) -> No
     out[:, layout.nbytes :] = 0
     for start in range(0, len(entries), layout.at_once):
         some = entries[start : start + layout.at_once].float()
-        rows = torch.ops.quantized.embedding_bag_4bit_prepack(some.view(-1, layout.group))
+        rows = torch.ops.quantized.embedding_bag_4bit_prepack(some.reshape(-1, layout.group))
         out[start : start + len(some), : layout.nbytes] = rows.view(len(some), -1)
 
 

@@ -52,8 +52,9 @@ def check_descriptors(needed: int) -> None:
     if free is not None and free < needed + SPARE_DESCRIPTORS:
         raise StoreError(
             errno.EMFILE,
-            f"the cache needs {needed} descriptors, one for each layer that it offloads, and {SPARE_DESCRIPTORS} to "
-            f"spare; {max(0, free)} are left of this process's limit: raise the limit with `ulimit -n`, or close some",
+            f"the cache needs {needed} descriptors, one for each store of a layer and each file of a context, and "
+            f"{SPARE_DESCRIPTORS} to spare; {max(0, free)} are left of this process's limit: raise the limit with "
+            "`ulimit -n`, or close some",
         )
 
 

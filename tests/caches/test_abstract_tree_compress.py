@@ -155,9 +155,9 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
         assert torch.equal(follow(cache), other) and not torch.equal(other, expected)
     with AbstractTreeCache.open(tmp_path / "again", model, path=tmp_path, compress=1.0) as again:
         follow(again)
-        assert again.report().compressed_fraction == 1
+        assert again.report().compressed_fraction == 0  # they were let go of
     with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, exact=True) as exact:
-        assert exact.tokens == LENGTH and all(layer.history.replicas is not None for layer in exact.offloaded)
+        assert exact.tokens == LENGTH and all(layer.history.replicas is None for layer in exact.offloaded)
     with AbstractTreeCache.open(tmp_path / "plain", model, path=tmp_path, compress=1.0) as late:
         feed(late, prompt(model, 1, 500, seed=51))
         follow(late)
@@ -179,9 +179,10 @@ def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
         file.chmod(0o600)
         file.write_bytes(bytes(file.stat().st_size))
     assert len(verify(tmp_path / "context").findings) == 3
-    with AbstractTreeCache.open(tmp_path / "context", model) as opened:
-        assert torch.equal(follow(opened), expected)
-        assert opened.report().bytes_read > 0
+    for share in (1.0, "auto"):
+        with AbstractTreeCache.open(tmp_path / "context", model, compress=share) as opened:
+            assert torch.equal(follow(opened), expected)
+            opened.save(tmp_path / f"saved {share}")
 
 
 def test_the_same_every_time() -> None:
@@ -194,3 +195,30 @@ def test_the_same_every_time() -> None:
 
     one, other = run(), run()
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.logits, other.logits)
+
+
+def test_shares_of_small_reads_add_up() -> None:
+    """What is rounded in one is made up for by the next."""
+    model = long_model()
+    for share in (0.2, 0.45):
+        with AbstractTreeCache(model, **{**FIELDS, "compress": share, "reuse_capacity": 800}) as cache:
+            generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=60)
+            assert cache.report().compressed_fraction == pytest.approx(share, abs=0.04)
+
+
+def test_chunks_too_small_for_replicas_are_told() -> None:
+    model = long_model()
+    fields = {**FIELDS, "chunk_size": 32, "compress": 1.0}
+    with AbstractTreeCache(model, **fields) as cache, pytest.warns(UserWarning, match="compress=1.0 does nothing"):
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+    with AbstractTreeCache(model, **{**FIELDS, "compress": 1.0}) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        assert not cache.warnings
+
+
+def test_descriptors_of_both_stores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("hf_offload_cache.core.offload_cache.check_descriptors", asked.append)
+    for share in (None, 0.5):
+        AbstractTreeCache(long_model(), **{**FIELDS, "compress": share}).close()
+    assert asked == [3, 6]

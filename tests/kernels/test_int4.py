@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload_cache.kernels.int4 import Int4Layout, dequantise, dequantised, quantise
+from hf_offload_cache.kernels.int4 import LARGEST, Int4Layout, dequantise, dequantised, quantise
 
 SHAPES = [(8192, 32), (256, 4), (384, 8), (70000, 28)]
 
@@ -51,6 +51,30 @@ def test_the_twin_gives_the_same(width: int, group: int, dtype: torch.dtype) -> 
     out = torch.empty(5, width, dtype=dtype)
     dequantise(layout, replicas, torch.arange(5), out, torch.arange(5))
     assert torch.equal(out, dequantised(layout, replicas).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_stay_finite(dtype: torch.dtype) -> None:
+    """Steps are rounded up at the worst."""
+    layout = Int4Layout(64, 32)
+    ends = torch.tensor([-LARGEST, LARGEST, 0, 17.0, -LARGEST / 3]).to(dtype)
+    ends = ends[ends.abs() <= LARGEST]
+    entries = torch.stack([a.repeat(64).index_fill(0, torch.arange(0, 64, 3), float(b)) for a in ends for b in ends])
+    replicas = torch.empty(len(entries), layout.nbytes, dtype=torch.uint8)
+    quantise(layout, entries, replicas)
+    out = torch.empty(len(entries), 64, dtype=dtype)
+    dequantise(layout, replicas, torch.arange(len(entries)), out, torch.arange(len(entries)))
+    assert out.isfinite().all() and dequantised(layout, replicas).to(dtype).isfinite().all()
+
+
+def test_rows_that_lie_apart() -> None:
+    """As those of records with padding do."""
+    layout = Int4Layout(384, 8)
+    entries = torch.randn(20, 512)
+    replicas, other = (torch.zeros(20, layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    quantise(layout, entries[:, :384], replicas)
+    quantise(layout, entries[:, :384].contiguous(), other)
+    assert torch.equal(replicas, other)
 
 
 def test_groups_divide_every_part() -> None:
