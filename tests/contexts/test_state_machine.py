@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import COMMON, SMALL, TOLERANCE, build
@@ -27,6 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, DiskSwapCache
 from hf_offload_cache.history.chunk_history import ChunkHistory
+from hf_offload_cache.kernels.int4 import quantise
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 
@@ -35,6 +37,11 @@ TREE: dict[str, Any] = {
     **SMALL, "num_selected": 32, "num_opened": 64, "reuse_capacity": 16, "block_tokens": 64, "dense_layers": 1,
     "dense_chunk_size": 8, "early_steps": 3, "host_memory": "8KiB",
 }  # fmt: skip
+PACKED: dict[str, Any] = {
+    **TREE, "group_size": 64, "block_tokens": 128, "num_selected": 64, "num_opened": 128, "dense_layers": 0,
+    "compress": 1.0,
+}  # fmt: skip
+"""With replicas, as which everything travels: so forks read what the cache does that they were made of."""
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
@@ -96,14 +103,14 @@ def compact_keys(cache: Any) -> list[torch.Tensor]:
 def abstracts(layer: Any) -> torch.Tensor:
     """What an adaptive tree judges the chunks of a layer by, (rows, chunks, 2, 1, D): from memory, or read back."""
     predictor, history = layer.predictor, layer.history
-    if not isinstance(history, ChunkHistory):
+    pages = history.pages if isinstance(history, ChunkHistory) else None
+    if pages is None:
         return predictor._held[:, : predictor.units].clone()
-    pages = history.pages
     records, read = pages.extents().records, []
     for row in records:
         taken = aligned_empty(len(row), history.form.record_bytes)
         layer.shared.storage.prefetcher.read(history.store, row, taken).wait()
-        read.append(history.form.payload(taken).view(len(row), history.form.group_size, -1))
+        read.append(history.form.payload(taken).view(len(row), history.form.group_size, history.form.entry_width))
     joined = pages.joined(torch.stack(read)) if read else pages.joined(torch.empty(0, 0, 1, 1))
     return joined.unflatten(2, (2, 1, history.form.key_dim))
 
@@ -403,6 +410,24 @@ class Tree(Sparse):
     cache_class = AbstractTreeCache
 
     @invariant()
+    def replicas_are_of_the_records(self) -> None:
+        """Each record has one."""
+        for cache, _ in self.caches:
+            for layer in cache.selective:
+                if not layer.is_initialized or layer.history.replicas is None or not layer.history.units:
+                    continue
+                history, replicas = layer.history, layer.history.replicas
+                records = np.unique(history.table.ids).astype(np.int64)
+                ids = replicas.locate(records)
+                assert (ids >= 0).all() and len(np.unique(ids)) == len(ids)
+                kept, packed = (aligned_empty(len(ids), of.record_bytes) for of in (history.form, replicas))
+                for store, some, out in ((history.store, records, kept), (replicas.store, ids, packed)):
+                    cache.storage.prefetcher.read(store, some, out).wait()
+                expected = torch.zeros_like(packed)
+                quantise(replicas.form.layout, history.form.payload(kept), expected)
+                assert torch.equal(packed, expected)
+
+    @invariant()
     def abstracts_are_of_the_keys(self) -> None:
         for cache, held in self.caches:
             for layer in cache.selective if held.length else ():
@@ -474,6 +499,11 @@ def test_tree(place: str) -> None:
     run_sparse(Tree, {**TREE, "abstracts": place}, 12)
 
 
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_tree_with_replicas(place: str) -> None:
+    run_sparse(Tree, {**PACKED, "abstracts": place}, 6)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_exact_for_long() -> None:
@@ -491,3 +521,4 @@ def test_sparse_for_long() -> None:
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_tree_for_long(place: str) -> None:
     run_sparse(Tree, {**TREE, "abstracts": place}, 60)
+    run_sparse(Tree, {**PACKED, "abstracts": place}, 30)
