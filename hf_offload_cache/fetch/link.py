@@ -39,6 +39,8 @@ class Link:
     ) -> np.ndarray | None:
         """Which of distinct `records` come as replicas, (n,) bool: those that matter least; None: none do. `area`, into
         which they will be read, is free for measuring meanwhile. Raises what that raises."""
+        if not records.size:
+            return None
         counters = self._storage.counters
         counters.records_read += records.size
         wanted = self._owed + (self._share or 0.0) * records.size  # what is rounded is made up for by the next read

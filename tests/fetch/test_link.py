@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import types
@@ -269,3 +270,15 @@ def test_what_waits_to_be_written_is_no_measure(storage: Storage, monkeypatch: p
     monkeypatch.setattr(type(storage.prefetcher._writes), "copy_queued", copy_queued)
     setting.gather(some_units(1, 6))
     assert len(setting.rates) == 1
+
+
+def test_a_read_ahead_of_nothing(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wanted is there, and others are too, with a timeline that is told of shares."""
+    setting = Setting(storage, 0.5, slots=80)
+    told = {"on": True, "count": lambda *given, **more: None, "span": lambda *given: contextlib.nullcontext()}
+    monkeypatch.setattr(storage, "timeline", types.SimpleNamespace(**told))
+    units = some_units(0, 6)
+    setting.gather(units)
+    setting.fetcher.ahead(setting.history, Choice(units), Choice(units))
+    setting.gather(units.copy())
+    assert storage.counters.records_read == 12
