@@ -113,6 +113,19 @@ class AreaReads:
         if not keep:
             self._give_back(read)
 
+    def finish_guess(
+        self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice
+    ) -> bool:
+        """As `finish`; False: the read failed, and a guess that failed is no guess. Raises `StalledError`,
+        `CacheClosedError`, `BudgetError`."""
+        try:
+            self.finish(history, read, into, target, rows)
+        except OSError:
+            if read.stalled:
+                raise
+            return False
+        return True
+
     def _finish_both(
         self, history: Source, read: AreaRead, come: np.ndarray, into: ByteRows, target: np.ndarray, rows: np.ndarray
     ) -> None:

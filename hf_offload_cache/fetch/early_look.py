@@ -44,17 +44,12 @@ class EarlyLook:
             self.drop()
             return False
         try:
-            self._reads.finish(history, read, into, target, which)
-        except OSError:
-            self._begun = None
-            if read.stalled:
-                raise
-            return False
+            came = self._reads.finish_guess(history, read, into, target, which)
         except Exception:
             self._begun = None
             raise
         self._begun = None  # but not after a signal's exception: then it is still under way
-        return True
+        return came
 
     def drop(self) -> None:
         """Nobody comes for it: wait until it is done, and forget it, and its error if it had one."""

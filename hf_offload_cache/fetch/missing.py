@@ -111,19 +111,12 @@ class Missing:
             raise
 
     def _land(self, history: Source, view: View, target: np.ndarray, rows: np.ndarray) -> bool:
-        """Bring row `rows[i]` of what was read ahead to row `target[i]` of the view. False: that read failed, and a
-        guess that failed is no guess. Raises `StalledError`, `CacheClosedError`, `BudgetError`."""
-        ahead = self.ahead
-        assert ahead is not None
+        """Bring row `rows[i]` of what was read ahead to row `target[i]` of the view: see `AreaReads.finish_guess`."""
+        assert self.ahead is not None
         try:
-            self._reads.finish(history, ahead.read, view.payloads, target, rows)
-        except OSError:
-            self.ahead = None
-            if ahead.read.stalled:
-                raise
-            return False
+            landed = self._reads.finish_guess(history, self.ahead.read, view.payloads, target, rows)
         except Exception:
             self.ahead = None
             raise
         self.ahead = None  # but not after a signal's exception: then it is still under way
-        return True
+        return landed
