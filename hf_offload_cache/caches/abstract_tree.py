@@ -216,12 +216,13 @@ class AbstractTreeCache(SelectiveCache):
         if step is not None and step.selects:  # one that failed is made once more
             self._early = max(0, self._early - 1)
         changed = super().end_step(output)
-        told = any("compress=" in warning for warning in self.warnings)
-        if self.config.keeps_replicas and not told and all(map(_has_no_replicas, self.selective)):
-            self._warn(
+        if self.config.keeps_replicas and all(map(_has_no_replicas, self.selective)):
+            useless = (
                 f"compress={self.config.compress!r} does nothing: in 4 bits chunks of {self.config.chunk_size} tokens "
                 "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
             )
+            if useless not in self.warnings:
+                self._warn(useless)
         return changed
 
     def capture(self) -> dict[str, Any]:
