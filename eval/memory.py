@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Run:
     """Query heads of the light model, a multiple of its three key heads: most of the time of a prefill."""
     real: bool = False
     path: str | None = None
+    cache: str = "disk-swap"
+    """A name that `cache_class` knows."""
     fields: dict[str, Any] = field(default_factory=dict)
     budget: str | None = None
     """`for_budget`'s memory, for these tokens and steps; None: `fields` alone."""
@@ -76,17 +78,20 @@ def child(run: Run) -> dict[str, Any]:
     """
     import torch
 
-    from hf_offload_cache import DiskSwapCache
+    from hf_offload_cache.core.selective_cache import SelectiveCache
+    from hf_offload_cache.registry import cache_class
 
     _whole_pages_only()
+    cls = cache_class(run.cache)
+    assert issubclass(cls, SelectiveCache)
     model, vocabulary = _model(run)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, run.tokens + run.steps), generator=generator)
-    def new_cache() -> DiskSwapCache:
+    def new_cache() -> SelectiveCache:
         if run.budget is None:
-            return DiskSwapCache(model, path=run.path, **run.fields)
+            return cls(model, path=run.path, **run.fields)
         context = run.tokens + run.steps
-        return DiskSwapCache.for_budget(model, run.budget, max_context=context, path=run.path, **run.fields)
+        return cls.for_budget(model, run.budget, max_context=context, path=run.path, **run.fields)
 
     with new_cache() as cache:
         _drive(model, cache, ids, run)
@@ -182,13 +187,19 @@ def _whole_pages_only() -> None:
     ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0)
 
 
-def run_all(tokens: int = 7168, layers: int = 30, real: bool = False, path: str | None = None) -> dict[str, Any]:
+def run_all(
+    tokens: int = 7168, layers: int = 30, real: bool = False, path: str | None = None, cache: str = "disk-swap"
+) -> dict[str, Any]:
     """Prefill in chunks and in one piece, both engines: the share of the full KV, and the account's difference."""
-    runs = [Run(tokens, chunk, layers=layers, path=path) for chunk in (0, 1024)]
-    runs.append(Run(tokens, 1024, layers=layers, path=path, fields={"engine": "mapped"}))
-    runs.append(Run(4 * tokens + 4096, layers=layers, path=path, budget="1/13", filled=True))
+    whole = Run(tokens, layers=layers, path=path, cache=cache)
+    runs = [
+        whole,
+        replace(whole, chunk=1024),
+        replace(whole, chunk=1024, fields={"engine": "mapped"}),
+        replace(whole, tokens=4 * tokens + 4096, budget="1/13", filled=True),
+    ]
     if real:
-        runs += [Run(tokens, chunk, real=True, path=path) for chunk in (0, 1024)]
+        runs += [replace(whole, chunk=chunk, real=True) for chunk in (0, 1024)]
     rows = [measure(run) for run in runs]
     return {
         "rows": rows,
@@ -203,6 +214,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7168)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--real", action="store_true", help="also with the embedded model")
+    parser.add_argument("--cache", default="disk-swap", help="name of a cache")
     parser.add_argument("--path", help="folder on the disk to use")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -210,7 +222,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(child(Run(**json.loads(arguments.child)))))
         return
-    result = run_all(arguments.tokens, arguments.layers, arguments.real, arguments.path)
+    result = run_all(arguments.tokens, arguments.layers, arguments.real, arguments.path, arguments.cache)
     for row in result["rows"]:
         how = f"{'real' if row['real'] else 'light'} model, prefill in {row['chunk'] or 'one piece'}, {row['store']}"
         peak = f"peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV"

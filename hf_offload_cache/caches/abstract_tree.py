@@ -236,5 +236,14 @@ class AbstractTreeCache(SelectiveCache):
         self._early = min(left, self.config.early_steps)
 
     @classmethod
+    def candidates(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Smaller chunks, whose bounds say more, and more of them that are looked into."""
+        if given.get("num_selected", 0) is None:
+            return [{"chunk_size": size} for size in (64, 32, 16)]
+        wanted = given.get("num_selected", 400)
+        return [{"chunk_size": size, "num_opened": wanted * times // 2}
+                for size in (64, 32, 16) for times in (5, 10)]  # fmt: skip
+
+    @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
         return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_abstract_tree(search)

@@ -18,8 +18,8 @@ def add(verbs: Any) -> None:
     """Declare the verb among the console's `verbs`."""
     parser = verbs.add_parser("tune", help="choose the fields that suit this model, machine and disk")
     parser.description = (
-        "Measure reuse and compression on sample text, this disk and this machine; write the fields for each batch "
-        "size and context as JSON, for DiskSwapCache(model, config=FILE)."
+        "Measure on sample text, this disk and this machine what the fields of a cache cost and keep; write the best "
+        "for each batch size and context as JSON, for DiskSwapCache(model, config=FILE) or the cache that was named."
     )
     add_model_arguments(parser)
     add_cache_argument(parser)
@@ -66,21 +66,42 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "smallest and largest (keys: bytes of codes, or rank; I/O, block: ms a layer; memory: MiB)"
-    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
-    for name in ("batch", "context", "group", "keys", "reuse", "hits", "I/O", "block", "hidden", "memory"):
+    tried = "decided" in rows[0]
+    cells_of, means = (_tried, "step: ms at batch 1") if tried else (_solved, "I/O, block: ms a layer")
+    keys = "" if tried else "keys: bytes of codes, or rank; "
+    table = Table(title=f"smallest and largest ({keys}{means}; memory: MiB)", box=SIMPLE_HEAD, collapse_padding=True)
+    for name in ("batch", "context", *cells_of(rows[0]), "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     ends = [{row[name] for row in rows} for name in ("batch", "context")]
     for row in rows:
         if all(row[name] in (min(end), max(end)) for name, end in zip(("batch", "context"), ends, strict=True)):
-            fields = row["fields"]
-            table.add_row(
-                str(row["batch"]), str(row["context"]), str(fields["group_size"]), _size(fields),
-                str(fields["reuse_capacity"]), f"{row['reuse_rate']:.0%}", f"{row['io_seconds'] * 1e3:.2f}",
-                f"{row['model_seconds'] * 1e3:.2f}", f"{row['hidden_share']:.0%}" + ("" if row["hidden"] else " (no)"),
-                f"{row['planned_bytes'] / 2**20:.1f}",
-            )  # fmt: skip
+            memory = f"{row['planned_bytes'] / 2**20:.1f}"
+            table.add_row(str(row["batch"]), str(row["context"]), *cells_of(row).values(), memory)
     return table
+
+
+def _solved(row: dict[str, Any]) -> dict[str, str]:
+    """Of a row that the solver decided."""
+    fields = row["fields"]
+    return {
+        "group": str(fields["group_size"]),
+        "keys": _size(fields),
+        "reuse": str(fields["reuse_capacity"]),
+        "hits": f"{row['reuse_rate']:.0%}",
+        "I/O": f"{row['io_seconds'] * 1e3:.2f}",
+        "block": f"{row['model_seconds'] * 1e3:.2f}",
+        "hidden": f"{row['hidden_share']:.0%}" + ("" if row["hidden"] else " (no)"),
+    }
+
+
+def _tried(row: dict[str, Any]) -> dict[str, str]:
+    """Of a row that was found by trying."""
+    return {
+        **{name: str(row["fields"][name]) for name in row["decided"]},
+        "step": f"{row['seconds'] * 1e3:.0f}",
+        "KL, text": f"{row['text_distance']:.3f}",
+        "KL, recital": f"{row['recital_distance']:.3f}",
+    }
 
 
 def _size(fields: dict[str, Any]) -> str:

@@ -70,6 +70,12 @@ class SelectiveCache(OffloadCache):
             return super().choose_fields(search, geometry)
         return fit_selective(search)
 
+    @classmethod
+    def candidates(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Fields that `tune` tries, each a choice that depends on model and machine, beside the fields that the user
+        has `given`; none: there is nothing to try."""
+        return []
+
     @property
     def selective(self) -> list[SelectiveLayer]:
         """The layers that select."""

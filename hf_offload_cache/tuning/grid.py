@@ -73,9 +73,8 @@ def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) ->
     return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)
 
 
-def sample_sizes(model: Any, settings: DiskSwapConfig, max_context: int, quick: bool) -> tuple[int, int]:
-    """Tokens of a sample's context, and steps that are decoded behind it."""
-    steps = 16 if quick else 48
-    context = min(4096, max(max_context, 4 * settings.num_selected))
+def sample_sizes(model: Any, selected: int, max_context: int, steps: int) -> tuple[int, int]:
+    """Tokens of a sample's context of which so many are `selected`, and `steps` that are decoded behind it."""
+    context = min(4096, max(max_context, 4 * selected))
     positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
     return (min(context, positions - steps) if isinstance(positions, int) else context), steps

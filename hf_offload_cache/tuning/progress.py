@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 
@@ -48,6 +49,10 @@ class Progress:
         self._bar.update(
             self._task, completed=self._before + fraction * self._share, description=f"{self._name}{detail}"
         )
+
+    def within(self, index: int, count: int) -> Callable[[float, str], None]:
+        """As `done`, of one of `count` samples."""
+        return lambda fraction, detail: self.done((index + fraction) / count, f"{index + 1} of {count}, {detail}")
 
     @property
     def seconds_left(self) -> float:

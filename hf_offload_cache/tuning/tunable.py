@@ -1,4 +1,4 @@
-"""What can be tuned: of which caches, and with which fields given."""
+"""What can be tuned: which caches, and with which fields given."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ from typing import Any
 
 from ..caches.disk_swap import DiskSwapCache
 from ..caches.disk_swap_config import DiskSwapConfig
+from ..core.selective_cache import SelectiveCache
 from ..errors import ConfigError
 from ..registry import cache_class
 
-_SOLVED = (
-    "group_size", "rank", "summary_bytes", "reuse_capacity", "adapter", "memory", "max_context", "max_batch", "exact",
-    "trace",
-)  # fmt: skip
-"""Fields that tuning decides, or that have no part in it."""
+_LIMITS = ("memory", "max_context", "max_batch", "exact", "trace")
+"""Fields that have no part in tuning."""
+_SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
+"""Those of `DiskSwapCache` that the solver decides."""
 
 
-def tunable(cache: str | type[Any]) -> type[DiskSwapCache]:
-    """The class of that name. Raises `ConfigError` where its fields are none that tuning measures."""
+def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
+    """The class of that name. Raises `ConfigError` where there is nothing that tuning could measure."""
     found = cache_class(cache) if isinstance(cache, str) else cache
-    if not issubclass(found, DiskSwapCache):
+    if not issubclass(found, SelectiveCache) or not (issubclass(found, DiskSwapCache) or found.candidates({})):
         raise ConfigError(
-            f"cache must be DiskSwapCache or inherit from it, got {found.__name__}: tuning measures what group_size, "
-            f"compact keys and reuse_capacity cost and save; use {found.__name__}.for_budget, which chooses by memory "
-            "alone"
+            f"cache must be DiskSwapCache, inherit from it, or name candidates to be tried, got {found.__name__}: use "
+            f"{found.__name__}.for_budget, which chooses by memory alone"
         )
     return found
 
 
-def settings_of(measured: type[DiskSwapCache], fields: dict[str, Any]) -> DiskSwapConfig:
+def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
     """The configuration of the user's `fields`. Raises `ConfigError`."""
-    for name in _SOLVED:
+    solved = issubclass(measured, DiskSwapCache)
+    for name in (*_LIMITS, *(_SOLVED if solved else ())):
         if name in fields:
             raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
+    if not solved:
+        return measured.config_class.load(None, fields)
     if fields.get("selection", "default") == "random":
         raise ConfigError('selection="random" has nothing to tune: leave it out')
     if fields.get("look_ahead") is False:

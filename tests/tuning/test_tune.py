@@ -22,7 +22,7 @@ from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, Unsupp
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, grid, lookup, profile, tuner
+from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, profile, tuner
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,
@@ -142,7 +142,7 @@ def test_the_largest_pair_must_fit_and_others_are_left_out_by_name() -> None:
 
 
 def test_too_little_memory_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner.Reader, "read", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(by_solver.Reader, "read", lambda *args: pytest.fail("it ran"))
     with pytest.raises(BudgetError, match="need at least"):
         tune(tiny_llama(), **{**ASKED, "memory": 100_000})
 
@@ -152,7 +152,7 @@ def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuner, stage, interrupted)
+    monkeypatch.setattr(by_solver, stage, interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(tiny_llama(), path=tmp_path, **ASKED)
     assert list(tmp_path.iterdir()) == []
@@ -194,7 +194,7 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
 def test_what_is_refused_before_anything_runs(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner.Reader, "read", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(by_solver.Reader, "read", lambda *args: pytest.fail("it ran"))
     with pytest.raises(ConfigError, match=message):
         tune(tiny_llama(), **{**ASKED, **change})
 
@@ -227,7 +227,7 @@ def test_a_class_of_ones_own_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.values["cache"] == "OwnCache"
     assert used.count("prepare") > 2
     assert "plan" in used
-    with pytest.raises(ConfigError, match=r"got OffloadCache: tuning measures .*OffloadCache\.for_budget"):
+    with pytest.raises(ConfigError, match=r"got OffloadCache: use OffloadCache\.for_budget"):
         tune(tiny_llama(), cache=OffloadCache, **ASKED)
     with pytest.raises(ConfigError, match="one of disk-swap"):
         tune(tiny_llama(), cache="disk_swap", **ASKED)

@@ -1,0 +1,140 @@
+"""Tuning by trying, end to end with a tiny model: what is tried, what a row gets, what is refused and left."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import tiny_llama, token_ids
+
+from hf_offload_cache import AbstractTreeCache, tune
+from hf_offload_cache.console import load_model
+from hf_offload_cache.console import main as cli
+from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.testing import open_descriptors
+from hf_offload_cache.tuning import by_trial, tuner
+from hf_offload_cache.tuning.trial import LEAD, RECITED, Found, Trial
+
+ASKED: dict[str, Any] = {
+    "cache": "abstract-tree", "memory": "1/2", "max_context": 6144, "max_batch": 2, "texts": [token_ids(1200)],
+    "quick": True, "samples": 2, "time_limit": 0.1, "num_selected": 64, "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = open_descriptors(), threading.active_count()
+    yield
+    assert (open_descriptors(), threading.active_count()) == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in tiny_llama().modules())
+
+
+def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_path: Path) -> None:
+    found = tune(tiny_llama(), path=tmp_path, **ASKED)
+    values = json.loads(json.dumps(found.values))
+    assert list(tmp_path.iterdir()) == []
+    trials = values["trials"]
+    tried = [trial["candidate"] for trial in trials]
+    assert tried == [{"chunk_size": size, "num_opened": opened} for size in (64, 32, 16) for opened in (160, 320)]
+    assert all(trial["seconds"] > 0 and trial["recital_distance"] > 0 for trial in trials)
+    means = {i: Found(*(trial[name] for name in Found.__dataclass_fields__)) for i, trial in enumerate(trials)}
+    best = by_trial.best_of(means)
+    assert [(row["batch"], row["context"]) for row in values["rows"]] == [(b, c) for b in (1, 2) for c in (4096, 6144)]
+    for row in values["rows"]:
+        assert {name: row["fields"][name] for name in row["decided"]} == trials[best]["candidate"]
+        assert row["fields"]["num_selected"] == 64
+        assert row["planned_bytes"] <= row["memory"] == values["memory"] * row["batch"] // 2
+    # what was tried for 1,200 tokens: text that goes on, and three recitals
+    assert values["sample"]["steps"] == 16 + 3 * (LEAD + RECITED) and values["sample"]["context"] == 1184
+    found.save(tmp_path / "config.json")
+    with AbstractTreeCache(tiny_llama(), config=tmp_path / "config.json", max_batch=1, path=tmp_path) as cache:
+        assert cache.config.chunk_size == trials[best]["candidate"]["chunk_size"]
+        tiny_llama().generate(token_ids(900)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert cache.report().peak_memory_bytes <= values["memory"] // 2
+
+
+def test_fields_that_are_given_are_not_tried() -> None:
+    given = {**ASKED, "max_batch": 1, "max_context": 4096, "chunk_size": 32, "num_opened": 100}
+    found = tune(tiny_llama(), **given)
+    assert [trial["candidate"] for trial in found.values["trials"]] == [{}]
+    assert found.rows[0]["fields"]["chunk_size"] == 32 and found.rows[0]["fields"]["num_opened"] == 100
+    shared = tune(tiny_llama(), **{**given, "memory": "3/4", "num_selected": None, "chunk_size": 16, "num_opened": None})
+    assert [trial["candidate"] for trial in shared.values["trials"]] == [{}]
+
+
+def test_an_exact_cache_is_at_no_distance_and_one_that_forgets_is() -> None:
+    """The distance is the divergence from what the model says with all of the context."""
+    model = tiny_llama()
+    trial = Trial(model, token_ids(700), 690, 2)
+    with AbstractTreeCache(model, engine="memory", num_selected=690, num_opened=690, dense_layers=0) as cache:
+        all_of_it = trial.of(cache)
+    assert abs(all_of_it.text_distance) < 1e-6 and abs(all_of_it.recital_distance) < 1e-6
+    with AbstractTreeCache(model, engine="memory", num_selected=16, dense_layers=0, chunk_size=8) as cache:
+        little = trial.of(cache)
+    assert little.text_distance > 1e-3 and little.recital_distance > 1e-3
+    with torch.no_grad():  # by transformers' own cache: the recitals are of the places that are said
+        places = [(2 * part + 1) * (690 - LEAD - RECITED) // 4 for part in range(2)]
+        ids = torch.cat([token_ids(700), *(token_ids(700)[at : at + LEAD + RECITED] for at in places)])
+        logits = model(ids[None]).logits[0, 690:].log_softmax(-1)
+    torch.testing.assert_close(trial._exact, logits, atol=1e-3, rtol=0)
+
+
+def test_the_fastest_of_the_near_ones() -> None:
+    near, slow, far = Found(2.0, 0.01, 0.05), Found(3.0, 0.01, 0.049), Found(1.0, 0.01, 0.2)
+    assert by_trial.best_of({4: slow, 5: near, 6: far}) == 5
+    assert by_trial.best_of({4: slow, 6: far}) == 4
+    assert by_trial.best_of({1: Found(2.0, 0.0, 0.0), 2: Found(1.0, 0.004, 0.004)}) == 2  # both are noise
+
+
+def test_rows_that_no_candidate_fits_are_left_out_and_none_at_all_is_an_error() -> None:
+    geometry_share = {**ASKED, "max_context": 4096, "max_batch": 1, "chunk_size": 64, "num_opened": 160}
+    with pytest.raises(BudgetError, match="need at least"):
+        tune(tiny_llama(), **{**geometry_share, "memory": 100_000})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": "1/2", "exact": True}, "exact is not to be given"),
+        ({"chunk_sise": 64}, "did you mean 'chunk_size'"),
+        ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
+        ({"texts": [token_ids(100)]}, "at least 144 tokens, the longest has 100"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_trial, "Trial", lambda *args: pytest.fail("it ran"))
+    with pytest.raises(ConfigError, match=message):
+        tune(tiny_llama(), **{**ASKED, **change})
+
+
+def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Trial, cache: Any) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trial, "of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(tiny_llama(), path=tmp_path, **ASKED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
+        return {"input_ids": [3 + len(word) for word in text.split()]}
+
+    monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
+    monkeypatch.setattr(tuner, "_QUICK_SECONDS", 0.1)
+    text, out = tmp_path / "text.txt", tmp_path / "config.json"
+    text.write_text(" ".join("abcdefg"[: 1 + n * n % 7] for n in range(900)))
+    call = ["tune", "--cache", "abstract-tree", "--memory", "1/2", "--context", "4096", "--out", str(out), "--text",
+            str(text), "--quick", "--path", str(tmp_path), "--set", "num_selected=64"]  # fmt: skip
+    assert cli.main(call) == 0
+    printed = capsys.readouterr().err
+    assert "1 rows" in printed and "chunk_size" in printed and "recital" in printed
+    assert json.loads(out.read_text())["cache"] == "AbstractTreeCache"
