@@ -16,6 +16,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.registry import CACHES, cache_class, class_named
 
+from .baselines.all_keys import ChunkJudgedCache, TokenJudgedCache
 from .baselines.flexgen import FlexGenCache
 from .baselines.infinigen import GroupedInfiniGenCache, InfiniGenCache
 from .baselines.loki import LokiCache
@@ -31,7 +32,10 @@ PAGED = "paged DynamicCache"
 IN_MEMORY = ("DynamicCache", "StaticCache")
 RELOADS = (FULL, STREAMED, PAGED)
 """Methods that bring the whole history back in each step."""
-SLOW = (*RELOADS, "DynamicCache")
+JUDGED_WHOLE = ("all keys", "all keys, by chunk")
+"""`AbstractTreeCache`'s baselines: token by token when the query is known, and chunk by chunk, read ahead. What they
+hold is no part of any memory."""
+SLOW = (*RELOADS, *JUDGED_WHOLE, "DynamicCache")
 """Methods whose step moves the whole history: `DynamicCache` copies it to append a token."""
 
 _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
@@ -43,9 +47,11 @@ _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
     "InfiniGen*+ru": (GroupedInfiniGenCache, "InfiniGen*+ru", {}),
     "Loki": (LokiCache, "Loki", {}),
     "ShadowKV": (ShadowKVCache, "ShadowKV", {}),
+    JUDGED_WHOLE[0]: (TokenJudgedCache, "", {}),
+    JUDGED_WHOLE[1]: (ChunkJudgedCache, "", {}),
 }
-"""Name -> cache, whose memory is reckoned how, and what differs: the registered caches, then variants and twins. "no
-reuse" and "single tokens" keep the rank of `DiskSwapCache`: they show one part's effect alone."""
+"""Name -> cache, whose memory is reckoned how ("": it is not), and what differs: the registered caches, then variants
+and twins. "no reuse" and "single tokens" keep the rank of `DiskSwapCache`: they show one part's effect alone."""
 
 METHODS = (*_TWINS, FULL, STREAMED, PAGED, *IN_MEMORY)
 
@@ -134,7 +140,7 @@ def _fields(method: str, differs: dict[str, Any], setting: Setting) -> dict[str,
     known = {"engine"} if cls is None else {one.name for one in dataclasses.fields(cls.config_class)}
     own = {name: value for name, value in setting.fields.items() if name in known}
     fields: dict[str, Any] = {}
-    if setting.memory is not None:
+    if setting.memory is not None and method:
         fields = fields_for(
             method,
             setting.shape,

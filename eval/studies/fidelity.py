@@ -84,9 +84,10 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """One contender on one text: `mass`, mean over layers, steps and heads; `worst` and `worst_layer`, the layer with
     the least mean; `important`, the share of what is attended to that is among the most important tenth of the
-    tokens; `kl` in nats and `top1` to `DynamicCache`; `attended` tokens; `overlap` of successive selections;
-    `hit_rate`; `peak_share` of the full KV; `judged`, what was judged over what judging all tokens would be, where a
-    method counts it; and the same by layer: `layer_mass`, `layer_overlap`, `layer_hits`."""
+    tokens; `kl` in nats and `top1` to `DynamicCache`; `perplexity`, of the text, over that of `DynamicCache`;
+    `attended` tokens; `overlap` of successive selections; `hit_rate`; `peak_share` of the full KV; `judged`, what
+    was judged over what judging all tokens would be, where a method counts it; and the same by layer: `layer_mass`,
+    `layer_overlap`, `layer_hits`."""
     count = len(context.keys)
     mass: list[list[float]] = [[] for _ in range(count)]
     groups: list[list[np.ndarray]] = [[] for _ in range(count)]
@@ -109,11 +110,14 @@ def measure(
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
+    following = new[0, 1:]
+    worse = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
     layers = [float(np.mean(part)) for part in mass]
     selected = [sum(map(len, part)) for part in groups]
     row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
     row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
     row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
+    row["perplexity"] = float((worse[0] - worse[1]).exp())
     row["important"] = float(np.mean(important))
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
@@ -142,7 +146,8 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         layers = np.mean([row["layer_mass"] for row in own], 0)
         found: dict[str, Any] = {"mass": float(layers.mean()), "worst": float(layers.min())}
         found["worst_layer"] = int(layers.argmin())
-        for field in ("attended", "important", "judged", "kl", "top1", "hit_rate", "overlap", "peak_share"):
+        shown = ("attended", "important", "judged", "kl", "top1", "perplexity", "hit_rate", "overlap", "peak_share")
+        for field in shown:
             values = [row[field] for row in own if row[field] is not None]
             found[field] = float(np.mean(values)) if values else None
         table[name] = {**found, "layer_mass": layers.tolist()}

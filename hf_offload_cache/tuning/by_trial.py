@@ -107,15 +107,11 @@ def _rows(
             continue
         best = best_of({index: means[index] for index in fitting})
         config = fitting[best]
-        named = {field.name for field in dataclasses.fields(config)} - {"memory", "max_context", "max_batch"}
-        usual = task.measured.config_class.load(None, {})
-        fields = {name: getattr(config, name) for name in sorted(named)}
-        fields = {name: value for name, value in fields.items() if value != getattr(usual, name)} | task.fields
         rows.append(
             {
                 "batch": batch,
                 "context": context,
-                "fields": {**fields, **candidates[best]},
+                "fields": _naming(config, {**task.fields, **candidates[best]}),
                 "decided": sorted(candidates[best]),
                 **_rounded(means[best]),
                 "memory": task.share(batch),
@@ -123,6 +119,18 @@ def _rows(
             }
         )
     return rows, left_out
+
+
+def _naming(config: SelectiveConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, and what else has to be named for the same configuration: what is as the others have it is not."""
+    limits = ("memory", "max_context", "max_batch")
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if one.name not in limits}
+    fields |= given
+    for name in sorted(fields.keys() - given.keys()):
+        others = {other: value for other, value in fields.items() if other != name}
+        if getattr(type(config).load(None, others), name) == fields[name]:
+            fields = others
+    return fields
 
 
 def best_of(means: dict[int, Found]) -> int:

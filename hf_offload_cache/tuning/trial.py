@@ -53,6 +53,7 @@ class Trial:
         for layer in cache.offloaded:
             fill(layer, self._modules[layer.layer_idx], *self._layers[layer.layer_idx])
         cache.storage.prefetcher.flush()
+        cache.rest()  # as after a prompt
         said, seconds = self._decode(cache)
         distances = torch.nn.functional.kl_div(said, self._exact, reduction="none", log_target=True).sum(-1)
         recited = distances[self._text :].unflatten(0, (-1, LEAD + RECITED))[:, LEAD:]

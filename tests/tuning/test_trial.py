@@ -63,7 +63,8 @@ def test_fields_that_are_given_are_not_tried() -> None:
     found = tune(tiny_llama(), **given)
     assert [trial["candidate"] for trial in found.values["trials"]] == [{}]
     assert found.rows[0]["fields"]["chunk_size"] == 32 and found.rows[0]["fields"]["num_opened"] == 100
-    shared = tune(tiny_llama(), **{**given, "memory": "3/4", "num_selected": None, "chunk_size": 16, "num_opened": None})
+    given |= {"memory": "3/4", "num_selected": None, "chunk_size": 16, "num_opened": None}
+    shared = tune(tiny_llama(), **given)
     assert [trial["candidate"] for trial in shared.values["trials"]] == [{}]
 
 
