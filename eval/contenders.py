@@ -97,7 +97,7 @@ def reason_against(name: str, setting: Setting) -> str | None:
         return "lies in host memory"
     if name in _TWINS and name not in setting.by_method:
         try:
-            _fields(*_TWINS[name][1:], setting)
+            _fields(*_TWINS[name], setting)
         except ValueError as error:  # too little memory for what the method cannot do without
             return str(error)
     return None
@@ -108,6 +108,8 @@ def needs(name: str, setting: Setting) -> tuple[int, int]:
     full = setting.full_kv_bytes
     if name in IN_MEMORY:
         return full, 0
+    if name in JUDGED_WHOLE:  # a layer at a time is read, and looked into
+        return 3 * full // setting.shape.layers, full
     if name in ("InfiniGen", "Loki"):  # a record of a block for the keys and values of one head
         padding = max(1, 4096 // (4 * setting.shape.head_dim))
         return full // 8, full * padding
@@ -129,15 +131,15 @@ def make(name: str, setting: Setting, plain: LlamaForCausalLM, attached: LlamaFo
         cache: OffloadCache = FlexGenCache(attached, setting.path, exact=exact, **engine)
     else:
         kind, method, differs = _TWINS[name]
-        fields = setting.by_method.get(name) or _fields(method, differs, setting)
+        fields = setting.by_method.get(name) or _fields(kind, method, differs, setting)
         cache = kind(attached, setting.path, **fields)
     throttle(cache, PROFILES[setting.profile])
     return cache
 
 
-def _fields(method: str, differs: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    cls = class_named(method)
-    known = {"engine"} if cls is None else {one.name for one in dataclasses.fields(cls.config_class)}
+def _fields(kind: type[OffloadCache], method: str, differs: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    fields_of = dataclasses.fields(kind.config_class) if not method or class_named(method) else ()
+    known = {one.name for one in fields_of} or {"engine"}
     own = {name: value for name, value in setting.fields.items() if name in known}
     fields: dict[str, Any] = {}
     if setting.memory is not None and method:

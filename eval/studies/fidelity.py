@@ -111,13 +111,13 @@ def measure(
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
     following = new[0, 1:]
-    worse = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
+    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
     layers = [float(np.mean(part)) for part in mass]
     selected = [sum(map(len, part)) for part in groups]
     row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
     row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
     row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
-    row["perplexity"] = float((worse[0] - worse[1]).exp())
+    row["perplexity"] = float((losses[0] - losses[1]).exp()) if following.numel() else None
     row["important"] = float(np.mean(important))
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
@@ -148,7 +148,7 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         found["worst_layer"] = int(layers.argmin())
         shown = ("attended", "important", "judged", "kl", "top1", "perplexity", "hit_rate", "overlap", "peak_share")
         for field in shown:
-            values = [row[field] for row in own if row[field] is not None]
+            values = [row[field] for row in own if row.get(field) is not None]
             found[field] = float(np.mean(values)) if values else None
         table[name] = {**found, "layer_mass": layers.tolist()}
     return table

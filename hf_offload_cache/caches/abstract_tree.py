@@ -236,13 +236,13 @@ class AbstractTreeCache(SelectiveCache):
         self._early = min(left, self.config.early_steps)
 
     @classmethod
-    def candidates(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+    def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
         """Smaller chunks, whose bounds say more, and more of them that are looked into."""
-        if given.get("num_selected", 0) is None:
-            return [{"chunk_size": size} for size in (64, 32, 16)]
+        sizes = [{"chunk_size": size} for size in (64, 32, 16)] if given.get("group_size") is None else [{}]
         wanted = given.get("num_selected", 400)
-        return [{"chunk_size": size, "num_opened": wanted * times // 2}
-                for size in (64, 32, 16) for times in (5, 10)]  # fmt: skip
+        if wanted is None or given.get("num_opened") is not None:
+            return sizes
+        return [{**size, **more} for size in sizes for more in ({}, {"num_opened": 5 * wanted})]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -59,8 +59,9 @@ class AbstractTreeConfig(SelectiveConfig):
     compress: float | str | None = None
     """INT4 replicas of chunks on disk beside them, and the share of what steps read that comes as such: 0 to 1, those
     chunks that matter least; "auto": for each read that by which it comes soonest, from what the disk was measured to
-    take, so that tokens may differ from run to run. Between 0 and 1 they may differ in forks and contexts too: what has
-    come as a replica stays so in its slot. None: there are no replicas."""
+    take, so that tokens may differ from run to run. Between 0 and 1 they may differ in forks and contexts too, and from
+    run to run where `look_ahead` is left to what is measured: what has come as a replica stays so in its slot. None:
+    there are no replicas."""
     host_memory: int | str | None = None
     """Bytes, or a size such as "300MiB", of host memory where chunks that are used often stay, beside the slots on the
     device; each layer that is not resident has a part of it. On a CPU it is as so many more slots. None: none."""

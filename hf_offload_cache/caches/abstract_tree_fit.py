@@ -44,7 +44,7 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         sizes = {size, search.fields.get("dense_chunk_size") or size}
         records = [(_record_bytes(*record, one), one) for record in search.records for one in sizes]
         of_size = replace(search, records=records)
-        chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
+        chunk: dict[str, Any] = {"chunk_size": size, "num_selected": wanted, "reuse_capacity": 0}
         yield {**chunk, **of_size.streams(STREAM_SHARES[0])}
         chunk.update(_NONE_DENSE)
         for look in ({}, {"look_ahead": False}):

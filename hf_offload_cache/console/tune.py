@@ -66,7 +66,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    tried = "decided" in rows[0]
+    tried = "tried" in rows[0]
     cells_of, means = (_tried, "step: ms at batch 1") if tried else (_solved, "I/O, block: ms a layer")
     keys = "" if tried else "keys: bytes of codes, or rank; "
     table = Table(title=f"smallest and largest ({keys}{means}; memory: MiB)", box=SIMPLE_HEAD, collapse_padding=True)
@@ -97,7 +97,7 @@ def _solved(row: dict[str, Any]) -> dict[str, str]:
 def _tried(row: dict[str, Any]) -> dict[str, str]:
     """Of a row that was found by trying."""
     return {
-        **{name: str(row["fields"][name]) for name in row["decided"]},
+        "tried": ", ".join(f"{name}={value}" for name, value in row["tried"].items()) or "(for_budget's)",
         "step": f"{row['seconds'] * 1e3:.0f}",
         "KL, text": f"{row['text_distance']:.3f}",
         "KL, recital": f"{row['recital_distance']:.3f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,12 @@ def load_config(
         values = config_class.read(config)
         if is_tuned(values):
             row = tuned_fields(values, Path(config), fields.get("max_context"), fields.get("max_batch"), model)
+            known = {field.name for field in dataclasses.fields(config_class)}
+            if foreign := sorted(row.keys() - known):
+                raise ConfigError(
+                    f"config: {str(config)!r} was tuned for {values.get('cache')}, and {config_class.__name__} has no "
+                    f"{foreign[0]}: use that cache, or tune for this one"
+                )
             return config_class.load(None, {**row, **fields})
     return config_class.load(config, fields)
 

@@ -71,9 +71,9 @@ class SelectiveCache(OffloadCache):
         return fit_selective(search)
 
     @classmethod
-    def candidates(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Fields that `tune` tries, each a choice that depends on model and machine, beside the fields that the user
-        has `given`; none: there is nothing to try."""
+    def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """What `tune` tries beside what `for_budget` would choose: fields that depend on model and machine, under those
+        that the user has `given`. None: there is nothing to tune."""
         return []
 
     @property
@@ -94,9 +94,10 @@ class SelectiveCache(OffloadCache):
         self.make_room(step)
         self.before_selecting()
         # no layer is before the first
-        if 0 in self._selective and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+        first = self._selective.get(0)
+        if first is not None and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
             with self.timeline.span("look ahead", 0):
-                self._selective[0].prefetch_again()
+                first.prefetch_again()
         return changed
 
     def wants_blocks(self) -> bool:
@@ -140,7 +141,7 @@ class SelectiveCache(OffloadCache):
         step, following = self.shared.step, self._selective.get(layer_idx + 1)
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if self.look_ahead is None:
+        if self.look_ahead is None or following.widened:  # nothing is read ahead in such a step
             return
         if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
@@ -162,7 +163,8 @@ class SelectiveCache(OffloadCache):
         if self.look_ahead is not None and self.watches_blocks:
             self.look_ahead.end_step()
         changed = super().end_step(output)
-        if step is not None and step.started is not None:
+        widened = self.selecting is not None and self.selecting.widened  # such a step says nothing of the others
+        if step is not None and step.started is not None and not widened:
             self._pace.took(time.perf_counter() - step.started)
         return changed
 

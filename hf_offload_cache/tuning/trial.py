@@ -15,10 +15,11 @@ from .synthetic import attention_modules, fill
 
 LEAD, RECITED = 8, 16
 """Tokens of a recital: of its beginning, which tells where it is from, and of what can be known from there."""
+RECITAL = LEAD + RECITED
 
 
 @dataclass(frozen=True)
-class Found:
+class Nearness:
     """What one cache did."""
 
     seconds: float
@@ -35,9 +36,9 @@ class Trial:
 
     def __init__(self, model: Any, ids: torch.Tensor, context: int, recitals: int) -> None:
         ids = ids.to(model.device)
-        length, self._text = LEAD + RECITED, len(ids) - context
-        places = [(2 * part + 1) * (context - length) // (2 * recitals) for part in range(recitals)]
-        self._fed = torch.cat([ids[context:], *(ids[place : place + length] for place in places)])
+        self._text = len(ids) - context
+        places = [(2 * part + 1) * (context - RECITAL) // (2 * recitals) for part in range(recitals)]
+        self._fed = torch.cat([ids[context:], *(ids[place : place + RECITAL] for place in places)])
         self._model, self._modules = model, attention_modules(model)
         with ObservedCache(model, exact=True, engine="memory") as whole, torch.no_grad():
             model(input_ids=ids[None, :context], past_key_values=whole, use_cache=True, logits_to_keep=1)
@@ -48,17 +49,16 @@ class Trial:
             said = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
             self._exact = said.float().log_softmax(-1).cpu()
 
-    def of(self, cache: SelectiveCache) -> Found:
+    def of(self, cache: SelectiveCache) -> Nearness:
         """What an empty cache does, which is for this call."""
         for layer in cache.offloaded:
             fill(layer, self._modules[layer.layer_idx], *self._layers[layer.layer_idx])
         cache.storage.prefetcher.flush()
-        cache.rest()  # as after a prompt
         said, seconds = self._decode(cache)
         distances = torch.nn.functional.kl_div(said, self._exact, reduction="none", log_target=True).sum(-1)
-        recited = distances[self._text :].unflatten(0, (-1, LEAD + RECITED))[:, LEAD:]
+        recited = distances[self._text :].unflatten(0, (-1, RECITAL))[:, LEAD:]
         text = float(distances[: self._text].mean()) if self._text else 0.0
-        return Found(statistics.median(seconds), text, float(recited.mean()))
+        return Nearness(statistics.median(seconds), text, float(recited.mean()))
 
     def _decode(self, cache: Any) -> tuple[torch.Tensor, list[float]]:
         """Logarithms of what the model holds likely after each token, (n, V) float32, and the seconds of each step."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuned:
-    """`values` is the object that `save` writes: format, model, machine, tables, profiles, rows; see the README. An
+    """`values` is the object that `save` writes: format, model, machine, what was measured, rows; see the README. An
     adapter is there where compact keys are truncated."""
 
     values: dict[str, Any]

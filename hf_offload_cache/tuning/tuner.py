@@ -51,7 +51,7 @@ def tune(
         model: a decoder `PreTrainedModel` whose layers all have full attention.
         tokenizer: the model's; needed unless `texts` are token ids.
         cache: a registered name, "module:Class", or the class. `DiskSwapCache`, or one that inherits from it, is tuned
-            by KVSwap's solver, from tables and profiles; one that names `candidates` by trying these.
+            by KVSwap's solver, from tables and profiles; one that names what `to_try` by trying that.
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
         max_context, max_batch: the largest to tune for, tokens a sequence and sequences.
@@ -60,8 +60,8 @@ def tune(
         quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
         samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
             two by the solver, if there may be as many, and one by trying.
-        alpha, delta, sigma_max: of the solver, see `Limits`; `delta` None: a quarter of `num_selected`.
-        max_group_size: of the solver, G_max, tokens.
+        alpha, delta, sigma_max: of the solver alone, see `Limits`; `delta` None: a quarter of `num_selected`.
+        max_group_size: of the solver alone, G_max, tokens.
         time_limit: seconds to aim at in all, instead of the above.
         progress: show a bar on stderr, where that is a terminal.
         **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.

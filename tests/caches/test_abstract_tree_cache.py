@@ -90,6 +90,15 @@ def test_a_share_of_what_is_held() -> None:
             assert cache.report().selected_fraction == pytest.approx(expected / (length + 1))
 
 
+def test_a_share_within_a_budget_is_of_what_is_held() -> None:
+    """Not of the longest context that the budget is for."""
+    geometry = Geometry.of(long_model())
+    config = AbstractTreeCache.fit(
+        geometry, geometry.full_kv_bytes(8192, 1), 8192, 1, {"num_selected": None, "dense_layers": 0}
+    )
+    assert [(config.attended(held), config.brought(held)) for held in (500, 8000)] == [(50, 125), (800, 2000)]
+
+
 def test_budgets() -> None:
     """The smaller, the less is looked into; each is kept to, by the plan; what no fields fit is refused."""
     geometry = Geometry.of(long_model())
@@ -98,7 +107,7 @@ def test_budgets() -> None:
     for share in (4, 6, 13):
         config = AbstractTreeCache.fit(geometry, full // share, 32768, 1, {})
         assert AbstractTreeCache.plan(geometry, config, 32768, 1).peak_bytes <= full // share
-        found.append((config.num_selected, config.num_opened, config.reuse_capacity))
+        found.append((config.num_selected, config.brought(32768), config.reuse_capacity))
     assert found == sorted(found, reverse=True) and found[0][:2] == (400, 1000)
     given = AbstractTreeCache.fit(geometry, full // 6, 32768, 1, {"chunk_size": 16, "num_selected": 128})
     assert (given.chunk_size, given.num_selected) == (16, 128)

@@ -185,12 +185,14 @@ def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
             opened.save(tmp_path / f"saved {share}")
 
 
-def test_the_same_every_time() -> None:
-    """With a share that is given, whatever the disk's pace."""
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_the_same_every_time(look_ahead: bool) -> None:
+    """With a share that is given, whatever the disk's pace; what is read ahead is not to be decided by that either."""
     model = long_model()
 
     def run() -> Decoded:
-        with AbstractTreeCache(model, **{**FIELDS, "compress": 0.5, "reuse_capacity": 128}) as cache:
+        own = {"compress": 0.5, "reuse_capacity": 128, "look_ahead": look_ahead}
+        with AbstractTreeCache(model, **{**FIELDS, **own}) as cache:
             return generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=12)
 
     one, other = run(), run()

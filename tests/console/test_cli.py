@@ -1,5 +1,6 @@
 """The console on a tiny random model: what it prints where, its exit codes, and errors of one line."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -401,6 +402,20 @@ def test_free_memory_is_within_the_control_group(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- caches by name
+
+
+@pytest.mark.parametrize("name", registry.CACHES)
+def test_every_cache_by_its_name(run, plan, tiny, document, tmp_path, name):
+    """Exact it answers as `DynamicCache` does; it is planned for a budget, and opened from what it saved."""
+    file, kind = tmp_path / "answers.json", registry.cache_class(name)
+    code, out, err = run("--cache", name, "--set", "exact=true", "--compare", "--json", str(file))
+    assert code == 0, err
+    assert out.splitlines() == [expected_text(tiny, document)] * 2
+    assert [answer["cache"] for answer in json.loads(file.read_text())] == ["DynamicCache", kind.__name__]
+    code, out, err, written = plan("--cache", name, "--memory", "1/2")
+    assert code == 0, err
+    assert set(written["config"]) == {field.name for field in dataclasses.fields(kind.config_class)}
+    assert written["plan"]["peak_bytes"] <= written["plan"]["full_kv_bytes"] // 2
 
 
 @pytest.fixture

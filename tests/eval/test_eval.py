@@ -26,10 +26,18 @@ class Words:
         return {"input_ids": text.split()}
 
 
-@pytest.mark.parametrize("chunk", [0, 1024], ids=["piece", "chunks"])
-def test_account_agrees_with_the_process(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("cache", "chunk", "fields"),
+    [
+        ("disk-swap", 0, {"summary_bytes": 64}),
+        ("disk-swap", 1024, {"summary_bytes": 64}),
+        ("abstract-tree", 1024, {"resident_layers": 0}),
+    ],
+    ids=["piece", "chunks", "tree"],
+)
+def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[str, Any]) -> None:
     """After prefill and after decoding: within 10% of what the kernel says, or 3 MiB; nothing is left after close."""
-    found = memory.measure(memory.Run(4096, chunk, steps=8, layers=16, heads=3, fields={"summary_bytes": 64}))
+    found = memory.measure(memory.Run(4096, chunk, steps=8, layers=16, heads=3, cache=cache, fields=fields))
     for stage, row in found["stages"].items():
         assert row["agrees"], (stage, row)
         assert row["account"] > 2 * memory.LEAST_BYTES if stage == "decode" else row["account"] > memory.LEAST_BYTES

@@ -16,7 +16,7 @@ import torch
 
 from eval import bench_decode, compare, contenders, profiles, speed_targets, synthetic
 from eval import replay as replays
-from eval.contenders import FULL, IN_MEMORY, METHODS, NO_REUSE, OWN, PAGED, RELOADS, SINGLE, Setting
+from eval.contenders import FULL, IN_MEMORY, JUDGED_WHOLE, METHODS, NO_REUSE, OWN, PAGED, RELOADS, SINGLE, SLOW, Setting
 from eval.studies import speed_budget, speed_group, speed_latency, speed_throughput
 from eval.studies.common import Study, main
 from hf_offload_cache import DiskSwapCache
@@ -184,10 +184,10 @@ def test_all_methods_are_compared(tmp_path: Path) -> None:
         for mode in ("on", "off"):
             assert len(row[mode]["repetition_medians"]) == 2
             assert row[mode]["tokens_per_second"] == pytest.approx(2 / row[mode]["median_seconds"])
-            assert row[mode]["steps"] == (2 if name in (*RELOADS, "DynamicCache") else 4)
+            assert row[mode]["steps"] == (2 if name in SLOW else 4)
     for name in set(METHODS) - set(IN_MEMORY) - {PAGED}:
         row = rows[name]
-        if name in RELOADS:
+        if name in (*RELOADS, *JUDGED_WHOLE):
             assert row["off"]["bytes_read"] >= stored
         elif name in ("InfiniGen", "Loki"):  # a block for 256 bytes
             assert row["disk_bytes"] >= 2 * 2 * 2 * (1024 - 36) * 4096

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tiny_llama import tiny_llama, token_ids
 
-from hf_offload_cache import AbstractTreeCache, tune
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache, tune
 from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import by_trial, tuner
-from hf_offload_cache.tuning.trial import LEAD, RECITED, Found, Trial
+from hf_offload_cache.tuning.trial import LEAD, RECITED, Nearness, Trial
 
 ASKED: dict[str, Any] = {
     "cache": "abstract-tree", "memory": "1/2", "max_context": 6144, "max_batch": 2, "texts": [token_ids(1200)],
@@ -39,21 +40,23 @@ def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_pat
     values = json.loads(json.dumps(found.values))
     assert list(tmp_path.iterdir()) == []
     trials = values["trials"]
-    tried = [trial["candidate"] for trial in trials]
-    assert tried == [{"chunk_size": size, "num_opened": opened} for size in (64, 32, 16) for opened in (160, 320)]
+    tried = [trial["fields"] for trial in trials]
+    more = {"num_opened": 320}
+    smaller = [{**each, "chunk_size": size} for size in (32, 16) for each in ({}, more)]
+    assert tried == [{}, {**more, "chunk_size": 64}, *smaller]
     assert all(trial["seconds"] > 0 and trial["recital_distance"] > 0 for trial in trials)
-    means = {i: Found(*(trial[name] for name in Found.__dataclass_fields__)) for i, trial in enumerate(trials)}
+    means = [Nearness(*(trial[name] for name in Nearness.__dataclass_fields__)) for trial in trials]
     best = by_trial.best_of(means)
     assert [(row["batch"], row["context"]) for row in values["rows"]] == [(b, c) for b in (1, 2) for c in (4096, 6144)]
     for row in values["rows"]:
-        assert {name: row["fields"][name] for name in row["decided"]} == trials[best]["candidate"]
+        assert row["tried"] == tried[best] and tried[best].items() <= row["fields"].items()
         assert row["fields"]["num_selected"] == 64
         assert row["planned_bytes"] <= row["memory"] == values["memory"] * row["batch"] // 2
     # what was tried for 1,200 tokens: text that goes on, and three recitals
     assert values["sample"]["steps"] == 16 + 3 * (LEAD + RECITED) and values["sample"]["context"] == 1184
     found.save(tmp_path / "config.json")
     with AbstractTreeCache(tiny_llama(), config=tmp_path / "config.json", max_batch=1, path=tmp_path) as cache:
-        assert cache.config.chunk_size == trials[best]["candidate"]["chunk_size"]
+        assert cache.config.chunk_size == tried[best].get("chunk_size", 64)
         tiny_llama().generate(token_ids(900)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert cache.report().peak_memory_bytes <= values["memory"] // 2
 
@@ -61,11 +64,11 @@ def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_pat
 def test_fields_that_are_given_are_not_tried() -> None:
     given = {**ASKED, "max_batch": 1, "max_context": 4096, "chunk_size": 32, "num_opened": 100}
     found = tune(tiny_llama(), **given)
-    assert [trial["candidate"] for trial in found.values["trials"]] == [{}]
+    assert [trial["fields"] for trial in found.values["trials"]] == [{}]
     assert found.rows[0]["fields"]["chunk_size"] == 32 and found.rows[0]["fields"]["num_opened"] == 100
     given |= {"memory": "3/4", "num_selected": None, "chunk_size": 16, "num_opened": None}
     shared = tune(tiny_llama(), **given)
-    assert [trial["candidate"] for trial in shared.values["trials"]] == [{}]
+    assert [trial["fields"] for trial in shared.values["trials"]] == [{}]
 
 
 def test_an_exact_cache_is_at_no_distance_and_one_that_forgets_is() -> None:
@@ -86,16 +89,50 @@ def test_an_exact_cache_is_at_no_distance_and_one_that_forgets_is() -> None:
 
 
 def test_the_fastest_of_the_near_ones() -> None:
-    near, slow, far = Found(2.0, 0.01, 0.05), Found(3.0, 0.01, 0.049), Found(1.0, 0.01, 0.2)
-    assert by_trial.best_of({4: slow, 5: near, 6: far}) == 5
-    assert by_trial.best_of({4: slow, 6: far}) == 4
-    assert by_trial.best_of({1: Found(2.0, 0.0, 0.0), 2: Found(1.0, 0.004, 0.004)}) == 2  # both are noise
+    near, slow, far = Nearness(2.0, 0.01, 0.05), Nearness(3.0, 0.01, 0.049), Nearness(1.0, 0.01, 0.2)
+    assert by_trial.best_of([slow, near, far]) == 1
+    assert by_trial.best_of([slow, far]) == 0
+    assert by_trial.best_of([Nearness(2.0, 0.0, 0.0), Nearness(1.0, 0.004, 0.004)]) == 1  # both are noise
 
 
-def test_rows_that_no_candidate_fits_are_left_out_and_none_at_all_is_an_error() -> None:
-    geometry_share = {**ASKED, "max_context": 4096, "max_batch": 1, "chunk_size": 64, "num_opened": 160}
-    with pytest.raises(BudgetError, match="need at least"):
-        tune(tiny_llama(), **{**geometry_share, "memory": 100_000})
+def test_what_for_budget_takes_is_tuned_and_what_it_refuses_is_refused_alike() -> None:
+    """What is tried beside that may not fit; the least that is told is for_budget's."""
+    geometry, fields = Geometry.of(tiny_llama()), {"num_selected": 64}
+    with pytest.raises(BudgetError, match="need at least") as refused:
+        AbstractTreeCache.fit(geometry, 100_000, 4096, 1, fields)
+    asked = {**ASKED, "max_context": 4096, "max_batch": 1}
+    with pytest.raises(BudgetError) as told:
+        tune(tiny_llama(), **{**asked, "memory": 100_000})
+    assert str(told.value) == str(refused.value)
+    least = int(str(refused.value).split("at least ")[1].split()[0].replace(",", ""))
+    found = tune(tiny_llama(), **{**asked, "memory": least})
+    assert {} in [trial["fields"] for trial in found.values["trials"]]
+    assert found.rows[0]["planned_bytes"] <= least
+
+
+def test_rows_that_the_budget_is_too_little_for_are_left_out() -> None:
+    """A quarter of what four sequences need is less than what one needs."""
+    geometry, least = Geometry.of(tiny_llama()), 0
+    with pytest.raises(BudgetError) as refused:
+        AbstractTreeCache.fit(geometry, 100_000, 4096, 4, {"num_selected": 64})
+    least = int(str(refused.value).split("at least ")[1].split()[0].replace(",", ""))
+    found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 4, "memory": least})
+    left = [row["batch"] for row in found.values["left_out"]]
+    assert left and 4 not in left and [row["batch"] for row in found.rows] == [n for n in (1, 2, 3, 4) if n not in left]
+    assert all("need at least" in row["why"] for row in found.values["left_out"])
+
+
+def test_a_group_size_is_a_chunk_size() -> None:
+    found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1, "group_size": 32})
+    assert [trial["fields"] for trial in found.values["trials"]] == [{}, {"num_opened": 320}]
+    assert found.rows[0]["fields"]["group_size"] == 32
+
+
+def test_another_cache_does_not_take_the_file(tmp_path: Path) -> None:
+    fields = {"max_context": 4096, "max_batch": 1, "chunk_size": 16, "num_opened": 100}
+    tune(tiny_llama(), **{**ASKED, **fields}).save(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"was tuned for AbstractTreeCache, and DiskSwapConfig has no chunk_size"):
+        DiskSwapCache(tiny_llama(), config=tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -103,8 +140,10 @@ def test_rows_that_no_candidate_fits_are_left_out_and_none_at_all_is_an_error() 
     [
         ({"memory": "1/2", "exact": True}, "exact is not to be given"),
         ({"chunk_sise": 64}, "did you mean 'chunk_size'"),
+        ({"encryption_key": lambda: bytes(32)}, "encryption_key goes to the file that tuning writes"),
+        ({"texts": [token_ids(30)], "num_selected": 4}, "at least 112 tokens, the longest has 30"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
-        ({"texts": [token_ids(100)]}, "at least 144 tokens, the longest has 100"),
+        ({"texts": [token_ids(100)]}, "at least 496 tokens, the longest has 100"),
     ],
 )
 def test_what_is_refused_before_anything_runs(
@@ -116,7 +155,7 @@ def test_what_is_refused_before_anything_runs(
 
 
 def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Trial, cache: Any) -> Found:
+    def interrupted(self: Trial, cache: Any) -> Nearness:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trial, "of", interrupted)
@@ -137,5 +176,5 @@ def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             str(text), "--quick", "--path", str(tmp_path), "--set", "num_selected=64"]  # fmt: skip
     assert cli.main(call) == 0
     printed = capsys.readouterr().err
-    assert "1 rows" in printed and "chunk_size" in printed and "recital" in printed
+    assert "1 rows" in printed and "tried" in printed and "recital" in printed
     assert json.loads(out.read_text())["cache"] == "AbstractTreeCache"

@@ -1,0 +1,125 @@
+"""What every cache of the registry passes beside the matrix: interrupted, let go of, and in other architectures."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import walk
+from checked_cache import checked
+from harness import CASES, SMALL, assert_exact, fresh, generate, prompt
+from long_llama import long_model
+
+from hf_offload_cache.fetch.ticket import Ticket
+from hf_offload_cache.registry import CACHES, cache_class
+from hf_offload_cache.testing import open_descriptors
+
+SOME: dict[str, Any] = {
+    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
+    "engine": "memory",
+}  # fmt: skip
+LENGTH = 640
+
+pytestmark = pytest.mark.parametrize("method", CACHES)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Only counts of references free anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.usefixtures("no_collection")
+def test_a_model_is_freed_at_once(method: str, closed: bool) -> None:
+    """Nothing of ours refers to it in a circle, whether the cache was closed or not."""
+    model = fresh("llama")
+    cache = cache_class(method)(model, **{**SMALL, "num_selected": 16})
+    CASES["greedy"](model, cache)
+    if closed:
+        cache.close()
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+    cache.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "direct", "mapped", "memory"])
+def test_nothing_is_left_after_close(method: str, engine: str, tmp_path: Any) -> None:
+    """No thread, descriptor, file or hook, after a prompt, steps, a fork and a crop."""
+    model, before = long_model(), (open_descriptors(), threading.active_count())
+    with cache_class(method)(model, path=tmp_path, **{**SOME, "engine": engine}) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        twin = cache.fork()
+        cache.crop(-50)
+        twin.close()
+    assert (open_descriptors(), threading.active_count()) == before and list(tmp_path.iterdir()) == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the `number`-th wait of a step: refused until `reset`, or as if it had not been; right after `reset`."""
+    cls, model = checked(cache_class(method)), long_model()
+    ids, steps = prompt(model, 2, LENGTH), prompt(model, 2, 6, seed=11)
+    wait, waits = Ticket.wait, 0
+
+    def interrupted(ticket: Ticket) -> float:
+        nonlocal waits
+        waits += 1
+        if waits == number + 1:
+            raise KeyboardInterrupt
+        return wait(ticket)
+
+    def step(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, past_key_values=cache, logits_to_keep=1).logits
+
+    with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+        for held in (cache, twin):
+            step(held, ids)
+            step(held, steps[:, :1])
+        expected = [step(twin, steps[:, place : place + 1]) for place in range(1, 6)]
+        cache.storage.prefetcher.flush()
+        told = False
+        with monkeypatch.context() as patch:
+            patch.setattr(Ticket, "wait", interrupted)
+            try:
+                step(cache, steps[:, 1:2])
+            except KeyboardInterrupt:
+                told = True
+        assert waits > number and told
+        try:
+            found = [step(cache, steps[:, place : place + 1]) for place in range(1, 6)]
+        except RuntimeError as refusal:
+            assert "reset" in str(refusal)
+        else:
+            torch.testing.assert_close(found, expected)
+        cache.reset()
+        healed = generate(model, cache, ids, max_new_tokens=4)
+        twin.reset()
+        assert_exact(generate(model, twin, ids, max_new_tokens=4), healed)
+
+
+@pytest.mark.parametrize("name", walk.REPRESENTATIVES)
+def test_an_architecture_with_everything_selected(method: str, name: str) -> None:
+    """Greedy, beams and left padding as with `DynamicCache`, through steps that select; and bitwise."""
+
+    def make(model: Any, exact: bool | str) -> Any:
+        fields = {**SMALL, "engine": "memory"}
+        if exact == "bitwise":
+            return cache_class(method)(model, exact="bitwise", **fields)
+        return cache_class(method)(model, num_selected=512, reuse_capacity=40, **fields)
+
+    result = walk.walk_one(walk.architectures()[name], make=make)
+    if not result.generates:
+        pytest.skip(f"{result.status}: {result.reason}")
+    assert result.status == "exact" and result.bitwise, result
