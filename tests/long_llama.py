@@ -22,6 +22,12 @@ SPARSE: dict[str, Any] = {
     "num_sinks": 4,
     "engine": "memory",
 }
+SOME: dict[str, Any] = {
+    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
+    "engine": "memory",
+}  # fmt: skip
+"""Fields that any method takes: a sixteenth of a prompt of `LENGTH` tokens, which is enough for any to learn from."""
+LENGTH = 640
 LONG = 700
 """Tokens of a prompt: more than the 512 that an adapter is made of, 16 times what a step selects."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checked_cache import checked
 from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
-from long_llama import long_model
+from long_llama import LENGTH, SOME, long_model
 
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.model.geometry import Geometry
@@ -23,12 +23,6 @@ from hf_offload_cache.registry import CACHES, cache_class
 METHODS = (*CACHES, "examples.own_method:PageCache")
 
 EVERYTHING: dict[str, Any] = {**SMALL, "num_selected": 512, "reuse_capacity": 64, "look_ahead": True}
-SOME: dict[str, Any] = {
-    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
-    "engine": "memory",
-}  # fmt: skip
-"""A sixteenth of a prompt of `LENGTH` tokens, which is enough for any method to learn from."""
-LENGTH = 640
 
 pytestmark = pytest.mark.parametrize("method", METHODS)
 

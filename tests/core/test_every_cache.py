@@ -1,55 +1,22 @@
-"""What every cache of the registry passes beside the matrix: interrupted, let go of, and in other architectures."""
+"""What every cache of the registry passes beside the matrix: interrupted, closed, and in other architectures."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import walk
 from checked_cache import checked
-from harness import CASES, SMALL, assert_exact, fresh, generate, prompt
-from long_llama import long_model
+from harness import SMALL, assert_exact, generate, prompt
+from long_llama import LENGTH, SOME, long_model
 
 from hf_offload_cache.fetch.ticket import Ticket
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.testing import open_descriptors
 
-SOME: dict[str, Any] = {
-    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
-    "engine": "memory",
-}  # fmt: skip
-LENGTH = 640
-
 pytestmark = pytest.mark.parametrize("method", CACHES)
-
-
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    """Only counts of references free anything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.usefixtures("no_collection")
-def test_a_model_is_freed_at_once(method: str, closed: bool) -> None:
-    """Nothing of ours refers to it in a circle, whether the cache was closed or not."""
-    model = fresh("llama")
-    cache = cache_class(method)(model, **{**SMALL, "num_selected": 16})
-    CASES["greedy"](model, cache)
-    if closed:
-        cache.close()
-    gone = weakref.ref(model)
-    del model
-    assert gone() is None
-    cache.close()
 
 
 @pytest.mark.parametrize("engine", ["auto", "direct", "mapped", "memory"])
@@ -113,13 +80,17 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
 def test_an_architecture_with_everything_selected(method: str, name: str) -> None:
     """Greedy, beams and left padding as with `DynamicCache`, through steps that select; and bitwise."""
 
+    cls = checked(cache_class(method))
+
     def make(model: Any, exact: bool | str) -> Any:
         fields = {**SMALL, "engine": "memory"}
         if exact == "bitwise":
-            return cache_class(method)(model, exact="bitwise", **fields)
-        return cache_class(method)(model, num_selected=512, reuse_capacity=40, **fields)
+            return cls(model, exact="bitwise", **fields)
+        return cls(model, num_selected=512, reuse_capacity=40, **fields)
 
     result = walk.walk_one(walk.architectures()[name], make=make)
     if not result.generates:
         pytest.skip(f"{result.status}: {result.reason}")
     assert result.status == "exact" and result.bitwise, result
+    assert len(cls.gathers) >= (walk.NEW - 1) * result.layers["tagged"]
+    assert bool(cls.gathers) == bool(result.layers["tagged"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from harness import CASES, SMALL, fresh
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.registry import CACHES, cache_class
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,10 @@ def no_collection() -> Iterator[None]:
 
 @pytest.mark.parametrize("fields", [{"exact": True}, {"num_selected": 16}], ids=["exact", "sparse"])
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_model_is_freed_at_once(closed: bool, fields: dict) -> None:
+@pytest.mark.parametrize("method", CACHES)
+def test_a_model_is_freed_at_once(method: str, closed: bool, fields: dict) -> None:
     model = fresh("llama")
-    cache = DiskSwapCache(model, engine="memory", **SMALL, **fields)
+    cache = cache_class(method)(model, engine="memory", **SMALL, **fields)
     CASES["greedy"](model, cache)
     if closed:
         cache.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import tiny_llama, token_ids
+from tiny_llama import WORDS, tiny_llama, token_ids, tokenizer
 
 from hf_offload_cache import AbstractTreeCache, DiskSwapCache, tune
 from hf_offload_cache.console import load_model
@@ -165,13 +165,10 @@ def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
-        return {"input_ids": [3 + len(word) for word in text.split()]}
-
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(tuner, "_QUICK_SECONDS", 0.1)
     text, out = tmp_path / "text.txt", tmp_path / "config.json"
-    text.write_text(" ".join("abcdefg"[: 1 + n * n % 7] for n in range(900)))
+    text.write_text(WORDS)
     call = ["tune", "--cache", "abstract-tree", "--memory", "1/2", "--context", "4096", "--out", str(out), "--text",
             str(text), "--quick", "--path", str(tmp_path), "--set", "num_selected=64"]  # fmt: skip
     assert cli.main(call) == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import tiny_llama, token_ids
+from tiny_llama import WORDS, tiny_llama, token_ids, tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from hf_offload_cache import DiskSwapCache, OffloadCache, tune
@@ -265,13 +265,10 @@ def test_rows_and_grids() -> None:
 def test_the_console(
     kind: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
-        return {"input_ids": [3 + len(word) for word in text.split()]}
-
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(tuner, "_QUICK_SECONDS", 1.0)
     text, out = tmp_path / "text.txt", tmp_path / "config.json"
-    text.write_text(" ".join("abcdefg"[: 1 + n * n % 7] for n in range(900)))
+    text.write_text(WORDS)
     call = ["tune", "--memory", "1/3", "--context", "4096", "--batch", "2", "--out", str(out), "--text", str(text),
             "--quick", "--path", str(tmp_path), "--set", "num_selected=64"]  # fmt: skip
     assert cli.main([*call, *kind]) == 0

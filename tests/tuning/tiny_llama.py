@@ -28,6 +28,15 @@ def tiny_llama(seed: int = 0, **changed: Any) -> Any:
     return model
 
 
+def tokenizer(text: str, verbose: bool) -> dict[str, Any]:
+    """Token ids by the length of each word."""
+    return {"input_ids": [3 + len(word) for word in text.split()]}
+
+
+WORDS = " ".join("abcdefg"[: 1 + n * n % 7] for n in range(900))
+"""A text of as many tokens."""
+
+
 def token_ids(count: int, seed: int = 0) -> torch.Tensor:
     """(count,), int64."""
     return torch.randint(3, 199, (count,), generator=torch.Generator().manual_seed(seed))
