@@ -13,7 +13,7 @@ from .abstract_tree_config import AbstractTreeConfig
 
 _CHUNK_SIZES = (64, 32, 16)
 _OPENED = (2.5, 2.0, 1.5, 1.25)
-"""Tokens of the chunks that are looked into, over those that are attended to: the best first."""
+"""Tokens of the chunks that are looked into, over those that are attended to: the best, the default, first."""
 _NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
 """Where a context has dense layers, they attend to as many tokens as the others."""
 
@@ -44,7 +44,7 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         sizes = {size, search.fields.get("dense_chunk_size") or size}
         records = [(_record_bytes(*record, one), one) for record in search.records for one in sizes]
         of_size = replace(search, records=records)
-        chunk: dict[str, Any] = {"chunk_size": size, "num_selected": wanted, "reuse_capacity": 0}
+        chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
         yield {**chunk, **of_size.streams(STREAM_SHARES[0])}
         chunk.update(_NONE_DENSE)
         for look in ({}, {"look_ahead": False}):
@@ -64,8 +64,9 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
             yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
 
 
-def _selecting(tokens: int, opened: float) -> dict[str, int]:
-    return {"num_selected": tokens, "num_opened": round(tokens * opened), "reuse_capacity": 0}
+def _selecting(tokens: int, opened: float) -> dict[str, Any]:
+    brought = None if opened == _OPENED[0] else round(tokens * opened)
+    return {"num_selected": tokens, "num_opened": brought, "reuse_capacity": 0}
 
 
 def _record_bytes(nbytes: int, tokens: int, size: int) -> int:

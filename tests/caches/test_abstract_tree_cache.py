@@ -13,15 +13,17 @@ import pytest
 import torch
 from checked_cache import checked
 from harness import generate, prompt
-from long_llama import long_model
+from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.caches.abstract_tree import AbstractTreeLayer
+from hf_offload_cache.core.pace import Pace
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
 from hf_offload_cache.fetch.early_look import EarlyLook
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.history.chunk_history import ChunkHistory
 from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model.look_ahead import LookAhead
 
 LENGTH = 700
 
@@ -97,6 +99,25 @@ def test_a_share_within_a_budget_is_of_what_is_held() -> None:
         geometry, geometry.full_kv_bytes(8192, 1), 8192, 1, {"num_selected": None, "dense_layers": 0}
     )
     assert [(config.attended(held), config.brought(held)) for held in (500, 8000)] == [(50, 125), (800, 2000)]
+
+
+def test_early_steps_say_nothing_of_reading_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read nothing ahead, so that no query is guessed in them, and none is timed to decide whether to."""
+    model = long_model()
+    guesses: list[Any] = []
+    timed: list[float] = []
+    monkeypatch.setattr(LookAhead, "predict", lambda *given: guesses.append(given))
+    monkeypatch.setattr(Pace, "took", lambda pace, seconds: timed.append(seconds))
+    with AbstractTreeCache(model, engine="memory", num_selected=40, dense_layers=0, early_steps=3) as cache:
+        ids = prompt(model, 1, 700)
+        feed(cache, ids[:, :690])
+        guesses.clear(), timed.clear()
+        for place in range(690, 693):
+            feed(cache, ids[:, place : place + 1])
+        assert guesses == timed == []
+        for place in range(693, 695):
+            feed(cache, ids[:, place : place + 1])
+        assert len(guesses) == 2 * 2 and len(timed) == 2  # of the two layers that have one before them
 
 
 def test_budgets() -> None:
