@@ -17,6 +17,9 @@ from .chunk_tree import above, best_tokens, front
 from .sinks import largest, sink_units, with_sinks
 from .summaries import SummaryPredictor, score_bytes
 
+_APART = 1024
+"""Chunks whose ends are held against each other at a time."""
+
 
 def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest and the lowest products (B, H, n) float32 of queries (B, H, D) with keys between `least` and `most`
@@ -27,15 +30,40 @@ def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tup
     return (high[0] + low[1]).flatten(1, 2), (low[0] + high[1]).flatten(1, 2)
 
 
+def likely(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the highest products (B, H, n) float32 of queries (B, H, D) with keys between `least` and `most`
+    (B, Hk, n, D) are likely to be, and `bounds`' lowest ones.
+
+    The upper bound has all components of one key at their ends together, which no key of 64 is near: on text it stands
+    so far above the products that those decide little. As far above the middle as here is the highest of as many keys,
+    on average, as there are in the chunk, if components are independent and normal, whatever their number: the highest
+    of each component is as many of its standard deviations from its mean as the highest product is of its own.
+    """
+    grouped = states.unflatten(1, (least.shape[1], -1))
+    lowest = (grouped @ least.transpose(2, 3)).float()
+    if least.dtype == torch.float16:  # squares may be beyond half precision
+        grouped = grouped.float()
+    highest = torch.empty_like(lowest)
+    both, squares = torch.cat([grouped, grouped.clamp(max=0)], 2), grouped.square()
+    for start in range(0, least.shape[2], _APART):
+        part = slice(start, start + _APART)
+        apart = (most[:, :, part] - least[:, :, part]).to(grouped.dtype).transpose(2, 3)
+        half, below = (both @ apart).float().chunk(2, 2)
+        spread = (squares @ apart.square_()).float().sqrt_()
+        highest[..., part] = lowest[..., part] + (half + spread) / 2
+        lowest[..., part] += below
+    return highest.flatten(1, 2), lowest.flatten(1, 2)
+
+
 def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray | None]:
     """How well chunks stand with the heads of a row, at most and at least: (rows, n) float32 each. None: at least, none
     of them is among the first of any head.
 
-    Each head has a queue of chunks, by their `upper` bounds (rows, heads, n). First in some head's queue is `places`,
-    and a little more where others have it among their first `places` too; 0 is in none of these. At least: as if the
-    chunk stood where its `lower` bound does. So no head drowns the others, whatever the size of its scores and however
-    loose its bounds: one that looks for a single thing is heard by its first places, where a sum over heads of what
-    bounds allow loses it.
+    Each head has a queue of chunks, by what is `upper` for it (rows, heads, n): bounds, or what is `likely`. First in
+    some head's queue is `places`, and a little more where others have it among their first `places` too; 0 is in none
+    of these. At least: as if the chunk stood where its `lower` bound does. So no head drowns the others, whatever the
+    size of its scores and however loose its bounds: one that looks for a single thing is heard by its first places,
+    where a sum over heads of what bounds allow loses it.
     """
     rows, heads, count = upper.shape
     places = min(places, count)
@@ -73,9 +101,9 @@ def shares(
 class AbstractTreePredictor(SummaryPredictor):
     """Abstracts (rows, chunks, 2, Hk, D) in memory: the least and the largest of each component of a chunk's keys.
 
-    Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their upper
-    bounds are brought; which of their tokens are attended to is found by their keys: by the sum over the row's heads of
-    shares of the attention to all that is there.
+    Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their likely
+    highest products are brought; which of their tokens are attended to is found by their keys: by the sum over the
+    row's heads of shares of the attention to all that is there.
     """
 
     evaluations = 0
@@ -93,7 +121,7 @@ class AbstractTreePredictor(SummaryPredictor):
         brought = min(cls._most(config, form, chunks), chunks)
         more = {
             "judging": _look_bytes(form, rows, heads, brought * form.group_size),
-            "scores": _judge_bytes(rows, heads, chunks, brought) - score_bytes(rows, heads, chunks),
+            "scores": _judge_bytes(form, rows, heads, chunks, brought) - score_bytes(rows, heads, chunks),
         }
         return plan + LayerPlan(shared=Planned(decode=more))
 
@@ -112,8 +140,8 @@ class AbstractTreePredictor(SummaryPredictor):
         group, config = self.form.group_size, self.config
         states = (query.states * query.scaling).to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
         wanted = config.attended(self.units * group) + config.num_sinks
-        with self._account.holding("scores", _judge_bytes(self.rows, states.shape[1], self.units, budget)):
-            upper, lower = (bound.cpu().numpy() for bound in bounds(states, *abstracts.permute(2, 0, 3, 1, 4)))
+        with self._account.holding("scores", _judge_bytes(self.form, self.rows, states.shape[1], self.units, budget)):
+            upper, lower = (bound.cpu().numpy() for bound in likely(states, *abstracts.permute(2, 0, 3, 1, 4)))
             most, least = standing(upper, lower, min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:
@@ -178,9 +206,10 @@ class AbstractTreePredictor(SummaryPredictor):
         return (places >= first) & (places < first + sinks), hidden
 
 
-def _judge_bytes(rows: int, heads: int, chunks: int, places: int) -> int:
+def _judge_bytes(form: RecordFormat, rows: int, heads: int, chunks: int, places: int) -> int:
     """Bounds in 32 bits and what they are made of, and what the queues of heads and of rows are sorted by."""
-    return rows * (24 * heads * chunks + 80 * heads * min(places, chunks) + 64 * chunks)
+    apart = min(chunks, _APART) * form.key_width * (6 if form.dtype == torch.float16 else form.dtype.itemsize)
+    return rows * (24 * heads * chunks + 80 * heads * min(places, chunks) + 64 * chunks + apart)
 
 
 def _look_bytes(form: RecordFormat, rows: int, heads: int, tokens: int) -> int:

@@ -270,10 +270,10 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
     """They go to the disk before less is selected."""
     geometry = Geometry.of(long_model())
     full = geometry.full_kv_bytes(131072, 1)
-    roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}) for share in (13, 24))
+    roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}) for share in (13, 20))
     assert (roomy.abstracts, tight.abstracts) == ("memory", "disk")
     assert tight.num_selected == 400
-    assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 24
+    assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 20
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -17,7 +17,7 @@ from hf_offload_cache.history.base import Sealed
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds, shares, standing
+from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds, likely, shares, standing
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.testing import PredictorTests
 
@@ -90,6 +90,28 @@ def test_bounds_hold_and_are_attained_by_a_corner() -> None:
     torch.testing.assert_close(exact[1], case.products[..., :5])
 
 
+def test_what_is_likely_is_so_of_independent_keys() -> None:
+    """On average over chunks it is the highest product, within a hundredth of what there is between the bounds; of one
+    key it is the product. And the lowest are the bounds' own."""
+    case = Case()
+    single = case.keys[:, :, :5]
+    for found in likely(case.states, single, single):
+        torch.testing.assert_close(found, case.products[..., :5])
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(1, 2, 200, 64, 32, generator=generator) * torch.linspace(0.2, 3, 32) + torch.arange(32.0)
+    states = torch.randn(1, 6, 32, generator=generator)
+    least, most = keys.amin(3), keys.amax(3)
+    found, lowest = likely(states, least, most)
+    upper, lower = bounds(states, least, most)
+    torch.testing.assert_close(lowest, lower, rtol=1e-4, atol=1e-3)
+    highest = (states.unflatten(1, (2, 3))[:, :, None] @ keys.transpose(3, 4)).amax(4).transpose(2, 3).flatten(1, 2)
+    assert (found <= upper + 1e-3).all()
+    assert ((found - highest).mean(2).abs() < 0.01 * (upper - lower).mean(2)).all()
+    for dtype in (torch.bfloat16, torch.float16):
+        some = likely(states.to(dtype), 30 * least.to(dtype), 30 * most.to(dtype))
+        torch.testing.assert_close(some[0], 30 * found, rtol=0.02, atol=30)
+
+
 def test_where_chunks_stand() -> None:
     """First in a head's queue by the upper bound: before all that are second in each; at least, as if each stood where
     its lower bound is. A head of large scores is heard as any other."""
@@ -136,11 +158,11 @@ def test_shares_of_each_head_sum_to_one() -> None:
 
 
 def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
-    """As found by all bounds, and by all scores of what was brought; the sinks are among both."""
+    """As found by what is likely of all, and by all scores of what was brought; the sinks are among both."""
     case = Case()
     units, choice = case.choose(6)
     parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
-    upper, lower = (bound.numpy() for bound in bounds(case.states, parts.amin(3), parts.amax(3)))
+    upper, lower = (bound.numpy() for bound in likely(case.states, parts.amin(3), parts.amax(3)))
     most, _ = standing(upper, lower, 6)
     most[:, 0] = np.inf
     for row, kept in enumerate(case.tokens(choice)):
