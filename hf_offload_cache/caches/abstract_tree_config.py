@@ -41,8 +41,8 @@ class AbstractTreeConfig(SelectiveConfig):
     """Where the abstracts of chunks are: "memory", a 64th of keys and values at chunks of 64; "disk", from where they
     are read for every query. None: in memory, or where `for_budget` finds that they fit."""
     num_opened: int | None = None
-    """Tokens of the chunks that a step brings and looks into, among which it finds those that it attends to. None: two
-    and a half times as many as it attends to."""
+    """Tokens of the chunks that a step brings and looks into, among which it finds those that it attends to. None: four
+    times as many as it attends to."""
     early_steps: int = 16
     """Steps after a prompt that look into twice as many tokens."""
     dense_layers: int = 2
@@ -202,7 +202,7 @@ class AbstractTreeConfig(SelectiveConfig):
 
     def brought(self, held: int) -> int:
         wanted = self.attended(held)
-        return wanted * 5 // 2 if self.num_opened is None else max(wanted, self.num_opened)
+        return wanted * 4 if self.num_opened is None else max(wanted, self.num_opened)
 
     def brought_at_most(self, held: int) -> int:
         looked_into = self.brought(held) > self.attended(held)

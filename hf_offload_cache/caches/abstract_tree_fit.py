@@ -12,19 +12,19 @@ from ..stores.base import DEVICE_BLOCK
 from .abstract_tree_config import AbstractTreeConfig
 
 _CHUNK_SIZES = (64, 32, 16)
-_OPENED = (2.5, 2.0, 1.5, 1.25)
+_OPENED = (4.0, 2.5, 2.0, 1.5, 1.25)
 """Tokens of the chunks that are looked into, over those that are attended to: the best, the default, first."""
 _NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
 """Where a context has dense layers, they attend to as many tokens as the others."""
 
 
 def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
-    """The best configuration that fits: 400 tokens of 1,000 that are looked into, dense first layers in memory, and
+    """The best configuration that fits: 400 tokens of 1,600 that are looked into, dense first layers in memory, and
     what is left for slots.
 
     Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
-    of streams, the abstracts, which are read from the disk then, early steps and the latest tokens, what is looked
-    into, what is attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
+    of streams, some of what is looked into, the abstracts, which are read from the disk then, early steps and the
+    latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):
@@ -44,15 +44,18 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
         sizes = {size, search.fields.get("dense_chunk_size") or size}
         records = [(_record_bytes(*record, one), one) for record in search.records for one in sizes]
         of_size = replace(search, records=records)
-        chunk: dict[str, Any] = {"chunk_size": size, **_selecting(wanted, _OPENED[0])}
-        yield {**chunk, **of_size.streams(STREAM_SHARES[0])}
+        chunk: dict[str, Any] = {"chunk_size": size}
+        yield {**chunk, **_selecting(wanted, _OPENED[0]), **of_size.streams(STREAM_SHARES[0])}
         chunk.update(_NONE_DENSE)
-        for look in ({}, {"look_ahead": False}):
-            yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
-        chunk["look_ahead"] = False
-        yield {**chunk, **of_size.least_streams()}
-        chunk["abstracts"] = "disk"
-        yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
+        for opened in _OPENED[:2]:
+            chunk.update(_selecting(wanted, opened))
+            for look in ({}, {"look_ahead": False}):
+                yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
+            yield {**chunk, **of_size.least_streams(), "look_ahead": False}
+        chunk.update(abstracts="disk", look_ahead=False)
+        for opened in _OPENED[:2]:
+            chunk.update(_selecting(wanted, opened))
+            yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
         chunk["early_steps"] = 0
         chunk.update(of_size.least_streams(SHORT_TAIL))
         yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)

@@ -55,8 +55,8 @@ def test_what_applies_to_each_layer() -> None:
     first, third = config.of_layer(1), config.of_layer(2)
     assert (first.chunk_size, first.group_size, third.chunk_size) == (8, 8, 64) and third is config
     assert [first.attended(held) for held in (9001, 500)] == [4501, 400]
-    assert (first.brought(9000), third.brought(9000)) == (4500, 1000)
-    assert (first.brought_at_most(9000), third.brought_at_most(9000)) == (4500, 2000)
+    assert (first.brought(9000), third.brought(9000)) == (4500, 1600)
+    assert (first.brought_at_most(9000), third.brought_at_most(9000)) == (4500, 3200)
     on_disk = AbstractTreeConfig(resident_layers=0, dense_layers=3)
     assert [on_disk.of_layer(place).chunk_size for place in range(4)] == [16, 16, 16, 64]
     beyond = AbstractTreeConfig(resident_layers=3, dense_layers=0).of_layer(2)

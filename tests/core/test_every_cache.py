@@ -50,7 +50,8 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
         with torch.no_grad():
             return model(tokens, past_key_values=cache, logits_to_keep=1).logits
 
-    with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+    fields = {**SOME, "reuse_capacity": 0}  # a step waits for what it reads
+    with cls(model, **fields) as cache, cls(model, **fields) as twin:
         for held in (cache, twin):
             step(held, ids)
             step(held, steps[:, :1])
