@@ -8,6 +8,20 @@ import numpy as np
 import torch
 
 
+def named_tokens(history: Any, units: np.ndarray, keep: np.ndarray) -> list[np.ndarray]:
+    """Which tokens of each row a choice names, unit by unit, and those that come with every gather."""
+    none = np.full((history.rows, 1), -1)
+    beside = history.positions(none)
+    beside = beside[:, beside.shape[1] - (0 if history.beside is None else history.beside[1].shape[1]) :]
+    found: list[list[np.ndarray]] = [[] for _ in range(history.rows)]
+    for column in range(units.shape[1]):
+        places = history.positions(units[:, column : column + 1])
+        for row, own in enumerate(places[:, : places.shape[1] - beside.shape[1]]):
+            own = own[own >= 0]
+            found[row].append(own[keep[row, column, : len(own)]])
+    return [np.concatenate([*parts, last[last >= 0]]) for parts, last in zip(found, beside, strict=True)]
+
+
 def checked(cls: type[Any]) -> type[Any]:
     """A subclass of the cache class `cls`, of its name, whose layers keep a copy of what comes in and compare each
     gather with it, to the bit. Every gather that was found right is in the class's `gathers`: (layer, units)."""
@@ -49,9 +63,8 @@ def checked(cls: type[Any]) -> type[Any]:
             came = self.rows.fold(self.came)
             recent = np.arange(self.length - history.recent.shape[1], self.length)
             if choice.keep is not None:
-                for row in range(history.rows):
-                    kept = history.positions(units)[row][choice.keep[row].reshape(-1)]
-                    assert np.array_equal(places[row][valid[row]], kept)
+                named = named_tokens(history, units, choice.keep)
+                assert all(np.array_equal(places[row][valid[row]], named[row]) for row in range(history.rows))
             for row in range(history.rows):
                 there = np.concatenate([valid[row], np.ones(len(recent), dtype=bool)])
                 where = torch.from_numpy(np.concatenate([places[row], recent])[there])

@@ -24,7 +24,8 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
     Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
     of streams, some of what is looked into, the abstracts, which are read from the disk then, early steps and the
-    latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError` with the least memory that would do.
+    latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError`
+    with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):

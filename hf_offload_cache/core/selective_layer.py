@@ -93,7 +93,7 @@ class SelectiveLayer(SelectivePlan):
         """Units a row that a query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
-        units, group = self.history.units, self.history.form.group_size
+        units, group = self.history.records, self.history.form.group_size
         if self._budget[:2] != (selecting.version, units):
             budget = selecting.units(self.layer_idx, self.config, group, units * group)
             self._budget = selecting.version, units, budget
@@ -101,8 +101,8 @@ class SelectiveLayer(SelectivePlan):
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
-        units, predictor = self.history.units, self.predictor
-        return predictor is not None and (units <= self.budget or predictor.ready(units))
+        history, predictor = self.history, self.predictor
+        return predictor is not None and (history.records <= self.budget or predictor.ready(history.units))
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
         """A query of states (B, H, D)."""
@@ -110,9 +110,9 @@ class SelectiveLayer(SelectivePlan):
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
         """The units that a query attends to."""
-        units, budget, predictor = self.history.units, self.budget, self.predictor
-        if units <= budget:
-            return Choice.all_of(self.history.rows, units)
+        budget, predictor = self.budget, self.predictor
+        if self.history.records <= budget:
+            return Choice.all_of(self.history.rows, self.history.units)
         assert predictor is not None
         decision = predictor.select(query, budget, guess)
         if isinstance(decision, Choice):
@@ -150,14 +150,14 @@ class SelectiveLayer(SelectivePlan):
         """How many `make_tiers` is to make now; where that changes, tiers are made anew."""
         history, selecting = self.history, self.selecting
         assert selecting is not None
-        return history.rows * selecting.slots(self.layer_idx, self.config, history.form.group_size, history.units)
+        return history.rows * selecting.slots(self.layer_idx, self.config, history.form.group_size, history.records)
 
     @property
     def fetcher(self) -> Fetcher:
         """Of this layer, with as many slots as its budget and its history give it now. Raises `BudgetError`."""
         selecting, history = self.selecting, self.history
         assert selecting is not None
-        units, group = history.units, history.form.group_size
+        units, group = history.records, history.form.group_size
         made_for = selecting.version, history.rows, units
         if self._fetcher is not None and self._fetcher.closed:  # something else needed its memory
             self.drop_fetcher()
@@ -167,7 +167,7 @@ class SelectiveLayer(SelectivePlan):
                 self.drop_fetcher()
                 made = self.make_tiers(capacity), 0, self.layer_idx, selecting.looks, self.make_link()
                 self._fetcher = Fetcher(self.shared.storage, selecting.areas, *made)
-            self._fetcher.most_units = selecting.units(None, self.config, group, units * group)
+            self._fetcher.most_records = self.most_records(selecting.units(None, self.config, group, units * group))
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
         return self._fetcher

@@ -35,6 +35,11 @@ class SelectivePlan(OffloadLayer):
         return -(-config.brought(context) // group) + sink_units(config.num_sinks, group, padded=True)
 
     @classmethod
+    def most_records(cls, units: int) -> int:
+        """In how many records a row what `units` full ones hold may lie."""
+        return units
+
+    @classmethod
     def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         """Slots a row, as a mean over the layers."""
         group = kind.form.group_size

@@ -21,12 +21,15 @@ class Source(Protocol):
     rows: int
 
     @property
-    def units(self) -> int: ...
+    def records(self) -> int: ...
 
     def extents(self, units: np.ndarray) -> Extents: ...
 
     @property
     def recent(self) -> torch.Tensor: ...
+
+    @property
+    def beside(self) -> tuple[torch.Tensor, np.ndarray] | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Fetched:
     kept: np.ndarray | None = None
     """(rows, N) int64: which entry each is of those that the units' records hold, one after the other; None: these are
     they. Anything where it is not valid."""
+
+    records: torch.Tensor | None = None
+    """(rows, E, entries a record, entry width): what the records of the choice's extents hold, whatever is attended to
+    of it; valid as `entries` are."""
 
     def of_chosen(self, entries: np.ndarray) -> np.ndarray:
         """What is said of all entries of the units, (rows, entries), as (rows, N)."""

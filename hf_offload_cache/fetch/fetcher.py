@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,18 +29,18 @@ class Fetcher:
 
     Args:
         tiers: nearest first; closed by the fetcher.
-        most_units: units a row that a step wants at most: what areas are made for at once; a gather may want more.
+        most_records: records a row that a step wants at most: what areas are made for at once; a gather may want more.
         layer_idx: on which line of the timeline waits are shown; None: on none.
         looks: areas for `begin_look`; None: it does nothing.
         link: which records travel as replicas; None: none do.
     """
 
     def __init__(
-        self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_units: int, layer_idx: int | None = None,
+        self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_records: int, layer_idx: int | None = None,
         looks: Areas | None = None, link: Link | None = None,
     ) -> None:  # fmt: skip
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
-        self.most_units = most_units
+        self.most_records = most_records
         self._several = len(self.tiers) > 1
         self._missing, self._reads = Missing(storage, areas, layer_idx, link), AreaReads(storage, areas, layer_idx)
         self._weighs, self.layer_idx = link is not None, layer_idx
@@ -51,8 +52,8 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        soon = history.units * 9 // 8 + 8
-        return history.rows * (soon if soon < self.most_units else self.most_units)
+        soon = history.records * 9 // 8 + 8
+        return history.rows * (soon if soon < self.most_records else self.most_records)
 
     # --- ahead -------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Fetcher:
 
     def _gather(self, history: Source, choice: Choice) -> Fetched:
         form, extents, recent = history.form, history.extents(choice.units), history.recent
-        width, latest, filled = extents.records.shape[1], recent.shape[1], self._areas.filled
+        width, latest, filled, beside = extents.records.shape[1], recent.shape[1], self._areas.filled, history.beside
         if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
             filled = self._fill_view(history, extents.records, choice.importance)
         there = int(np.count_nonzero(extents.records >= 0))
@@ -120,7 +121,11 @@ class Fetcher:
         chosen = width * form.group_size
         plain = there == extents.records.size and choice.keep is None and not runs
         valid = None if plain else valid_entries(choice, extents, form.group_size, there)
-        if choice.keep is not None:
+        if beside is not None:
+            filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
+            valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
+            valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
+        if choice.keep is not None or beside is not None:
             assert valid is not None
             fetched = kept_of(history, filled.view, valid, self._areas)
         else:
@@ -128,7 +133,8 @@ class Fetcher:
             entries[:, chosen:] = recent
             fetched = Fetched(entries, chosen, valid)
         self._areas.filled, self.latest = None, choice
-        return fetched
+        whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
+        return replace(fetched, records=whole)
 
     def bring(self, history: Source, choice: Choice) -> torch.Tensor:
         """The entries (rows, M, entries a record, entry width) of the units of `choice`, for who decides by them which
@@ -145,8 +151,9 @@ class Fetcher:
 
     def _fill_view(self, history: Source, wanted: np.ndarray, importance: np.ndarray | None) -> Filled:
         """The view with records (rows, width) in it: from tiers, from what was read ahead, and from the store."""
-        form, recent, records = history.form, history.recent, wanted.reshape(-1)
-        (rows, width), behind = wanted.shape, -(-recent.shape[1] // form.group_size)
+        form, beside, records = history.form, history.beside, wanted.reshape(-1)
+        latest = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
+        (rows, width), behind = wanted.shape, -(-latest // form.group_size)
         room = self._room(history)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
         found = [(tier, tier.locate(records)) for tier in self.tiers]
@@ -191,6 +198,13 @@ class Fetcher:
         """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
         self.latest = self._areas.filled = None
         self.drop_reads()
+
+    def stale(self, records: np.ndarray) -> None:
+        """These records are about to be written anew: nothing read of them is valid, and no read is under way."""
+        self._areas.filled = None
+        self.drop_reads()
+        for tier in self.tiers:
+            tier.forget(records)
 
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing read of them is valid."""

@@ -66,8 +66,18 @@ class History(Protocol):
         """Units sealed: those that a choice can name are below it."""
 
     @property
+    def records(self) -> int:
+        """Records that the units of a row lie in, of the row that has most: what budgets and slots are counted in."""
+
+    @property
     def recent(self) -> torch.Tensor:
         """Entries (rows, t, entry width) of the tail, oldest first: a view, valid until the next change."""
+
+    @property
+    def beside(self) -> tuple[torch.Tensor, np.ndarray] | None:
+        """What has left the tail and lies in no unit's records: entries (rows, t, entry width), and which token of
+        its row each is, (rows, t) int64, -1: none. It comes with every gather, behind the units. None: there never is
+        any."""
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """Put keys (rows, Hk, t, Dk) and values (rows, Hv, t, Dv) behind the tail; old units beyond `num_recent` tokens
@@ -77,7 +87,8 @@ class History(Protocol):
         """Where units (rows, M) lie; -1: none."""
 
     def positions(self, units: np.ndarray) -> np.ndarray:
-        """Places in the sequence, (rows, N) int64, of the entries that a gather of `units` gives, -1: no entry."""
+        """Places in the sequence, (rows, N) int64, of the entries that a gather of `units` gives, -1: no entry; those
+        `beside` them included."""
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
         """Everything before token `stop` (None: all), block by block; the next is read meanwhile."""

@@ -67,6 +67,12 @@ class PositionHistory:
         moving = {} if rows == 1 else {"moving rows": tail}  # the old ones stay until the new ones are made
         return LayerPlan(own, Planned(*({**moving, "packing": pack[phase]} for phase in ("prefill", "decode"))))
 
+    beside = None
+
+    @property
+    def records(self) -> int:
+        return self.table.num_groups
+
     @property
     def units(self) -> int:
         return self.table.num_groups

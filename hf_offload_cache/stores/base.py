@@ -20,7 +20,8 @@ class Store(ABC):
 
     `allocate`, `free` and `close` are called by one thread only (the one that runs the model). `read` and `write` may
     run in several threads at once, on different records; the prefetcher keeps a read of a record behind its write.
-    A record is immutable from its write until `free`; reading one that was never written raises `CorruptRecordError`
+    A record stays what it is from its write until `free`, or until whoever has allocated it writes it anew, with no
+    read of it under way and no frozen store over it; reading one that was never written raises `CorruptRecordError`
     where the store checks what it reads, and gives undefined bytes elsewhere.
 
     A store whose records can be shared and saved is a `FreezableStore`; all else works with any store. `StoreTests` of

@@ -99,7 +99,7 @@ class HistoryTests:
         fetcher = Fetcher(storage, Areas(storage.account), [], max(1, history.units))
         try:
             fetched = fetcher.gather(history, Choice(units))
-            places = history.positions(units)
+            places = fetched.of_chosen(history.positions(units))
             there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
             assert places.shape == (history.rows, fetched.chosen)
             sealed = history.length - history.recent.shape[1]
@@ -112,7 +112,11 @@ class HistoryTests:
             fetcher.close()
         if history.units:
             none = np.full((history.rows, 1), -1)
-            assert (history.extents(none).records == -1).all() and (history.positions(none) == -1).all()
+            assert (history.extents(none).records == -1).all()
+            beside = np.empty((history.rows, 0)) if history.beside is None else history.beside[1]
+            places = history.positions(none)
+            assert np.array_equal(places[:, places.shape[1] - beside.shape[1] :], beside)
+            assert (places[:, : places.shape[1] - beside.shape[1]] == -1).all()
 
     def test_what_came_in_comes_out(self) -> None:
         """To the bit, whatever the pieces; what `append` says was sealed is so."""

@@ -60,11 +60,11 @@ class ReadsSeen(WrapperStore):
 class Source:
     """Units of a history without one: unit u of row b lies in record `table[b, u]`, or in `spread`'s extents of it."""
 
-    form, device = FORM, CPU
+    form, device, beside = FORM, CPU, None
 
     def __init__(self, store: Any, table: np.ndarray, tail: int = 3) -> None:
         self.store, self.table = store, table
-        self.rows, self.units = table.shape
+        self.rows, self.records = table.shape
         self.tail = -1.0 - torch.arange(self.rows * tail * WIDTH).float().view(self.rows, tail, WIDTH)
         self.spread: Callable[[np.ndarray], Extents] | None = None
 
