@@ -1,0 +1,237 @@
+"""All tokens of one layer: in the order of clusters, and the latest ones in the tail (DynaKV, sections 4.2 and 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig
+from ..fetch.choice import Extents
+from ..fetch.storage import Storage
+from ..stores.base import Store
+from ..stores.freezable import FreezableStore
+from .append_buffer import AppendBuffer
+from .arrivals import Arrivals
+from .base import Block, Sealed, joined
+from .cluster_pages import in_order
+from .clustered_entries import ClusteredEntries
+from .freezing import frozen
+from .partition import Partition
+from .record_format import RecordFormat
+from .rolling_tail import RollingTail
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterForm:
+    """How clusters are made: see the fields of `Partition`, and `AppendBuffer`."""
+
+    size: int = 32
+    capacity: int = 64
+    threshold: float = 1.25
+    append_buffer: int = 16
+
+
+class ClusterHistory:
+    """A history of clusters of keys: unit c of a row is its cluster c, in pages of `group_size` entries of one record
+    each, in the order of the sequence. Rows have clusters, and entries that wait, of their own: see `ClusteredEntries`.
+
+    What waits is `beside` the records of units, and comes with every gather. See `History` for what is promised.
+    """
+
+    def __init__(
+        self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: OffloadConfig, name: str,
+        clusters: ClusterForm, rewritten: Callable[[np.ndarray], None], store: Store | None = None,
+    ) -> None:  # fmt: skip
+        self.form, self.rows, self.device, self.length = form, rows, device, 0
+        self._storage, self._name, self._num_recent = storage, name, config.num_recent
+        self._step = max(1, config.block_tokens // form.group_size)
+        self.store = storage.open_store(form.record_bytes, name) if store is None else store
+        partition = Partition(rows, form.key_width, clusters.size, clusters.capacity, clusters.threshold)
+        self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+        buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
+        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten)
+
+    @property
+    def units(self) -> int:
+        return self.clustered.partition.clusters
+
+    @property
+    def records(self) -> int:
+        return int(self.clustered.page_counts.sum(1).max(initial=0))
+
+    @property
+    def recent(self) -> torch.Tensor:
+        return self.tail.entries
+
+    @property
+    def beside(self) -> tuple[torch.Tensor, np.ndarray]:
+        """Entries (rows, t, width) that are in no record, and which token each is, (rows, t), -1: none."""
+        return self.clustered.buffer.entries, self.clustered.buffer.places
+
+    @property
+    def tables_nbytes(self) -> int:
+        return self.clustered.tables_nbytes + self.store.tables_bytes
+
+    # --- in ----------------------------------------------------------------------------------------------------
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        held, group = self.tail.length, self.form.group_size
+        total = held + keys.shape[2]
+        count, told = max(0, total - self._num_recent) // group * group, list[torch.Tensor]()
+        if not count:
+            self.tail.append(keys, values)
+        else:
+            old = self.tail.entries.clone()
+            coming = Arrivals(self.form, old, keys, values, count)
+            self.clustered.add(coming)
+            rest = count + np.arange(total - count)
+            self.tail.replace(torch.stack([coming.entries(row, rest) for row in range(self.rows)]))
+            told = [self.form.split(old[:, :count])[0], keys[:, :, : max(0, count - held)]]
+        self.length += keys.shape[2]
+        sealed = self.clustered.sealed
+        told = [part for part in told if part.shape[2]]
+        return Sealed(self.units, sealed, told, lambda: iter([self.whole(sealed)[0]]))
+
+    # --- out ---------------------------------------------------------------------------------------------------
+
+    def extents(self, units: np.ndarray) -> Extents:
+        """As `History.extents`: a run for each page."""
+        rows, page, column, at, width = self._laid_out(units)
+        shape = len(units), width
+        records, count = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        unit = np.full(shape, max(0, units.shape[1] - 1), dtype=np.int64)
+        clusters, group = units[rows, column], self.form.group_size
+        records[rows, at] = self.clustered.pages.records(rows, clusters, page)
+        count[rows, at] = np.minimum(group, self.clustered.stored[rows, clusters] - page * group)
+        unit[rows, at] = column
+        return Extents(records, None, count, unit)
+
+    def positions(self, units: np.ndarray) -> np.ndarray:
+        rows, page, column, at, width = self._laid_out(units)
+        places = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
+        places[rows, at] = self._members(rows, units[rows, column], page)
+        return np.concatenate([places.reshape(len(units), -1), self.beside[1]], 1)
+
+    def _laid_out(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+        """Every page of units (rows, M), row by row: its row, its number in its cluster, the column of its unit, and
+        its place in the row; and how many the row has that has most."""
+        counts = np.take_along_axis(self.clustered.page_counts, np.maximum(units, 0), 1) if self.units else units * 0
+        rows, column, page = in_order(np.where(units >= 0, counts, 0))
+        each = np.bincount(rows, minlength=len(units))
+        at = np.arange(rows.size) - np.repeat(np.cumsum(each) - each, each)
+        return rows, page, column, at, int(each.max(initial=0))
+
+    def _members(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Which token each entry of pages of clusters of rows (n,) is, (n, group_size), -1: none."""
+        own = self.clustered
+        order = np.argsort(own.labels, 1, kind="stable")
+        counts = own.partition.counts
+        place = (pages * self.form.group_size)[:, None] + np.arange(self.form.group_size)
+        there = place < own.stored[rows, clusters][:, None]
+        first = (np.cumsum(counts, 1) - counts)[rows, clusters]
+        return np.where(there, order[rows[:, None], np.where(there, first[:, None] + place, 0)], -1)
+
+    def blocks(self, stop: int | None = None) -> Iterator[Block]:
+        """As `History.blocks`: in the order of the records, then what waits, then the tail."""
+        stop, own = self.length if stop is None else stop, self.clustered
+        pages = in_order(own.page_counts)
+        ids = own.pages.records(*pages)
+        each = np.bincount(pages[0], minlength=self.rows)
+        if ids.size:
+            members = self._members(*pages)
+            width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
+            columns = np.arange(width)
+            # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
+            which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]
+            places = np.where((columns < each[:, None])[..., None], members[which], -1)
+            places[places >= stop] = -1
+            parts = range(0, width, self._step)
+            flat = np.concatenate([ids[which[:, at : at + self._step]].reshape(-1) for at in parts])
+            streamed = self._storage.stream(self.store, flat, self._step * self.rows, self.device)
+            for at, records in zip(parts, streamed, strict=True):
+                entries = self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
+                yield Block(*self.form.split(entries), places[:, at : at + self._step].reshape(self.rows, -1))
+        entries, places = self.beside
+        if (places >= 0).any():
+            yield Block(*self.form.split(entries), np.where(places < stop, places, -1))
+        if own.sealed < stop:
+            last = np.arange(own.sealed, stop)
+            yield Block(*self.form.split(self.recent[:, : len(last)]), np.tile(last, (self.rows, 1)))
+
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return joined(self, self.length if stop is None else stop)
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        """As `History.truncate`. Where clusters lose members they are read, and the tail holds `num_recent` tokens
+        again, or all that remain."""
+        own = self.clustered
+        if length >= own.sealed:
+            self.tail.drop_last(self.length - length)
+            self.length = length
+            return None
+        keep = max(0, length - self._num_recent) // self.form.group_size * self.form.group_size
+        self.tail.replace(own.cut(keep, length))
+        self.length = length
+        return own.pages.sweep()
+
+    def sweep(self, always: bool = False) -> np.ndarray | None:
+        pages = self.clustered.pages
+        return pages.sweep() if always or pages.garbage else None
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
+        on. Where they will, what waits is settled first, which raises `StoreError` with nothing changed."""
+        self.clustered.select_rows(rows)
+        self.tail.select_rows(rows)
+        self.rows = len(rows)
+
+    def close(self) -> None:
+        self._storage.close_store(self.store)
+        self.tail.close()
+        self.clustered.buffer.close()
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        """As `History.freeze`, and `frozen`. Nothing joins the clusters that there are from now on."""
+        self.clustered.settle_all()
+        layered = frozen(self._storage, self.store, self._name, self.named, self._move)
+        self.clustered.close()
+        return layered.parts
+
+    def named(self, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store hold something of some row: (count,), bool."""
+        return self.clustered.pages.named(self.clustered.page_counts, count)
+
+    def _move(self, store: Store) -> None:
+        self.store = store
+        self.clustered.move(store)
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        edges = np.cumsum([part.capacity for part in parts])
+        return np.split(self.named(self.store.capacity), edges[:-1])
+
+    def capture(self) -> dict[str, Any]:
+        """As `History.capture`, after `freeze`: views, valid until the next change."""
+        own = {"form": dataclasses.asdict(self.form), "length": self.length, "tail": self.tail.entries}
+        return {**own, "clusters": self.clustered.capture()}
+
+    @classmethod
+    def restore(
+        cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device,
+        config: OffloadConfig, name: str, clusters: ClusterForm, rewritten: Callable[[np.ndarray], None],
+    ) -> ClusterHistory:  # fmt: skip
+        """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing."""
+        form, tail = RecordFormat(**tree["form"]), tree["tail"]
+        store = storage.layer_store(parts, form.record_bytes, name)
+        history = cls(storage, form, len(tail), device, config, name, clusters, rewritten, store)
+        history.clustered.restore(tree["clusters"])
+        history.tail.replace(tail)
+        history.length = tree["length"]
+        return history

@@ -1,0 +1,155 @@
+"""Where each row's clusters lie in the store: pools of pages, two clusters a pool, that grow towards each other
+(DynaKV, section 5.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..stores.base import Store
+
+_ROOM = 16
+
+
+class ClusterPages:
+    """The places of clusters (rows, clusters): the records `first`, `first + step`, `first + 2 step` and so on.
+
+    A pool is as many adjacent records as two of the largest clusters need. One of its clusters begins at its first
+    record and grows upwards, the other at its last one and grows downwards, so that either grows in place; where a pool
+    has but one, the next cluster of its row becomes its partner. A pool that no row names is given back by `sweep`.
+    """
+
+    def __init__(self, store: Store, rows: int, largest: int) -> None:
+        self._store, self.largest = store, largest
+        self._first = np.full((rows, 0), -1, dtype=np.int32)
+        self._step = np.zeros((rows, 0), dtype=np.int8)
+        self._single: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        self._owned = np.empty(0, dtype=np.int64)
+        self.moved = False
+        """Rows were selected since the last `sweep`."""
+
+    @staticmethod
+    def planned(clusters: int, rows: int) -> int:
+        """The most bytes that tables of `clusters` clusters a row take."""
+        return rows * (5 * (clusters * 5 // 4 + _ROOM) + 8 * (2 * clusters + 1))
+
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._step.nbytes + self._owned.nbytes
+
+    @property
+    def pool(self) -> int:
+        """Records of a pool."""
+        return 2 * self.largest
+
+    def records(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """The record ids, int64, of pages of clusters of rows: of one shape."""
+        return self._first[rows, clusters].astype(np.int64) + self._step[rows, clusters].astype(np.int64) * pages
+
+    def place(self, row: int, cluster: int) -> tuple[int, int]:
+        """The first record and the step of a cluster of a row."""
+        return int(self._first[row, cluster]), int(self._step[row, cluster])
+
+    # --- places ------------------------------------------------------------------------------------------------
+
+    def reserve(self, rows: np.ndarray) -> list[tuple[int, int]]:
+        """Places (first record, step) for one new cluster in each of `rows` (n,), a row as often as it has new ones.
+        They are `take`n, or `give`n back. Raises `StoreFullError` with nothing changed."""
+        wanted = np.bincount(rows, minlength=len(self._single))
+        missing = [max(0, int(count) - len(single)) for count, single in zip(wanted, self._single, strict=True)]
+        pools = self._store.allocate(self.pool * sum(-(-count // 2) for count in missing)).reshape(-1, self.pool)
+        self._owned = np.concatenate([self._owned, pools[:, 0]])
+        fresh = iter(pools.tolist())
+        for single, count in zip(self._single, missing, strict=True):
+            for _ in range(-(-count // 2)):
+                ids = next(fresh)
+                assert ids[-1] - ids[0] == self.pool - 1, "pools are taken and given back whole"
+                single[:0] = [(ids[-1], -1), (ids[0], 1)]
+        return [self._single[row].pop() for row in rows.tolist()]
+
+    def give(self, rows: np.ndarray, places: list[tuple[int, int]]) -> None:
+        """What was reserved for `rows` is not wanted."""
+        for row, place in zip(rows.tolist()[::-1], places[::-1], strict=True):
+            self._single[row].append(place)
+
+    def take(self, rows: np.ndarray, clusters: np.ndarray, places: list[tuple[int, int]]) -> None:
+        """These clusters of these rows lie in what was reserved for them."""
+        if not len(rows):
+            return
+        if (need := int(clusters.max()) + 1) > self._first.shape[1]:
+            more = max(need, need * 5 // 4 + _ROOM) - self._first.shape[1]
+            self._first = np.pad(self._first, ((0, 0), (0, more)), constant_values=-1)
+            self._step = np.pad(self._step, ((0, 0), (0, more)))
+        self._first[rows, clusters], self._step[rows, clusters] = np.array(places).T
+
+    def leave(self, row: int, cluster: int) -> None:
+        """A cluster of a row has no entries any more; its place is given back when its pool is."""
+        self._first[row, cluster] = -1
+
+    def close(self) -> None:
+        """Others may name all pools, and give them back: new clusters get pools of their own."""
+        self._single, self._owned = [[] for _ in self._single], self._owned[:0]
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> np.ndarray:
+        """The first records of the pools that some row names, ascending."""
+        there = self._first >= 0
+        return np.unique(self._first[there].astype(np.int64) - np.where(self._step[there] < 0, self.pool - 1, 0))
+
+    def named(self, pages: np.ndarray, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store hold entries of some row, whose clusters have so many `pages`
+        (rows, clusters): (count,), bool."""
+        named = np.zeros(count, dtype=bool)
+        named[self.records(*in_order(pages))] = True
+        return named
+
+    @property
+    def garbage(self) -> bool:
+        """Of the pools that are owned so many may be named by no row that it pays to look."""
+        return self.moved and len(self._owned) > int((self._first >= 0).sum())
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i what row `rows[i]` is now. Rows that share pools get new ones for new clusters."""
+        shared = np.bincount(rows, minlength=len(self._first))[rows] > 1
+        self._first, self._step = self._first[rows], self._step[rows]
+        self._single = [[] if both else self._single[row] for row, both in zip(rows.tolist(), shared, strict=True)]
+        self.moved = True
+
+    def sweep(self) -> np.ndarray:
+        """Give back the pools that no row names; returns their records."""
+        live = self.pools
+        dead = np.setdiff1d(self._owned, live, assume_unique=True)
+        self._owned = np.intersect1d(self._owned, live, assume_unique=True)
+        records = (dead[:, None] + np.arange(self.pool)).reshape(-1)
+        if dead.size:
+            self._store.free(records)
+            gone = set(records.tolist())
+            self._single = [[place for place in single if place[0] not in gone] for single in self._single]
+        self.moved = False
+        return records
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """The tables, as arrays: views, valid until the next change."""
+        return {"first": self._first, "step": self._step}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured, of pools that others hold too. Copies."""
+        self._first, self._step = tree["first"].copy(), tree["step"].copy()
+
+
+def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every page of clusters that have so many `pages` (rows, clusters): its row, its cluster, and the how manieth of
+    these it is; row by row and cluster by cluster."""
+    rows, clusters = pages.nonzero()
+    counts = pages[rows, clusters]
+    which = np.repeat(np.arange(counts.size), counts)
+    return rows[which], clusters[which], np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,54 @@
+"""Entries on their way into pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..fetch.storage import Storage
+from ..stores.base import Store, aligned_empty
+from .record_format import RecordFormat
+
+PIECE_BYTES = 1 << 20
+"""Pages that are handed to the writer at a time."""
+
+
+class PageWriter:
+    """Packs entries into records of `group_size` each, and hands them to the writer; what is not full has zeros behind.
+
+    Raises `StoreError` of an earlier write; those of this one's pages that were handed over before are written then.
+    """
+
+    def __init__(self, storage: Storage, store: Store, form: RecordFormat) -> None:
+        self._storage, self._store, self._form = storage, store, form
+        self._ids: list[np.ndarray] = []
+        self._pages: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def put(self, entries: torch.Tensor, counts: np.ndarray, places: list[tuple[int, int]]) -> None:
+        """Of entries (n, width) the first `counts[0]` go to the records `first`, `first + step` and so on of
+        `places[0]`, the next `counts[1]` to those of the next, and so on."""
+        form, group = self._form, self._form.group_size
+        each = -(-counts // group)
+        which = np.repeat(np.arange(len(counts)), each)
+        number = np.arange(which.size) - np.repeat(np.cumsum(each) - each, each)
+        first, step = np.array(places, dtype=np.int64).T
+        begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
+        pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
+        rows = entries.new_zeros(which.size * group, form.entry_width)
+        rows[torch.from_numpy(begins + np.arange(len(entries))).to(entries.device)] = entries
+        pages[:, : form.payload_width] = rows.view(which.size, form.payload_width)
+        self._ids.append(first[which] + step[which] * number)
+        self._pages.append(pages)
+        self._bytes += pages.nbytes
+        if self._bytes >= min(PIECE_BYTES, self._storage.write_queue // 2):
+            self.end()
+
+    def end(self) -> None:
+        """Hand over what is packed."""
+        if self._ids:
+            records = aligned_empty(sum(map(len, self._ids)), self._form.record_bytes)
+            torch.cat([pages.view(torch.uint8) for pages in self._pages], out=records)
+            ids = np.concatenate(self._ids)
+            self._ids, self._pages, self._bytes = [], [], 0
+            self._storage.prefetcher.write(self._store, ids, records)

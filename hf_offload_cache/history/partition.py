@@ -1,0 +1,237 @@
+"""Clusters of keys that follow what comes: who belongs where, how far apart they are, and which are to be split
+(DynaKV, section 4.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .clustering import halves, k_means
+
+FEWEST = 8
+"""Clusters of a row of which a distribution of variances can be told."""
+_ROOM = 16
+"""Clusters that tables grow by, and a quarter."""
+
+
+class Partition:
+    """The clusters of each of `rows` rows: numbers from 0 to `used` of the row. Host memory; keys are float32.
+
+    Of each it knows how many keys it has, their mean, and their variance: the mean squared distance to that mean. All
+    three are exact after every change but for rounding. Holds no keys. For the thread that runs the model.
+
+    Args:
+        size: keys that a cluster of many at once gets on average.
+        capacity: the most that a cluster may have.
+        threshold: how many times the mean variance of the first clusters a cluster's may be until it is to be split.
+        most_room: how many times what the keys take their clusters' places may take: each has room for `capacity`.
+            While they take more, clusters are split where they are full alone.
+    """
+
+    def __init__(
+        self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = 2.5
+    ) -> None:
+        self.size, self.capacity, self.threshold, self.most_room = size, capacity, threshold, most_room
+        self.used = np.zeros(rows, dtype=np.int64)
+        self.limits = np.full(rows, np.inf, dtype=np.float32)
+        """The variance beyond which a cluster of a row is to be split; infinite until `FEWEST` clusters were seen."""
+        self._counts = np.zeros((rows, 0), dtype=np.int32)
+        self._variances = np.zeros((rows, 0), dtype=np.float32)
+        self._centroids = np.zeros((rows, 0, dim), dtype=np.float32)
+        self._closed = np.zeros((rows, 0), dtype=bool)
+
+    @staticmethod
+    def planned(clusters: int, dim: int, rows: int) -> int:
+        """The most bytes that tables of `clusters` clusters a row take."""
+        return rows * (clusters * 5 // 4 + _ROOM) * (4 * dim + 9)
+
+    @property
+    def rows(self) -> int:
+        return len(self.used)
+
+    @property
+    def dim(self) -> int:
+        return self._centroids.shape[2]
+
+    @property
+    def clusters(self) -> int:
+        """Of the row that has most."""
+        return int(self.used.max(initial=0))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(rows, clusters) int32, a view as all of these, valid until the next change."""
+        return self._counts[:, : self.clusters]
+
+    @property
+    def centroids(self) -> np.ndarray:
+        """(rows, clusters, D) float32; zeros where there is none."""
+        return self._centroids[:, : self.clusters]
+
+    @property
+    def variances(self) -> np.ndarray:
+        """(rows, clusters) float32."""
+        return self._variances[:, : self.clusters]
+
+    @property
+    def closed(self) -> np.ndarray:
+        """(rows, clusters) bool: clusters that nothing may join, since others hold them too."""
+        return self._closed[:, : self.clusters]
+
+    @property
+    def nbytes(self) -> int:
+        tables = self._counts, self._variances, self._centroids, self._closed
+        return sum(table.nbytes for table in tables) + self.used.nbytes + self.limits.nbytes
+
+    # --- what comes --------------------------------------------------------------------------------------------
+
+    def nearest(self, keys: np.ndarray) -> np.ndarray:
+        """The cluster of the row whose centroid each of keys (rows, n, D) is nearest to, of those that may be joined,
+        (rows, n) int64; -1: there is none."""
+        if not self.clusters:
+            return np.full(keys.shape[:2], -1, dtype=np.int64)
+        centroids = self.centroids
+        apart = np.einsum("rcd,rcd->rc", centroids, centroids)
+        apart[self.closed | (self.counts == 0)] = np.inf
+        distances = apart[:, None] - 2 * keys @ centroids.transpose(0, 2, 1)
+        found = distances.argmin(2)
+        found[np.isinf(np.take_along_axis(distances, found[..., None], 2)[..., 0])] = -1
+        return found
+
+    def join(self, keys: np.ndarray, clusters: np.ndarray) -> None:
+        """Keys (rows, n, D) are in `clusters` (rows, n) from now on; -1: in none. Their counts, means and variances are
+        merged with those of who was there (Chan, Golub and LeVeque, 1979)."""
+        row, column = (clusters >= 0).nonzero()
+        if not row.size:
+            return
+        width = self._counts.shape[1]
+        place, which = np.unique(row * width + clusters[row, column], return_inverse=True)
+        new, count = keys[row, column], np.bincount(which).astype(np.float32)
+        means = _sums(new, which, place.size) / count[:, None]
+        spread = _sums(_squares(new - means[which])[:, None], which, place.size)[:, 0]
+        row, cluster = np.divmod(place, width)
+        before = self._counts[row, cluster].astype(np.float32)
+        apart, together = means - self._centroids[row, cluster], before + count
+        spread += self._variances[row, cluster] * before + _squares(apart) * before * count / together
+        self._counts[row, cluster] += count.astype(np.int32)
+        self._centroids[row, cluster] += apart * (count / together)[:, None]
+        self._variances[row, cluster] = spread / together
+
+    def add(self, row: int, keys: np.ndarray) -> np.ndarray:
+        """Make clusters of keys (n, D) in a row, beside those that are; which each is in, (n,) int64. None of them has
+        more than `capacity`."""
+        within = k_means(keys, self.size)
+        while (counts := np.bincount(within)).max() > self.capacity:
+            for cluster in (counts > self.capacity).nonzero()[0]:
+                members = (within == cluster).nonzero()[0]
+                within[members[halves(keys[members])]] = within.max() + 1
+        first, within = int(self.used[row]), np.unique(within, return_inverse=True)[1]
+        counts = np.bincount(within)
+        self._open(row, counts.size)
+        means = _sums(keys, within, counts.size) / counts[:, None]
+        new = slice(first, first + counts.size)
+        self._counts[row, new], self._centroids[row, new] = counts, means
+        self._variances[row, new] = _sums(_squares(keys - means[within])[:, None], within, counts.size)[:, 0] / counts
+        self._set_limits()
+        return first + within
+
+    def drop_last(self, row: int, used: int) -> None:
+        """Undo the latest `add` to a row, which had `used` clusters before."""
+        for table in (self._counts, self._variances, self._centroids, self._closed):
+            table[row, used:] = 0
+        self.used[row] = used
+
+    def _set_limits(self) -> None:
+        """Of rows that have none yet, and clusters enough."""
+        for row in (np.isinf(self.limits) & (self.used >= FEWEST)).nonzero()[0]:
+            counts, variances = self._counts[row], self._variances[row]
+            if (mean := float((counts * variances).sum() / counts.sum())) > 0:
+                self.limits[row] = self.threshold * mean
+
+    @property
+    def to_split(self) -> np.ndarray:
+        """(rows, clusters) bool: those whose variance is beyond their row's limit, and those that have more than there
+        is room for; of what may be joined alone."""
+        counts = self.counts
+        roomy = self.used * self.capacity < self.most_room * counts.sum(1)
+        wide = (self.variances > self.limits[:, None]) & (counts > 1) & roomy[:, None]
+        return (wide | (counts > self.capacity)) & ~self.closed
+
+    def parts(self, row: int, cluster: int, keys: np.ndarray) -> np.ndarray:
+        """Into which parts a cluster is to be split, of which these are all its keys (n, D): (n,) int64, 0 for those
+        that stay. Changes nothing."""
+        assert len(keys) == self._counts[row, cluster], (len(keys), self._counts[row, cluster])
+        parts = halves(keys).astype(np.int64)
+        while (counts := np.bincount(parts)).max() > self.capacity:
+            members = (parts == counts.argmax()).nonzero()[0]
+            parts[members[halves(keys[members])]] = counts.size
+        return parts
+
+    def split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """Do what `parts` says. The number of each part's cluster, the first one's being the old one."""
+        count, used = int(parts.max()) + 1, int(self.used[row])
+        clusters = np.concatenate([[cluster], used + np.arange(count - 1)])
+        self._open(row, count - 1)
+        for part, number in enumerate(clusters):
+            self.set(row, int(number), keys[parts == part])
+        self._set_limits()
+        return clusters
+
+    def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
+        """A cluster has exactly keys (n, D)."""
+        mean = keys.mean(0) if len(keys) else np.zeros(self.dim, dtype=np.float32)
+        self._counts[row, cluster], self._centroids[row, cluster] = len(keys), mean
+        self._variances[row, cluster] = _squares(keys - mean).mean() if len(keys) else 0
+
+    def _open(self, row: int, count: int) -> None:
+        """So many new clusters of a row, which may be joined."""
+        used = int(self.used[row])
+        self._need(used + count)
+        self.used[row] += count
+        self._closed[row, used : used + count] = False
+
+    def _need(self, clusters: int) -> None:
+        """Have room for so many a row."""
+        if clusters > self._counts.shape[1]:
+            more = max(clusters, clusters * 5 // 4 + _ROOM) - self._counts.shape[1]
+            for name in ("_counts", "_variances", "_centroids", "_closed"):
+                table = getattr(self, name)
+                shape = (table.shape[0], more, *table.shape[2:])
+                setattr(self, name, np.concatenate([table, np.zeros(shape, dtype=table.dtype)], 1))
+
+    # --- rows and contexts -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Others may hold all that there is: nothing joins it any more."""
+        self._closed[:] = True
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i what row `rows[i]` is now. What several rows have in common is closed."""
+        shared = np.bincount(rows, minlength=self.rows)[rows] > 1
+        for name in ("used", "limits", "_counts", "_variances", "_centroids", "_closed"):
+            setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
+        self._closed[shared] = True
+
+    def capture(self) -> dict[str, Any]:
+        """All that is held, as a tree of arrays: views, valid until the next change."""
+        return {name: getattr(self, name) for name in ("counts", "variances", "centroids", "used", "limits")}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured, all of it closed. Copies."""
+        self._need(tree["counts"].shape[1])
+        for name in ("counts", "variances", "centroids"):
+            getattr(self, f"_{name}")[:, : tree[name].shape[1]] = tree[name]
+        self.used, self.limits = tree["used"].copy(), tree["limits"].copy()
+        self.close()
+
+
+def _squares(apart: np.ndarray) -> np.ndarray:
+    """Squared lengths of (n, D), (n,)."""
+    return np.einsum("nd,nd->n", apart, apart)
+
+
+def _sums(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
+    """The sum of those of `values` (n, D) that belong together, (count, D): `which` (n,) says to what."""
+    order = np.argsort(which, kind="stable")
+    return np.add.reduceat(values[order], np.searchsorted(which[order], np.arange(count)), 0)

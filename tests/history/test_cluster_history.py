@@ -1,0 +1,206 @@
+"""A history in clusters holds what came, whatever was split, cut, shared and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.history.base import History
+from hf_offload_cache.history.cluster_history import ClusterForm, ClusterHistory
+from hf_offload_cache.history.cluster_pages import in_order
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
+
+CLUSTERS = ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=5)
+
+
+def ignore(records: np.ndarray) -> None:
+    """Nobody has read any."""
+
+
+class TestClusterHistory(HistoryTests):
+    def make_history(self, storage: Storage, form: RecordFormat, rows: int, config: OffloadConfig) -> History:
+        return ClusterHistory(storage, form, rows, torch.device("cpu"), config, "layer 0", CLUSTERS, ignore)
+
+    def restore_history(
+        self, storage: Storage, tree: dict[str, Any], parts: Sequence[Any], config: OffloadConfig
+    ) -> History:
+        device = torch.device("cpu")
+        return ClusterHistory.restore(storage, tree, parts, device, config, "layer 0", CLUSTERS, ignore)
+
+
+@contextmanager
+def filled(rows: int, tokens: int, clusters: ClusterForm = CLUSTERS) -> Iterator[Case]:
+    storage = Storage(CONFIG, None)
+    try:
+        case = Case(storage, rows, clusters)
+        case.append(tokens)
+        yield case
+    finally:
+        storage.close()
+
+
+class Case:
+    """A history, and all that came beside it."""
+
+    def __init__(self, storage: Storage, rows: int, clusters: ClusterForm) -> None:
+        self.storage, self.told, self.seed = storage, list[int](), 0
+        device = torch.device("cpu")
+        self.history = ClusterHistory(storage, FORM, rows, device, CONFIG, "layer 0", clusters, self.rewritten)
+        self.keys, self.values = some_keys_and_values(rows, 0)
+
+    def rewritten(self, records: np.ndarray) -> None:
+        self.told += records.tolist()
+
+    def append(self, tokens: int) -> None:
+        self.seed += 1
+        keys, values = some_keys_and_values(self.history.rows, tokens, self.seed)
+        self.history.append(keys, values)
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+
+    def truncate(self, length: int) -> None:
+        self.history.truncate(length)
+        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+
+    def select_rows(self, rows: list[int]) -> None:
+        self.history.select_rows(torch.tensor(rows))
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def check(self) -> None:
+        """What is held is what came; what is known of clusters is what their keys say; members are in order."""
+        history, own = self.history, self.history.clustered
+        for part, came in zip(history.whole(), (self.keys, self.values), strict=True):
+            assert torch.equal(part, came)
+        partition, points = own.partition, self.keys.transpose(1, 2).flatten(2).numpy()
+        assert (own.buffer.counts <= own.buffer.most + FORM.group_size).all() and (own.stored >= 0).all()
+        assert (partition.counts.sum(1) == own.sealed).all() and (partition.counts <= partition.capacity + 9).all()
+        assert (own.page_counts <= own.pages.largest).all()
+        for row in range(history.rows):
+            for cluster in range(partition.used[row]):
+                members = points[row, : own.sealed][own.labels[row] == cluster]
+                assert partition.counts[row, cluster] == len(members)
+                if len(members):
+                    np.testing.assert_allclose(partition.centroids[row, cluster], members.mean(0), rtol=1e-3, atol=1e-3)
+                    apart = ((members - members.mean(0)) ** 2).sum(1).mean()
+                    np.testing.assert_allclose(partition.variances[row, cluster], apart, rtol=1e-3, atol=1e-3)
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 40)),
+    st.tuples(st.just("steps"), st.integers(1, 30)),
+    st.tuples(st.just("truncate"), st.floats(0.5, 1)),
+    st.tuples(st.just("select_rows"), st.lists(st.integers(0, 1), min_size=1, max_size=3)),
+    st.tuples(st.just("settle"), st.none()),
+    st.tuples(st.just("freeze"), st.none()),
+    st.tuples(st.just("sweep"), st.none()),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CHANGES, min_size=1, max_size=8))
+def test_whatever_happens(changes: list[tuple[str, Any]]) -> None:
+    with filled(2, 60) as case:
+        for name, how in changes:
+            if name == "append":
+                case.append(how)
+            elif name == "steps":
+                for _ in range(how):
+                    case.append(1)
+            elif name == "truncate":
+                case.truncate(max(1, int(how * case.history.length)))
+            elif name == "select_rows":
+                case.select_rows([row % case.history.rows for row in how])
+            elif name == "settle":
+                case.history.clustered.settle_all()
+                assert not case.history.clustered.buffer.counts.any()
+            elif name == "freeze":
+                case.history.freeze()
+            else:
+                case.history.sweep(always=True)
+            case.check()
+
+
+def test_clusters_grow_and_are_split_and_the_rest_of_the_disk_is_theirs() -> None:
+    """Steps alone, of a long decode: what has come is in more clusters, none too large, in pools for two each."""
+    with filled(2, 60) as case:
+        before = case.history.units
+        for _ in range(200):
+            case.append(1)
+        own = case.history.clustered
+        own.settle_all()
+        case.check()
+        assert case.history.units > before + 10 and own.partition.counts.max() <= 12
+        assert not own.partition.to_split.any()
+        pages = own.page_counts
+        records = own.pages.records(*in_order(pages))
+        assert len(np.unique(records)) == records.size, "no page is of two clusters"
+        assert 2 * len(own.pages.pools) <= own.partition.used.sum() + 2, "at most one cluster a row has no partner"
+
+
+def test_what_is_written_anew_is_told_before() -> None:
+    """Every record whose content changes, and none that is new."""
+    with filled(1, 90) as case:
+        store, pages = case.history.store, case.history.clustered.pages
+        for _ in range(60):
+            case.storage.prefetcher.flush()
+            there = pages.records(*in_order(case.history.clustered.page_counts))
+            before = aligned_empty(len(there), FORM.record_bytes)
+            store.read(there, before)
+            case.told.clear()
+            case.append(1)
+            case.storage.prefetcher.flush()
+            after = aligned_empty(len(there), FORM.record_bytes)
+            store.read(there, after)
+            changed = set(there[(before != after).any(1).numpy()].tolist())
+            assert changed <= set(case.told) <= set(there.tolist())
+
+
+def test_a_write_that_fails_loses_nothing() -> None:
+    """Wherever it is: clusters of a prompt, what waits, and splits. What came before is held, and goes on."""
+    for number in range(6):
+        with filled(2, 60) as case:
+            write, results = case.storage.prefetcher.write, iter([None] * number + [StoreError(5, "told once")])
+
+            def failing(*given: Any, write: Any = write, results: Any = results) -> None:
+                if (error := next(results, None)) is not None:
+                    raise error
+                write(*given)
+
+            case.storage.prefetcher.write = failing  # type: ignore[method-assign]
+            failures = 0
+            for tokens in [30, *[1] * 40, 50]:
+                try:
+                    case.append(tokens)
+                except StoreError:
+                    failures += 1
+                    case.seed -= 1
+                    case.check()
+                    case.append(tokens)
+                case.check()
+            assert failures == 1
+
+
+def test_rows_that_share_clusters_write_to_pages_of_their_own() -> None:
+    with filled(1, 60) as case:
+        case.select_rows([0, 0])
+        own = case.history.clustered
+        shared = set(own.pages.records(*in_order(own.page_counts)).tolist())
+        case.told.clear()
+        for _ in range(40):
+            case.append(1)
+        case.check()
+        assert not shared & set(case.told)
+        alone = [set(own.pages.records(np.full(3, row), np.arange(3), np.zeros(3, int)).tolist()) for row in range(2)]
+        assert alone[0] == alone[1] <= shared
+        new = in_order(np.where(np.arange(own.page_counts.shape[1]) >= 9, own.page_counts, 0))
+        assert len(np.unique(own.pages.records(*new))) == new[0].size

@@ -1,0 +1,189 @@
+"""Counts, means and variances of clusters are those of their keys, whatever came and was split; what is split when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.history.clustering import BATCH, halves, k_means
+from hf_offload_cache.history.partition import FEWEST, Partition
+
+DIM = 6
+
+
+def some_keys(count: int, seed: int = 0, rows: int = 2, groups: int = 5) -> np.ndarray:
+    """Keys (rows, count, DIM) around `groups` places."""
+    generator = np.random.default_rng(seed)
+    places = 4 * generator.standard_normal((rows, groups, DIM))
+    which = generator.integers(0, groups, (rows, count))
+    noise = generator.standard_normal((rows, count, DIM))
+    return (np.take_along_axis(places, which[..., None], 1) + noise).astype(np.float32)
+
+
+class Case:
+    """A partition, and beside it every key with its cluster, by which it is checked."""
+
+    def __init__(self, rows: int = 2, threshold: float = 1.25, capacity: int = 12, most_room: float = 10) -> None:
+        self.partition = Partition(rows, DIM, 6, capacity, threshold, most_room)
+        self.keys = np.zeros((rows, 0, DIM), dtype=np.float32)
+        self.labels = np.zeros((rows, 0), dtype=np.int64)
+
+    def comes(self, keys: np.ndarray, labels: np.ndarray) -> None:
+        self.keys, self.labels = np.concatenate([self.keys, keys], 1), np.concatenate([self.labels, labels], 1)
+
+    def add(self, keys: np.ndarray) -> None:
+        self.comes(keys, np.stack([self.partition.add(row, own) for row, own in enumerate(keys)]))
+
+    def join(self, keys: np.ndarray) -> None:
+        labels = self.partition.nearest(keys)
+        self.partition.join(keys, labels)
+        self.comes(keys, labels)
+
+    def split(self) -> int:
+        """All that is to be split; how many that were."""
+        found = np.argwhere(self.partition.to_split)
+        for row, cluster in found:
+            own = (self.labels[row] == cluster).nonzero()[0]
+            parts = self.partition.parts(row, cluster, self.keys[row, own])
+            assert len(np.unique(parts)) == parts.max() + 1 > 1
+            self.labels[row, own] = self.partition.split(row, cluster, self.keys[row, own], parts)[parts]
+        return len(found)
+
+    def check(self) -> None:
+        partition = self.partition
+        for row in range(partition.rows):
+            assert partition.counts[row].tolist() == np.bincount(
+                self.labels[row][self.labels[row] >= 0], minlength=partition.clusters
+            ).tolist()
+            for cluster in np.unique(self.labels[row][self.labels[row] >= 0]):
+                own = self.keys[row, self.labels[row] == cluster].astype(np.float64)
+                np.testing.assert_allclose(partition.centroids[row, cluster], own.mean(0), rtol=1e-4, atol=1e-4)
+                variance = ((own - own.mean(0)) ** 2).sum(1).mean()
+                np.testing.assert_allclose(partition.variances[row, cluster], variance, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pieces=st.lists(st.integers(1, 30), min_size=1, max_size=6), splits=st.booleans(), seed=st.integers(0, 2**16))
+def test_statistics_are_those_of_the_keys(pieces: list[int], splits: bool, seed: int) -> None:
+    """Against means and variances of all keys anew, in 64 bits; 32 bits and their sums are what differs."""
+    case = Case()
+    case.add(some_keys(60, seed))
+    for index, tokens in enumerate(pieces):
+        if index % 3 == 2:
+            case.add(some_keys(tokens, seed + index))
+        else:
+            case.join(some_keys(tokens, seed + index))
+        if splits:
+            case.split()
+        case.check()
+
+
+def test_the_nearest_is_the_nearest() -> None:
+    case = Case()
+    case.add(some_keys(50))
+    keys = some_keys(9, 1)
+    apart = ((keys[:, :, None] - case.partition.centroids[:, None]) ** 2).sum(-1)
+    apart[np.broadcast_to(case.partition.counts[:, None] == 0, apart.shape)] = np.inf
+    assert np.array_equal(case.partition.nearest(keys), apart.argmin(2))
+    assert (Partition(2, DIM, 6, 12, 1.25).nearest(keys) == -1).all()
+
+
+def test_what_is_far_apart_is_split_and_what_is_full() -> None:
+    """Beyond the limit, `threshold` times the mean variance of the first clusters; without a limit only when full."""
+    case = Case(rows=1)
+    case.add(some_keys(80, rows=1))
+    partition = case.partition
+    mean = (partition.counts * partition.variances).sum() / partition.counts.sum()
+    assert partition.used[0] >= FEWEST and partition.limits[0] == pytest.approx(1.25 * mean, rel=1e-5)
+    wide = partition.variances[0] > partition.limits[0]
+    assert np.array_equal(partition.to_split[0], wide & (partition.counts[0] > 1))
+    target = int(partition.counts[0].argmin())
+    far = partition.centroids[:, [target]] + 3 * np.sqrt(partition.limits[0])
+    partition.join(far, np.array([[target]]))
+    assert partition.to_split[0, target]
+    full = Case(rows=1, threshold=1e9, capacity=6)
+    full.add(some_keys(6, rows=1))
+    assert not full.partition.to_split.any() and np.isinf(full.partition.limits[0])
+    full.join(some_keys(1, rows=1))
+    assert full.partition.to_split.sum() == 1 and full.split() == 1 and not full.partition.to_split.any()
+
+
+def test_clusters_are_split_by_variance_only_as_long_as_there_is_room() -> None:
+    """Each has places for `capacity` on the disk."""
+    for most_room in (10, 1.5):
+        case = Case(rows=1, threshold=0.2, most_room=most_room)
+        case.add(some_keys(80, rows=1))
+        while case.split():
+            pass
+        room = case.partition.used[0] * 12 / 80
+        assert room > 3 if most_room == 10 else 1.5 <= room < 2.5  # 80 keys in clusters of 6 take twice their places
+
+
+def test_splits_make_keys_of_a_cluster_nearer_to_each_other() -> None:
+    case = Case(rows=1, threshold=1e9, capacity=1000)
+    keys = some_keys(200, rows=1, groups=2)
+    case.comes(keys, np.zeros((1, 200), dtype=np.int64))
+    case.partition._need(1)
+    case.partition.used[:] = 1
+    case.partition.set(0, 0, keys[0])
+    before = float(case.partition.variances[0, 0])
+    parts = case.partition.parts(0, 0, keys[0])
+    assert case.partition.split(0, 0, keys[0], parts).tolist() == [0, 1]
+    assert (case.partition.variances[0] < before / 2).all() and 40 < parts.sum() < 160
+
+
+def test_clusters_of_many_hold_no_more_than_they_may() -> None:
+    """Also of keys that are all alike, of which k-means makes one cluster."""
+    for keys in (np.ones((1, 100, DIM), dtype=np.float32), some_keys(300, rows=1, groups=2)):
+        partition = Partition(1, DIM, 6, 12, 1.25)
+        labels = partition.add(0, keys[0])
+        assert partition.counts.max() <= 12 and np.array_equal(np.unique(labels), np.arange(partition.used[0]))
+
+
+def test_nothing_joins_what_is_closed() -> None:
+    """Rows that were one have the same clusters, closed; what a row has alone stays open. New ones are made beside."""
+    case = Case()
+    case.add(some_keys(50))
+    partition, keys = case.partition, some_keys(8, 3, rows=3)
+    partition.select_rows(np.array([1, 0, 1]))
+    assert partition.closed.all(1).tolist() == [True, False, True]
+    found = partition.nearest(keys)
+    assert (found[[0, 2]] == -1).all() and (found[1] >= 0).all()
+    before = partition.counts.copy()
+    partition.join(keys, found)
+    assert np.array_equal(partition.counts[[0, 2]], before[[0, 2]]) and partition.counts[1].sum() == before[1].sum() + 8
+    partition.close()
+    used = partition.used.copy()
+    labels = np.stack([partition.add(row, own) for row, own in enumerate(keys)])
+    assert np.array_equal(labels.min(1), used) and (partition.nearest(keys) >= used[:, None]).all()
+    assert not (partition.to_split & (np.arange(partition.clusters) < used[:, None])).any()
+    for row, count in enumerate(used):
+        partition.drop_last(row, count)
+    assert np.array_equal(partition.used, used) and (partition.nearest(keys) == -1).all()
+
+
+def test_k_means_in_batches() -> None:
+    """More than a batch is clustered a batch at a time, in clusters of about the size that was asked for."""
+    keys = some_keys(BATCH + 500, rows=1)[0]
+    labels = k_means(keys, 64)
+    first, second = labels[:BATCH], labels[BATCH:]
+    assert first.max() + 1 == BATCH // 64 and second.min() == first.max() + 1 and labels.max() - first.max() == 8
+    assert np.array_equal(labels, k_means(keys, 64)), "the same each time"
+
+
+def test_halves() -> None:
+    found = halves(np.array([[0.0], [9], [1], [0], [10], [1], [0]], dtype=np.float32))
+    assert (found == found[1]).tolist() == [False, True, False, False, True, False, False]
+    assert halves(np.ones((5, 3), dtype=np.float32)).tolist() == [False, False, True, True, True]
+    assert sorted(halves(np.array([[0.0], [1.0]], dtype=np.float32)).tolist()) == [False, True]
+
+
+def test_no_more_is_held_than_planned() -> None:
+    case = Case()
+    case.add(some_keys(60))
+    for seed in range(20):
+        case.join(some_keys(7, seed))
+        case.split()
+    assert 0 < case.partition.nbytes <= Partition.planned(case.partition.clusters, DIM, 2) + 12 * 2
