@@ -1,0 +1,51 @@
+"""What a user may set of `ClusterCache`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..config import SelectiveConfig
+from ..errors import ConfigError
+from ..history.cluster_history import ClusterForm
+
+
+@dataclass(frozen=True)
+class ClusterConfig(SelectiveConfig):
+    """The fields that all caches have, and those of clusters. Sizes in tokens a sequence and layer, or, of clusters and
+    what waits for them, a key head and layer."""
+
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "cluster_capacity")
+
+    num_selected: int | None = 400  # type: ignore[assignment]
+    """Tokens attended beyond sinks and latest ones, by each key head. None: `selected_share` of those that are held."""
+    selected_share: float = 0.1
+    """Of the tokens held, those that are attended to where `num_selected` is None."""
+    cluster_size: int = 32
+    """Keys a cluster, on average, where many are clustered at once."""
+    cluster_capacity: int = 64
+    """Keys a cluster at most: on the disk each has room for as many."""
+    split_threshold: float = 1.25
+    """How far apart keys of a cluster may be until it is split: its variance over the mean of a prompt's clusters."""
+    append_buffer: int = 16
+    """Entries that may wait in memory until their clusters are read anyhow."""
+
+    def __post_init__(self) -> None:
+        if self.num_selected is not None:
+            super().__post_init__()
+        self._at_least("cluster_size", 2)
+        self._at_least("cluster_capacity", self.cluster_size)
+        self._at_least("append_buffer", 0)
+        if not (isinstance(self.split_threshold, int | float) and self.split_threshold > 0):
+            raise ConfigError(f"split_threshold must be above 0, got {self.split_threshold!r}: use 1.25")
+        if not (isinstance(self.selected_share, int | float) and 0 < self.selected_share <= 1):
+            raise ConfigError(f"selected_share must be above 0 and at most 1, got {self.selected_share!r}: use 0.1")
+
+    @property
+    def clusters(self) -> ClusterForm:
+        """How a history makes clusters."""
+        return ClusterForm(self.cluster_size, self.cluster_capacity, self.split_threshold, self.append_buffer)
+
+    def brought(self, held: int) -> int:
+        return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected

@@ -1,0 +1,100 @@
+"""Clusters judged by their centroids (DynaKV, section 4.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import SelectiveConfig
+from ..fetch.choice import Choice
+from ..history.base import Sealed
+from ..history.clustered_entries import ClusteredEntries
+from .base import Decision, Query
+
+
+class ClusterPredictor:
+    """The clusters whose keys have most of the attention of a row's heads, if each key were its centroid.
+
+    Each head's shares are of the attention to all that is there, the latest tokens by their keys; so that no head
+    drowns the others their sum over heads is what counts, a token. Clusters are taken until they hold as many tokens as
+    are wanted; of the last one its latest ones. What waits beside the clusters is attended to anyhow, and is among
+    these. Holds nothing: centroids and counts are the history's. See `Predictor`.
+    """
+
+    def __init__(self, clustered: ClusteredEntries, config: SelectiveConfig) -> None:
+        self.clustered, self.config = clustered, config
+
+    def ready(self, units: int) -> bool:
+        return units == self.clustered.partition.clusters
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """The history has."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Decision:
+        own = self.clustered
+        stored, group = own.stored, own.form.group_size
+        shares = self.shares(query, own.partition.counts)
+        shares[stored == 0] = -np.inf
+        self._mark(shares, query.visible)
+        wanted = budget * group - own.buffer.counts
+        order = np.argsort(-shares, 1, kind="stable")
+        counts = np.take_along_axis(np.where(shares > -np.inf, stored, 0), order, 1)
+        before = np.cumsum(counts, 1) - counts
+        taken = (before < wanted[:, None]) & (counts > 0)
+        width = int(taken.sum(1).max(initial=0))
+        units, taken = order[:, :width], taken[:, :width]
+        cut = np.minimum(counts, wanted[:, None] - before)[:, :width]  # of these many of each
+        entry = np.arange(own.pages.largest * group)
+        keep = entry >= (counts[:, :width] - cut)[..., None]
+        ascending = np.argsort(np.where(taken, units, np.iinfo(np.int64).max), 1)
+        units = np.take_along_axis(np.where(taken, units, -1), ascending, 1)
+        importance = np.take_along_axis(shares, np.maximum(units, 0), 1).astype(np.float32)
+        return Choice(units, np.take_along_axis(keep, ascending[..., None], 1), importance)
+
+    def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
+        """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
+        their centroids."""
+        rows = len(counts)
+        states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
+        latest = query.recent()[:, 0].float()
+        recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu().numpy()
+        products = states.cpu().numpy() @ self.clustered.partition.centroids.transpose(0, 2, 1)
+        with np.errstate(divide="ignore"):
+            held = products + np.log(counts)[:, None]
+        everything = np.concatenate([held, recent], 2)
+        most = everything.max(2, keepdims=True)
+        total = most + np.log(np.exp(everything - most).sum(2, keepdims=True))
+        return np.exp(products - total).sum(1)
+
+    def _mark(self, shares: np.ndarray, visible: torch.Tensor | None) -> None:
+        """Clusters with a row's first tokens are above all, those of padding alone below all."""
+        labels, rows = self.clustered.labels, np.arange(len(shares))[:, None]
+        first = np.zeros(len(shares), dtype=np.int64)
+        if visible is not None:
+            seen = visible[:, : labels.shape[1]].cpu().numpy()
+            seen = np.repeat(seen, len(shares) // len(seen), 0)
+            first = seen.argmax(1)
+            some = np.zeros(shares.shape, dtype=bool)
+            where = seen.nonzero()
+            some[where[0], labels[where]] = True
+            shares[~some] = -np.inf
+        sinks = np.minimum(first[:, None] + np.arange(self.config.num_sinks), labels.shape[1] - 1)
+        shares[rows, labels[rows, sinks]] = np.inf
+
+    def truncate(self, units: int) -> None:
+        """The history does, and so with what follows."""
+
+    def select_rows(self, rows: torch.Tensor) -> None: ...
+
+    def capture(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, tree: dict[str, Any]) -> None: ...
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None: ...

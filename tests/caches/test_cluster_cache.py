@@ -1,0 +1,88 @@
+"""`ClusterCache`: exact over its clusters, and attending to what it names, while these are made, joined and split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checked_cache import checked
+from harness import generate, prompt
+from long_llama import feed, long_model
+from transformers import DynamicCache
+
+from hf_offload_cache.caches.cluster import ClusterCache
+from hf_offload_cache.caches.cluster_config import ClusterConfig
+from hf_offload_cache.errors import ConfigError
+
+LENGTH = 300
+SMALL: dict[str, Any] = {
+    "cluster_size": 8, "cluster_capacity": 16, "append_buffer": 6, "num_recent": 8, "group_size": 4, "engine": "memory",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cluster_size": 1}, "cluster_size must be at least 2"),
+        ({"cluster_capacity": 16}, "cluster_capacity must be at least 32"),
+        ({"append_buffer": -1}, "append_buffer must be at least 0"),
+        ({"split_threshold": 0}, "split_threshold must be above 0"),
+        ({"selected_share": 2.0}, "selected_share must be above 0"),
+        ({"num_selected": 0}, "num_selected must be at least 1"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ClusterConfig(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, Any]) -> None:
+    """Greedy, beams and verified candidates: `DynamicCache`'s tokens; all that is held is attended to."""
+    model, rows = long_model(), 1 if "prompt_lookup_num_tokens" in how else 2
+    ids = prompt(model, rows, LENGTH)
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40, **how)
+    with ClusterCache(model, block_tokens=64, **SMALL, **fields) as cache:
+        found = generate(model, cache, ids, max_new_tokens=40, **how)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert fields != {"num_selected": 4000} or cache.report().selected_fraction == 1.0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_attends_to_what_is_named(padded: bool) -> None:
+    """Gather by gather, while clusters are joined and split; each key head as many tokens."""
+    cls, model = checked(ClusterCache), long_model()
+    ids = prompt(model, 2, LENGTH)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :40] = 0
+    with cls(model, num_selected=60, **SMALL) as cache:
+        before = generate(model, cache, ids, attention_mask=mask, max_new_tokens=2).tokens
+        units = cache.layers[1].history.units
+        generate(model, cache, before, max_new_tokens=120, attention_mask=torch.cat([mask, mask.new_ones(2, 2)], 1))
+        assert len(cls.gathers) > 300 and cache.layers[1].history.units > units + 4
+        own = cache.layers[1].history.clustered
+        assert (own.buffer.counts <= own.buffer.most + 4).all()
+
+
+def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
+    """Into what was split, with chunks behind; and each fork on its own."""
+    model = long_model()
+    ids, more = prompt(model, 1, LENGTH), prompt(model, 1, 90, seed=5)
+    plain = DynamicCache(config=model.config)
+    with ClusterCache(model, exact=True, **SMALL) as cache:
+        for held in (cache, plain):
+            feed(held, ids)
+            for place in range(60):
+                feed(held, more[:, place : place + 1])
+            held.crop(-75)
+            feed(held, more[:, :30])
+        twin, other = cache.fork(), DynamicCache(config=model.config)
+        feed(other, ids), feed(other, more[:, :60]), other.crop(-75), feed(other, more[:, :30])
+        for place in range(30, 60):
+            step = more[:, place : place + 1]
+            torch.testing.assert_close(feed(cache, step), feed(plain, step))
+            torch.testing.assert_close(feed(twin, step.flip(0) + 1), feed(other, step.flip(0) + 1))
+        twin.close()
