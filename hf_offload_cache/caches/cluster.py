@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..config import OffloadConfig
+from ..config import OffloadConfig, SelectiveConfig
 from ..core.offload_layer import OffloadLayer, Output
+from ..core.planned import LayerKind, plan_store
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
 from ..fetch.choice import Choice
@@ -17,6 +18,7 @@ from ..fetch.fetched import Fetched
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
 from ..history.record_format import RecordFormat
+from ..memory.plan import LayerPlan
 from ..model.attention_call import AttentionCall
 from ..predictors.clusters import ClusterPredictor
 from ..stores.freezable import FreezableStore
@@ -43,12 +45,33 @@ class ClusterLayer(SelectiveLayer):
             self._fetcher.stale(records)
 
     @classmethod
+    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, ClusterConfig)
+        plan, records = ClusterHistory.planned(kind.form, config, config.clusters, context, kind.rows)
+        return plan + plan_store(kind, config, records)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, ClusterConfig)
+        heads = kind.num_heads * kind.batch // kind.rows
+        return ClusterPredictor.planned(kind.form, config.clusters, context, kind.rows, heads)
+
+    @classmethod
     def most_records(cls, units: int) -> int:
         return 2 * units  # of most clusters one page is not full
 
+    @classmethod
+    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        assert isinstance(config, ClusterConfig)
+        return config.append_buffer + kind.form.group_size
+
+    @classmethod
+    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        return cls.most_units(kind, config, context) * kind.form.group_size
+
     def make_predictor(self) -> ClusterPredictor:
         assert isinstance(self.history, ClusterHistory)
-        return ClusterPredictor(self.history.clustered, self.config)
+        return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None

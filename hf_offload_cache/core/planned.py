@@ -66,13 +66,16 @@ def layer_kinds(
 
 def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
     """A history in the order of the sequence, its store, and the buffers that it is streamed through in a prefill."""
-    form = kind.form
-    records = kind.rows * sealed_groups(form, config, context)
-    plan = PositionHistory.planned(form, config, context, kind.rows)
+    plan = PositionHistory.planned(kind.form, config, context, kind.rows)
+    return plan + plan_store(kind, config, kind.rows * sealed_groups(kind.form, config, context))
+
+
+def plan_store(kind: LayerKind, config: OffloadConfig, records: int) -> LayerPlan:
+    """A store of so many records, and the buffers that it is streamed through in a prefill."""
     streams = Planned({"stream buffers": stream_bytes(kind, config)})
-    encrypted = config.encryption_key is not None
-    store = planned_store(config.engine, records, form.record_bytes, encrypted=encrypted)
-    return plan + LayerPlan(Planned.always(store), streams, records * form.record_bytes)
+    encrypted, size = config.encryption_key is not None, kind.form.record_bytes
+    store = planned_store(config.engine, records, size, encrypted=encrypted)
+    return LayerPlan(Planned.always(store), streams, records * size)
 
 
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:

@@ -40,6 +40,11 @@ class SelectivePlan(OffloadLayer):
         return units
 
     @classmethod
+    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Entries a row that come with every gather beside records and tail."""
+        return 0
+
+    @classmethod
     def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         """Slots a row, as a mean over the layers."""
         group = kind.form.group_size
@@ -63,10 +68,12 @@ class SelectivePlan(OffloadLayer):
             return super().planned(kind, config, context)
         assert isinstance(config, SelectiveConfig)
         form, plan = kind.form, cls.plan_history(kind, config, context)
-        predictor, most_units = cls.plan_predictor(kind, config, context), cls.most_units(kind, config, context)
+        predictor = cls.plan_predictor(kind, config, context)
+        most_units = cls.most_records(cls.most_units(kind, config, context))
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
-        tail_units = -(-(config.num_recent + form.group_size) // form.group_size)
+        latest = config.num_recent + form.group_size + cls.most_beside(kind, config)
+        tail_units = -(-latest // form.group_size)
         soon, ahead = units * 9 // 8 + 8, 0 if config.look_ahead is False else 1
         view, widest = (  # of one query, and of candidates that are verified
             kind.rows * (min(wanted, soon) + tail_units) * payload for wanted in (most_units, 2 * most_units)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import OffloadConfig
+from ..config import OffloadConfig, parse_size
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
+from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store
 from ..stores.freezable import FreezableStore
 from .append_buffer import AppendBuffer
@@ -20,7 +21,8 @@ from .base import Block, Sealed, joined
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
-from .partition import Partition
+from .packing import sealed_groups
+from .partition import FEWEST, MOST_ROOM, Partition
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
@@ -54,6 +56,24 @@ class ClusterHistory:
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
         self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten)
+
+    @staticmethod
+    def planned(
+        form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
+    ) -> tuple[LayerPlan, int]:
+        """What `rows` rows of `context` tokens take at most, and how many records of a store."""
+        tokens = sealed_groups(form, config, context) * form.group_size
+        count = tokens * MOST_ROOM / clusters.capacity * 1.25 + FEWEST
+        tail = RollingTail.planned(form, rows, config.num_recent)
+        waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
+        tables = ClusteredEntries.planned(round(count), tokens, form, rows)
+        own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
+        moving = {"moving rows": tail + waiting} if rows > 1 else {}
+        queue = parse_size(config.write_queue)
+        pack = (ClusteredEntries.packing(form, size, queue) for size in (tokens, form.group_size))
+        shared = Planned(*({**moving, "packing": held} for held in pack))
+        pool = 2 * -(-clusters.capacity // form.group_size)
+        return LayerPlan(own, shared), rows * pool * -(-round(count) // 2)
 
     @property
     def units(self) -> int:

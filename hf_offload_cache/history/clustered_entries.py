@@ -14,7 +14,8 @@ from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_pages import ClusterPages, in_order
-from .page_writer import PIECE_BYTES, PageWriter
+from .clustering import BATCH
+from .page_writer import PageWriter, piece_bytes
 from .partition import Partition
 from .record_format import RecordFormat
 
@@ -41,18 +42,25 @@ class ClusteredEntries:
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
         self.pages = ClusterPages(store, partition.rows, -(-partition.capacity // form.group_size))
         self.sealed = 0
-        self._labels = np.zeros((partition.rows, 0), dtype=np.int32)
+        self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._storage, self._rewritten = storage, rewritten
+
+    @staticmethod
+    def packing(form: RecordFormat, tokens: int, write_queue: int) -> int:
+        """What is held while clusters are made of so many tokens of a row: their keys in 32 bits, once more as they are
+        clustered, and pages with what goes into them."""
+        pages = min(piece_bytes(write_queue), tokens * form.record_bytes)
+        return 2 * 4 * form.key_width * min(tokens, BATCH) + 4 * pages
 
     @staticmethod
     def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> int:
         """The most bytes that the books of so many clusters and tokens a row take."""
         tables = Partition.planned(clusters, form.key_width, rows) + ClusterPages.planned(clusters, rows)
-        return tables + 4 * rows * (tokens * 5 // 4 + 64)
+        return tables + (2 if clusters < 1 << 16 else 4) * rows * (tokens * 5 // 4 + 64)
 
     @property
     def labels(self) -> np.ndarray:
-        """The cluster of each token, (rows, sealed) int32: a view, valid until the next change."""
+        """The cluster of each token, (rows, sealed), unsigned: a view, valid until the next change."""
         return self._labels[:, : self.sealed]
 
     @property
@@ -85,7 +93,9 @@ class ClusteredEntries:
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
         if not joins.all():
-            self._make_clusters((~joins).nonzero()[0], coming, labels)
+            packing = self.packing(self.form, coming.count, self._storage.write_queue)
+            with self._storage.account.holding("packing", packing):
+                self._make_clusters((~joins).nonzero()[0], coming, labels)
         if joins.any():
             self.partition.join(points, np.where(joins[:, None], labels, -1))
             for row in joins.nonzero()[0].tolist():
@@ -94,8 +104,14 @@ class ClusteredEntries:
         if stop > self._labels.shape[1]:
             more = max(stop, self._labels.shape[1] * 5 // 4 + 64) - self._labels.shape[1]
             self._labels = np.pad(self._labels, ((0, 0), (0, more)))
+        self._widen_labels()
         self._labels[:, self.sealed : stop] = labels
         self.sealed = stop
+
+    def _widen_labels(self) -> None:
+        """Have labels for the largest number of a cluster."""
+        if self.partition.clusters > 1 << 16 and self._labels.itemsize == 2:
+            self._labels = self._labels.astype(np.uint32)
 
     def points(self, entries: torch.Tensor) -> np.ndarray:
         """What is clustered of entries (n, width): their keys (n, key width), float32, on the host."""
@@ -115,7 +131,7 @@ class ClusteredEntries:
             for row in rows.tolist():
                 order, counts = np.argsort(labels[row], kind="stable"), np.bincount(labels[row] - used[row])
                 start = 0
-                for some in _pieces(counts, self.form):
+                for some in _pieces(counts, writer.piece // self.form.record_bytes, self.form):
                     tokens = order[start : start + counts[some].sum()]
                     start += tokens.size
                     writer.put(coming.entries(row, tokens), counts[some], [next(left) for _ in counts[some]])
@@ -187,10 +203,14 @@ class ClusteredEntries:
         left = iter(places)
         for job in jobs:
             self.buffer.drop(job.row, job.tokens)
-            if job.parts.any():
-                numbers = self.partition.split(job.row, job.cluster, self.points(job.entries), job.parts)
-                self._labels[job.row, job.tokens] = numbers[job.parts]
-                self.pages.take(np.full(len(numbers) - 1, job.row), numbers[1:], [next(left) for _ in numbers[1:]])
+            points = self.points(job.entries)
+            if not job.parts.any():
+                self.partition.set(job.row, job.cluster, points)
+                continue
+            numbers = self.partition.split(job.row, job.cluster, points, job.parts)
+            self._widen_labels()
+            self._labels[job.row, job.tokens] = numbers[job.parts]
+            self.pages.take(np.full(len(numbers) - 1, job.row), numbers[1:], [next(left) for _ in numbers[1:]])
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -251,10 +271,9 @@ class ClusteredEntries:
         self.sealed = self._labels.shape[1]
 
 
-def _pieces(counts: np.ndarray, form: RecordFormat) -> Iterator[slice]:
-    """Clusters of `counts` entries, a megabyte of pages at a time."""
-    pages = np.cumsum(-(-counts // form.group_size))
-    start, most = 0, max(1, PIECE_BYTES // form.record_bytes)
+def _pieces(counts: np.ndarray, most: int, form: RecordFormat) -> Iterator[slice]:
+    """Clusters of `counts` entries, as many at a time as lie in `most` pages, or one."""
+    pages, start = np.cumsum(-(-counts // form.group_size)), 0
     while start < len(counts):
         stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))
         yield slice(start, max(stop, start + 1))

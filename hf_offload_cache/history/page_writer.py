@@ -7,10 +7,13 @@ import torch
 
 from ..fetch.storage import Storage
 from ..stores.base import Store, aligned_empty
+from .packing import PIECE_BYTES
 from .record_format import RecordFormat
 
-PIECE_BYTES = 1 << 20
-"""Pages that are handed to the writer at a time."""
+
+def piece_bytes(write_queue: int) -> int:
+    """Bytes of pages that are handed to the writer at a time, beside a queue of so many."""
+    return min(PIECE_BYTES, write_queue // 2)
 
 
 class PageWriter:
@@ -24,6 +27,8 @@ class PageWriter:
         self._ids: list[np.ndarray] = []
         self._pages: list[torch.Tensor] = []
         self._bytes = 0
+        self.piece = piece_bytes(storage.write_queue)
+        """Bytes that are handed over at a time, or all of one cluster."""
 
     def put(self, entries: torch.Tensor, counts: np.ndarray, places: list[tuple[int, int]]) -> None:
         """Of entries (n, width) the first `counts[0]` go to the records `first`, `first + step` and so on of
@@ -41,7 +46,7 @@ class PageWriter:
         self._ids.append(first[which] + step[which] * number)
         self._pages.append(pages)
         self._bytes += pages.nbytes
-        if self._bytes >= min(PIECE_BYTES, self._storage.write_queue // 2):
+        if self._bytes >= self.piece:
             self.end()
 
     def end(self) -> None:

@@ -11,6 +11,8 @@ from .clustering import halves, k_means
 
 FEWEST = 8
 """Clusters of a row of which a distribution of variances can be told."""
+MOST_ROOM = 2.5
+"""How many times what the keys take their clusters' places may take until these are split where they are full alone."""
 _ROOM = 16
 """Clusters that tables grow by, and a quarter."""
 
@@ -19,7 +21,8 @@ class Partition:
     """The clusters of each of `rows` rows: numbers from 0 to `used` of the row. Host memory; keys are float32.
 
     Of each it knows how many keys it has, their mean, and their variance: the mean squared distance to that mean. All
-    three are exact after every change but for rounding. Holds no keys. For the thread that runs the model.
+    three are exact after every change but for rounding: means are kept in half precision, and are made anew of all keys
+    where these are at hand (`set`). Holds no keys. For the thread that runs the model.
 
     Args:
         size: keys that a cluster of many at once gets on average.
@@ -30,7 +33,7 @@ class Partition:
     """
 
     def __init__(
-        self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = 2.5
+        self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = MOST_ROOM
     ) -> None:
         self.size, self.capacity, self.threshold, self.most_room = size, capacity, threshold, most_room
         self.used = np.zeros(rows, dtype=np.int64)
@@ -38,13 +41,13 @@ class Partition:
         """The variance beyond which a cluster of a row is to be split; infinite until `FEWEST` clusters were seen."""
         self._counts = np.zeros((rows, 0), dtype=np.int32)
         self._variances = np.zeros((rows, 0), dtype=np.float32)
-        self._centroids = np.zeros((rows, 0, dim), dtype=np.float32)
+        self._centroids = np.zeros((rows, 0, dim), dtype=np.float16)
         self._closed = np.zeros((rows, 0), dtype=bool)
 
     @staticmethod
     def planned(clusters: int, dim: int, rows: int) -> int:
         """The most bytes that tables of `clusters` clusters a row take."""
-        return rows * (clusters * 5 // 4 + _ROOM) * (4 * dim + 9)
+        return rows * (clusters * 5 // 4 + _ROOM) * (2 * dim + 9)
 
     @property
     def rows(self) -> int:
@@ -66,7 +69,7 @@ class Partition:
 
     @property
     def centroids(self) -> np.ndarray:
-        """(rows, clusters, D) float32; zeros where there is none."""
+        """(rows, clusters, D) float16; zeros where there is none."""
         return self._centroids[:, : self.clusters]
 
     @property
@@ -91,7 +94,7 @@ class Partition:
         (rows, n) int64; -1: there is none."""
         if not self.clusters:
             return np.full(keys.shape[:2], -1, dtype=np.int64)
-        centroids = self.centroids
+        centroids = self.centroids.astype(np.float32)
         apart = np.einsum("rcd,rcd->rc", centroids, centroids)
         apart[self.closed | (self.counts == 0)] = np.inf
         distances = apart[:, None] - 2 * keys @ centroids.transpose(0, 2, 1)
@@ -112,10 +115,11 @@ class Partition:
         spread = _sums(_squares(new - means[which])[:, None], which, place.size)[:, 0]
         row, cluster = np.divmod(place, width)
         before = self._counts[row, cluster].astype(np.float32)
-        apart, together = means - self._centroids[row, cluster], before + count
+        old = self._centroids[row, cluster].astype(np.float32)
+        apart, together = means - old, before + count
         spread += self._variances[row, cluster] * before + _squares(apart) * before * count / together
         self._counts[row, cluster] += count.astype(np.int32)
-        self._centroids[row, cluster] += apart * (count / together)[:, None]
+        self._centroids[row, cluster] = old + apart * (count / together)[:, None]
         self._variances[row, cluster] = spread / together
 
     def add(self, row: int, keys: np.ndarray) -> np.ndarray:

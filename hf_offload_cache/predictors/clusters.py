@@ -10,7 +10,12 @@ import torch
 from ..config import SelectiveConfig
 from ..fetch.choice import Choice
 from ..history.base import Sealed
+from ..history.cluster_history import ClusterForm
 from ..history.clustered_entries import ClusteredEntries
+from ..history.partition import FEWEST, MOST_ROOM
+from ..history.record_format import RecordFormat
+from ..memory.account import MemoryAccount
+from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
 
 
@@ -23,8 +28,16 @@ class ClusterPredictor:
     these. Holds nothing: centroids and counts are the history's. See `Predictor`.
     """
 
-    def __init__(self, clustered: ClusteredEntries, config: SelectiveConfig) -> None:
-        self.clustered, self.config = clustered, config
+    def __init__(self, clustered: ClusteredEntries, config: SelectiveConfig, account: MemoryAccount) -> None:
+        self.clustered, self.config, self._account = clustered, config, account
+
+    @staticmethod
+    def planned(form: RecordFormat, clusters: ClusterForm, context: int, rows: int, heads: int) -> LayerPlan:
+        """What it takes to judge `context` tokens a row by: centroids in 32 bits, scores of each head thrice, and what
+        clusters are sorted by; of what is taken, which entries."""
+        count = round(context * MOST_ROOM / clusters.capacity * 1.25) + FEWEST
+        scores = _score_bytes(form, rows, count, heads, clusters.capacity)
+        return LayerPlan(shared=Planned(decode={"scores": scores}))
 
     def ready(self, units: int) -> bool:
         return units == self.clustered.partition.clusters
@@ -33,6 +46,13 @@ class ClusterPredictor:
         """The history has."""
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
+        own = self.clustered
+        heads, capacity = query.states.shape[1], own.partition.capacity
+        rows, count = own.partition.counts.shape
+        with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, capacity)):
+            return self._choice(query, budget)
+
+    def _choice(self, query: Query, budget: int) -> Choice:
         own = self.clustered
         stored, group = own.stored, own.form.group_size
         shares = self.shares(query, own.partition.counts)
@@ -60,7 +80,7 @@ class ClusterPredictor:
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
         recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu().numpy()
-        products = states.cpu().numpy() @ self.clustered.partition.centroids.transpose(0, 2, 1)
+        products = states.cpu().numpy() @ self.clustered.partition.centroids.astype(np.float32).transpose(0, 2, 1)
         with np.errstate(divide="ignore"):
             held = products + np.log(counts)[:, None]
         everything = np.concatenate([held, recent], 2)
@@ -98,3 +118,8 @@ class ClusterPredictor:
         return 0
 
     def close(self) -> None: ...
+
+
+def _score_bytes(form: RecordFormat, rows: int, clusters: int, heads: int, capacity: int) -> int:
+    """Centroids in 32 bits, scores of each head thrice, what clusters are sorted by, and of each which entries."""
+    return rows * clusters * (4 * form.key_width + 12 * heads + 64 + capacity)

@@ -90,9 +90,9 @@ class Case:
                 members = points[row, : own.sealed][own.labels[row] == cluster]
                 assert partition.counts[row, cluster] == len(members)
                 if len(members):
-                    np.testing.assert_allclose(partition.centroids[row, cluster], members.mean(0), rtol=1e-3, atol=1e-3)
+                    np.testing.assert_allclose(partition.centroids[row, cluster], members.mean(0), rtol=5e-3, atol=2e-3)
                     apart = ((members - members.mean(0)) ** 2).sum(1).mean()
-                    np.testing.assert_allclose(partition.variances[row, cluster], apart, rtol=1e-3, atol=1e-3)
+                    np.testing.assert_allclose(partition.variances[row, cluster], apart, rtol=5e-3, atol=2e-3)
 
 
 CHANGES = st.one_of(

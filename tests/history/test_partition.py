@@ -59,15 +59,15 @@ class Case:
             ).tolist()
             for cluster in np.unique(self.labels[row][self.labels[row] >= 0]):
                 own = self.keys[row, self.labels[row] == cluster].astype(np.float64)
-                np.testing.assert_allclose(partition.centroids[row, cluster], own.mean(0), rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(partition.centroids[row, cluster], own.mean(0), rtol=2e-3, atol=2e-3)
                 variance = ((own - own.mean(0)) ** 2).sum(1).mean()
-                np.testing.assert_allclose(partition.variances[row, cluster], variance, rtol=1e-3, atol=1e-4)
+                np.testing.assert_allclose(partition.variances[row, cluster], variance, rtol=5e-3, atol=1e-3)
 
 
 @settings(max_examples=40, deadline=None)
 @given(pieces=st.lists(st.integers(1, 30), min_size=1, max_size=6), splits=st.booleans(), seed=st.integers(0, 2**16))
 def test_statistics_are_those_of_the_keys(pieces: list[int], splits: bool, seed: int) -> None:
-    """Against means and variances of all keys anew, in 64 bits; 32 bits and their sums are what differs."""
+    """Against means and variances of all keys anew, in 64 bits; means in 16 bits are what differs."""
     case = Case()
     case.add(some_keys(60, seed))
     for index, tokens in enumerate(pieces):
