@@ -85,7 +85,7 @@ class ClusterLayer(SelectiveLayer):
         history = self.history
         assert isinstance(history, ClusterHistory)
         own = history.clustered
-        rows, waiting = (own.partition.counts > own.stored).nonzero()
+        rows, waiting = own.waiting.nonzero()
         if not rows.size:
             return
         here = np.zeros(own.partition.counts.shape, dtype=bool)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -153,3 +154,12 @@ def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     counts = pages[rows, clusters]
     which = np.repeat(np.arange(counts.size), counts)
     return rows[which], clusters[which], np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def pieces(counts: np.ndarray, most: int, group_size: int) -> Iterator[slice]:
+    """Clusters of `counts` entries, as many at a time as lie in `most` pages, or one."""
+    pages, start = np.cumsum(-(-counts // group_size)), 0
+    while start < len(counts):
+        stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))
+        yield slice(start, max(stop, start + 1))
+        start = max(stop, start + 1)

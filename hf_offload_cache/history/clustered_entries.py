@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,12 @@ from ..fetch.storage import Storage
 from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
-from .cluster_pages import ClusterPages, in_order
+from .cluster_pages import ClusterPages, in_order, pieces
 from .clustering import BATCH
 from .page_writer import PageWriter, piece_bytes
 from .partition import Partition
 from .record_format import RecordFormat
+from .settling import Settling
 
 _READ_AT_ONCE = 64
 """Pages that are read at a time, of clusters that something waits for."""
@@ -42,7 +43,9 @@ class ClusteredEntries:
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
         self.pages = ClusterPages(store, partition.rows, -(-partition.capacity // form.group_size))
         self.sealed = 0
+        self._stored = np.zeros((partition.rows, 0), dtype=np.int32)
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
+        self._count_stored()
         self._storage, self._rewritten = storage, rewritten
 
     @staticmethod
@@ -56,7 +59,7 @@ class ClusteredEntries:
     def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> int:
         """The most bytes that the books of so many clusters and tokens a row take."""
         tables = Partition.planned(clusters, form.key_width, rows) + ClusterPages.planned(clusters, rows)
-        return tables + (2 if clusters < 1 << 16 else 4) * rows * (tokens * 5 // 4 + 64)
+        return tables + rows * ((2 if clusters < 1 << 16 else 4) * (tokens * 5 // 4 + 64) + 8 * clusters)
 
     @property
     def labels(self) -> np.ndarray:
@@ -65,20 +68,31 @@ class ClusteredEntries:
 
     @property
     def stored(self) -> np.ndarray:
-        """How many members of each cluster lie in its pages, (rows, clusters)."""
+        """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, valid until the next
+        change."""
+        return self._stored
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """How many members of each cluster wait, (rows, clusters)."""
+        return self.partition.counts - self._stored
+
+    def _count_stored(self) -> None:
+        """Have `stored` as partition and buffer are now."""
         rows, columns = (self.buffer.places >= 0).nonzero()
         stored = self.partition.counts.copy()
         np.subtract.at(stored, (rows, self._labels[rows, self.buffer.places[rows, columns]]), 1)
-        return stored
+        self._stored, self._page_counts = stored, -(-stored // self.form.group_size)
 
     @property
     def page_counts(self) -> np.ndarray:
-        """Pages of each cluster that hold something, (rows, clusters)."""
-        return -(-self.stored // self.form.group_size)
+        """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
+        return self._page_counts
 
     @property
     def tables_nbytes(self) -> int:
-        return self._labels.nbytes + self.buffer.places.nbytes + self.partition.nbytes + self.pages.nbytes
+        own = self._labels.nbytes + self._stored.nbytes + self._page_counts.nbytes
+        return own + self.buffer.places.nbytes + self.partition.nbytes + self.pages.nbytes
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -107,6 +121,7 @@ class ClusteredEntries:
         self._widen_labels()
         self._labels[:, self.sealed : stop] = labels
         self.sealed = stop
+        self._count_stored()
 
     def _widen_labels(self) -> None:
         """Have labels for the largest number of a cluster."""
@@ -131,7 +146,7 @@ class ClusteredEntries:
             for row in rows.tolist():
                 order, counts = np.argsort(labels[row], kind="stable"), np.bincount(labels[row] - used[row])
                 start = 0
-                for some in _pieces(counts, writer.piece // self.form.record_bytes, self.form):
+                for some in pieces(counts, writer.piece // self.form.record_bytes, self.form.group_size):
                     tokens = order[start : start + counts[some].sum()]
                     start += tokens.size
                     writer.put(coming.entries(row, tokens), counts[some], [next(left) for _ in counts[some]])
@@ -149,11 +164,11 @@ class ClusteredEntries:
     def _make_room(self) -> None:
         """Let no row have more that waits than the buffer is for: its fullest clusters are read and settled."""
         while (crowded := (self.buffer.counts > self.buffer.most).nonzero()[0]).size:
-            self.load(crowded, (self.partition.counts - self.stored)[crowded].argmax(1))
+            self.load(crowded, self.waiting[crowded].argmax(1))
 
     def settle_all(self) -> None:
         """Let nothing wait any more."""
-        rows, clusters = (self.partition.counts > self.stored).nonzero()
+        rows, clusters = self.waiting.nonzero()
         if rows.size:
             self.load(rows, clusters)
 
@@ -179,7 +194,7 @@ class ClusteredEntries:
         are so. `stored`: the entries (n, width) of each that lie in its pages. Raises with nothing changed."""
         to_split = self.partition.to_split
         jobs = [
-            _Job(self, row, cluster, there, bool(to_split[row, cluster]))
+            self._settling(row, cluster, there, bool(to_split[row, cluster]))
             for row, cluster, there in zip(rows.tolist(), clusters.tolist(), stored, strict=True)
         ]
         if not jobs:
@@ -211,6 +226,16 @@ class ClusteredEntries:
             self._widen_labels()
             self._labels[job.row, job.tokens] = numbers[job.parts]
             self.pages.take(np.full(len(numbers) - 1, job.row), numbers[1:], [next(left) for _ in numbers[1:]])
+        self._count_stored()
+
+    def _settling(self, row: int, cluster: int, there: torch.Tensor, split: bool) -> Settling:
+        tokens = (self.labels[row] == cluster).nonzero()[0]
+        entries = torch.cat([there, self.buffer.of(row, tokens[len(there) :])])
+        parts = self.partition.parts(row, cluster, self.points(entries)) if split else np.zeros(len(tokens), dtype=int)
+        kept = 0 if split else len(there) // self.form.group_size
+        pages = np.arange(kept, -(-len(there) // self.form.group_size))
+        rewrites = self.pages.records(np.array(row), np.array(cluster), pages)
+        return Settling(row, cluster, tokens, entries, parts, kept, rewrites)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -220,7 +245,7 @@ class ClusteredEntries:
         lost = [np.unique(own) for own in self.labels[:, keep:]]
         rows, clusters = np.repeat(np.arange(len(lost)), [own.size for own in lost]), np.concatenate(lost)
         stored = self.read(rows, clusters)
-        jobs = [_Job(self, *one, False) for one in zip(rows.tolist(), clusters.tolist(), stored, strict=True)]
+        jobs = [self._settling(*one, False) for one in zip(rows.tolist(), clusters.tolist(), stored, strict=True)]
         taken = self.buffer.entries.new_empty(len(lost), length - keep, self.form.entry_width)
         for job in jobs:
             there = ((job.tokens >= keep) & (job.tokens < length)).nonzero()[0]
@@ -232,6 +257,7 @@ class ClusteredEntries:
                 self.pages.leave(job.row, job.cluster)
         self.buffer.truncate(keep)
         self.sealed = keep
+        self._count_stored()
         return taken
 
     def select_rows(self, rows: torch.Tensor) -> None:
@@ -239,13 +265,14 @@ class ClusteredEntries:
         first, which raises with nothing lost."""
         chosen = rows.cpu().numpy()
         shared = np.bincount(chosen, minlength=self.partition.rows) > 1
-        waits, clusters = (self.partition.counts > self.stored).nonzero()
+        waits, clusters = self.waiting.nonzero()
         if shared[waits].any():
             self.load(waits[shared[waits]], clusters[shared[waits]])
         self.partition.select_rows(chosen)
         self.pages.select_rows(chosen)
         self.buffer.select_rows(rows)
         self._labels = np.ascontiguousarray(self._labels[chosen])
+        self._count_stored()
 
     def close(self) -> None:
         """Others may hold all that there is: new entries get clusters of their own."""
@@ -269,27 +296,4 @@ class ClusteredEntries:
         self.pages.restore(tables)
         self._labels = np.ascontiguousarray(tables["labels"])
         self.sealed = self._labels.shape[1]
-
-
-def _pieces(counts: np.ndarray, most: int, form: RecordFormat) -> Iterator[slice]:
-    """Clusters of `counts` entries, as many at a time as lie in `most` pages, or one."""
-    pages, start = np.cumsum(-(-counts // form.group_size)), 0
-    while start < len(counts):
-        stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))
-        yield slice(start, max(stop, start + 1))
-        start = max(stop, start + 1)
-
-
-class _Job:
-    """One cluster that is settled: all its `entries` (n, width), the `tokens` (n,) that they are, and into which
-    `parts` (n,) they go; of its pages the first `kept` stay as they are."""
-
-    def __init__(self, owner: ClusteredEntries, row: int, cluster: int, there: torch.Tensor, split: bool) -> None:
-        self.row, self.cluster = row, cluster
-        self.tokens = (owner.labels[row] == cluster).nonzero()[0]
-        self.entries = torch.cat([there, owner.buffer.of(row, self.tokens[len(there) :])])
-        self.parts, self.kept = np.zeros(len(self.tokens), dtype=np.int64), len(there) // owner.form.group_size
-        if split:
-            self.parts, self.kept = owner.partition.parts(row, cluster, owner.points(self.entries)), 0
-        pages = np.arange(self.kept, -(-len(there) // owner.form.group_size))
-        self.rewrites = owner.pages.records(np.array(row), np.array(cluster), pages)
+        self._count_stored()
