@@ -242,7 +242,7 @@ class AbstractTreeCache(SelectiveCache):
         wanted = given.get("num_selected", 400)
         if wanted is None or given.get("num_opened") is not None:
             return sizes
-        return [{**size, **more} for size in sizes for more in ({}, {"num_opened": 5 * wanted})]
+        return [{**size, **more} for size in sizes for more in ({}, {"num_opened": 8 * wanted})]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -41,7 +41,7 @@ def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_pat
     assert list(tmp_path.iterdir()) == []
     trials = values["trials"]
     tried = [trial["fields"] for trial in trials]
-    more = {"num_opened": 320}
+    more = {"num_opened": 512}
     smaller = [{**each, "chunk_size": size} for size in (32, 16) for each in ({}, more)]
     assert tried == [{}, {**more, "chunk_size": 64}, *smaller]
     assert all(trial["seconds"] > 0 and trial["recital_distance"] > 0 for trial in trials)
@@ -124,7 +124,7 @@ def test_rows_that_the_budget_is_too_little_for_are_left_out() -> None:
 
 def test_a_group_size_is_a_chunk_size() -> None:
     found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1, "group_size": 32})
-    assert [trial["fields"] for trial in found.values["trials"]] == [{}, {"num_opened": 320}]
+    assert [trial["fields"] for trial in found.values["trials"]] == [{}, {"num_opened": 512}]
     assert found.rows[0]["fields"]["group_size"] == 32
 
 
