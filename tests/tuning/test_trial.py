@@ -66,7 +66,7 @@ def test_fields_that_are_given_are_not_tried() -> None:
     found = tune(tiny_llama(), **given)
     assert [trial["fields"] for trial in found.values["trials"]] == [{}]
     assert found.rows[0]["fields"]["chunk_size"] == 32 and found.rows[0]["fields"]["num_opened"] == 100
-    given |= {"memory": "3/4", "num_selected": None, "chunk_size": 16, "num_opened": None}
+    given |= {"memory": "1/1", "num_selected": None, "chunk_size": 16, "num_opened": None}
     shared = tune(tiny_llama(), **given)
     assert [trial["fields"] for trial in shared.values["trials"]] == [{}]
 
@@ -143,7 +143,7 @@ def test_another_cache_does_not_take_the_file(tmp_path: Path) -> None:
         ({"encryption_key": lambda: bytes(32)}, "encryption_key goes to the file that tuning writes"),
         ({"texts": [token_ids(30)], "num_selected": 4}, "at least 112 tokens, the longest has 30"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
-        ({"texts": [token_ids(100)]}, "at least 496 tokens, the longest has 100"),
+        ({"texts": [token_ids(100)]}, "at least 784 tokens, the longest has 100"),
     ],
 )
 def test_what_is_refused_before_anything_runs(
