@@ -64,9 +64,9 @@ class AppendBuffer:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old, self.places = self.entries, np.ascontiguousarray(self.places[rows.cpu().numpy()])
-        self.entries = self._empty(len(rows))
+        old, self.entries = self.entries, self._empty(len(rows))
         torch.index_select(old, 0, rows.to(old.device), out=self.entries)
+        self.places = self.places[rows.cpu().numpy()]
         self._account.release("append buffer", old.nbytes)
 
     def replace(self, entries: torch.Tensor, places: np.ndarray) -> None:

@@ -207,8 +207,13 @@ class ClusterHistory:
     def select_rows(self, rows: torch.Tensor) -> None:
         """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
         on. Where they will, what waits is settled first, which raises `StoreError` with nothing changed."""
-        self.clustered.select_rows(rows)
-        self.tail.select_rows(rows)
+        self.clustered.settle_shared(rows)
+        try:
+            self.clustered.select_rows(rows)
+            self.tail.select_rows(rows)
+        except BaseException:
+            self._storage.torn = True  # some of it has other rows than the rest
+            raise
         self.rows = len(rows)
 
     def close(self) -> None:

@@ -152,7 +152,8 @@ class ClusteredEntries:
                     writer.put(coming.entries(row, tokens), counts[some], [next(left) for _ in counts[some]])
             writer.end()
         except Exception:
-            self.pages.give(made[0], places)
+            if places:
+                self.pages.give(made[0], places)
             for row in rows.tolist():
                 self.partition.drop_last(row, used[row])
             self.partition.limits = limits
@@ -168,9 +169,7 @@ class ClusteredEntries:
 
     def settle_all(self) -> None:
         """Let nothing wait any more."""
-        rows, clusters = self.waiting.nonzero()
-        if rows.size:
-            self.load(rows, clusters)
+        self.load(*self.waiting.nonzero())
 
     def load(self, rows: np.ndarray, clusters: np.ndarray) -> None:
         """Read these clusters of these rows, and `settle` them."""
@@ -203,7 +202,7 @@ class ClusteredEntries:
         split = np.array([job.row for job in jobs for _ in range(job.parts.max())], dtype=np.int64)
         places = self.pages.reserve(split)
         try:
-            writer, left = PageWriter(self._storage, self.store, self.form), iter(places)
+            writer, left = PageWriter(self._storage, self.store, self.form, at_once=True), iter(places)
             for job in jobs:
                 place = self.pages.place(job.row, job.cluster)
                 for part in range(job.parts.max() + 1):
@@ -233,7 +232,7 @@ class ClusteredEntries:
         entries = torch.cat([there, self.buffer.of(row, tokens[len(there) :])])
         parts = self.partition.parts(row, cluster, self.points(entries)) if split else np.zeros(len(tokens), dtype=int)
         kept = 0 if split else len(there) // self.form.group_size
-        pages = np.arange(kept, -(-len(there) // self.form.group_size))
+        pages = np.arange(kept, -(-len(tokens) // self.form.group_size))  # what was cut there before may still be known
         rewrites = self.pages.records(np.array(row), np.array(cluster), pages)
         return Settling(row, cluster, tokens, entries, parts, kept, rewrites)
 
@@ -260,17 +259,19 @@ class ClusteredEntries:
         self._count_stored()
         return taken
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now. Clusters that rows share are closed; what waits for such is settled
-        first, which raises with nothing lost."""
-        chosen = rows.cpu().numpy()
-        shared = np.bincount(chosen, minlength=self.partition.rows) > 1
+    def settle_shared(self, rows: torch.Tensor) -> None:
+        """Let nothing wait for clusters that several of `rows`, which are about to be selected, have in common. Raises
+        with nothing lost."""
+        shared = np.bincount(rows.cpu().numpy(), minlength=self.partition.rows) > 1
         waits, clusters = self.waiting.nonzero()
-        if shared[waits].any():
-            self.load(waits[shared[waits]], clusters[shared[waits]])
+        self.load(waits[shared[waits]], clusters[shared[waits]])
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now. Clusters that rows share are closed: see `settle_shared`."""
+        chosen = rows.cpu().numpy()
+        self.buffer.select_rows(rows)
         self.partition.select_rows(chosen)
         self.pages.select_rows(chosen)
-        self.buffer.select_rows(rows)
         self._labels = np.ascontiguousarray(self._labels[chosen])
         self._count_stored()
 
@@ -294,6 +295,6 @@ class ClusteredEntries:
         tables = {name: table.cpu().numpy() for name, table in tree.items()}
         self.partition.restore(tables)
         self.pages.restore(tables)
-        self._labels = np.ascontiguousarray(tables["labels"])
+        self._labels = tables["labels"].copy()
         self.sealed = self._labels.shape[1]
         self._count_stored()

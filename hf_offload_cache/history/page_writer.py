@@ -19,15 +19,16 @@ def piece_bytes(write_queue: int) -> int:
 class PageWriter:
     """Packs entries into records of `group_size` each, and hands them to the writer; what is not full has zeros behind.
 
-    Raises `StoreError` of an earlier write; those of this one's pages that were handed over before are written then.
+    Raises `StoreError` of an earlier write; those of this one's pages that were handed over before are written then:
+    none, where all are handed over `at_once`, by `end`.
     """
 
-    def __init__(self, storage: Storage, store: Store, form: RecordFormat) -> None:
+    def __init__(self, storage: Storage, store: Store, form: RecordFormat, *, at_once: bool = False) -> None:
         self._storage, self._store, self._form = storage, store, form
         self._ids: list[np.ndarray] = []
         self._pages: list[torch.Tensor] = []
         self._bytes = 0
-        self.piece = piece_bytes(storage.write_queue)
+        self.piece = 1 << 62 if at_once else piece_bytes(storage.write_queue)
         """Bytes that are handed over at a time, or all of one cluster."""
 
     def put(self, entries: torch.Tensor, counts: np.ndarray, places: list[tuple[int, int]]) -> None:
@@ -53,7 +54,7 @@ class PageWriter:
         """Hand over what is packed."""
         if self._ids:
             records = aligned_empty(sum(map(len, self._ids)), self._form.record_bytes)
-            torch.cat([pages.view(torch.uint8) for pages in self._pages], out=records)
+            torch.cat([pages.view(torch.uint8).cpu() for pages in self._pages], out=records)
             ids = np.concatenate(self._ids)
             self._ids, self._pages, self._bytes = [], [], 0
             self._storage.prefetcher.write(self._store, ids, records)

@@ -23,4 +23,4 @@ class Settling:
     kept: int
     """Of its pages so many stay as they are, from the first on."""
     rewrites: np.ndarray
-    """The records of the pages that hold something now, and are written anew."""
+    """The records of its pages that are written anew, as far as something may ever have been read of them."""

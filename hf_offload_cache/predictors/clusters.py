@@ -58,7 +58,8 @@ class ClusterPredictor:
         shares = self.shares(query, own.partition.counts)
         shares[stored == 0] = -np.inf
         self._mark(shares, query.visible)
-        wanted = budget * group - own.buffer.counts
+        always = np.where(shares == np.inf, stored, 0).sum(1)  # no sink is cut off
+        wanted = np.maximum(budget * group - own.buffer.counts, always)
         order = np.argsort(-shares, 1, kind="stable")
         counts = np.take_along_axis(np.where(shares > -np.inf, stored, 0), order, 1)
         before = np.cumsum(counts, 1) - counts
@@ -82,7 +83,7 @@ class ClusterPredictor:
         recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu().numpy()
         products = states.cpu().numpy() @ self.clustered.partition.centroids.astype(np.float32).transpose(0, 2, 1)
         with np.errstate(divide="ignore"):
-            held = products + np.log(counts)[:, None]
+            held = products + np.log(counts, dtype=np.float32)[:, None]
         everything = np.concatenate([held, recent], 2)
         most = everything.max(2, keepdims=True)
         total = most + np.log(np.exp(everything - most).sum(2, keepdims=True))
