@@ -53,7 +53,7 @@ def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> No
 
 
 STUDY = Study(
-    "quality_chunks", __doc__, run, plot, arguments, {"tokens": 1536, "steps": 8, "samples": 1}, size=(10.0, 4.5)
+    "quality_chunks", __doc__, run, plot, arguments, {"tokens": 2304, "steps": 8, "samples": 1}, size=(10.0, 4.5)
 )
 
 if __name__ == "__main__":

@@ -205,6 +205,7 @@ class Caches(RuleBasedStateMachine):
     def repeat(self, number: int, repeats: int) -> None:
         cache, held = self.pick(number)
         if 0 < held.rows * repeats <= MOST_ROWS:
+            cache.storage.prefetcher.flush()  # what was queued before takes its room now
             own = cache.own_disk_bytes
             cache.batch_repeat_interleave(repeats)
             held.select(torch.arange(held.rows).repeat_interleave(repeats))

@@ -421,7 +421,7 @@ _SMALL = {
     "rolling": ["--recent", "8", "1", "--tokens", "600", "--facts", "1", "--fact-tokens", "700"],
     "reuse": ["--set", "small:num_selected=64,group_size=4", "--reuse", "64", "--tokens", "600"],
     "layerwise": ["--tokens", "200"],
-    "chunks": ["--tokens", "1600"],
+    "chunks": ["--tokens", "2400"],
     "needles_budget": ["--set", "1/13:num_selected=64", "--tokens", "800", "--samples", "2"],
     "needles_depth": ["--set", "small:memory=none,num_selected=64", "--lengths", "700", "--depths", "2"],
 }
