@@ -69,11 +69,6 @@ class AppendBuffer:
         self.places = self.places[rows.cpu().numpy()]
         self._account.release("append buffer", old.nbytes)
 
-    def replace(self, entries: torch.Tensor, places: np.ndarray) -> None:
-        """Hold exactly these: as `entries` and `places` are; copies."""
-        self.entries[:, : entries.shape[1]] = entries
-        self.places[:, : places.shape[1]] = places
-
     def close(self) -> None:
         self._account.release("append buffer", self.entries.nbytes)
         self.entries = self.entries[:0]
