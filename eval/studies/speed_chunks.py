@@ -19,6 +19,7 @@ from .common import Rows, Study, judged, main
 _BASELINES = "eval.baselines.all_keys:"
 TREES: dict[str, dict[str, Any]] = {
     "tree, 1/13": {"cache": "abstract-tree", "memory": "1/13"},
+    "tree, 1/13, 1000 looked into": {"cache": "abstract-tree", "memory": "1/13", "num_opened": 1000},
     "tree, 1/6": {"cache": "abstract-tree", "memory": "1/6"},
     "tree, 1/6, compressed": {"cache": "abstract-tree", "memory": "1/6", "compress": "auto"},
 }
