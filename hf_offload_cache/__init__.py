@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .caches.abstract_tree import AbstractTreeCache as AbstractTreeCache
     from .caches.abstract_tree import AbstractTreeConfig as AbstractTreeConfig
     from .caches.adapter import Adapter as Adapter
+    from .caches.cluster import ClusterCache as ClusterCache
+    from .caches.cluster import ClusterConfig as ClusterConfig
     from .caches.disk_swap import DiskSwapCache as DiskSwapCache
     from .caches.disk_swap import DiskSwapConfig as DiskSwapConfig
     from .config import OffloadConfig as OffloadConfig

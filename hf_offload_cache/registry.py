@@ -15,6 +15,7 @@ from .errors import ConfigError
 CACHES = {
     "disk-swap": "hf_offload_cache.caches.disk_swap:DiskSwapCache",
     "abstract-tree": "hf_offload_cache.caches.abstract_tree:AbstractTreeCache",
+    "cluster": "hf_offload_cache.caches.cluster:ClusterCache",
 }
 """Name -> "module:Class". Nothing is imported before `cache_class` asks for it."""
 

@@ -286,15 +286,17 @@ def architectures() -> dict[str, type[PreTrainedConfig]]:
 
 
 def walk_one(
-    config_class: type[PreTrainedConfig], cases: Iterable[str] = SHORT_CASES, make: MakeCache = disk_swap
-) -> Result:
-    """Compares a cache with `DynamicCache` on a tiny model of that architecture. Never raises for the model's sake."""
+    config_class: type[PreTrainedConfig], cases: Iterable[str] = SHORT_CASES, make: MakeCache = disk_swap,
+    **options: Any,
+) -> Result:  # fmt: skip
+    """Compares a cache with `DynamicCache` on a tiny model of that architecture, made with `options`. Never raises for
+    the model's sake."""
     result = Result(config_class.model_type)
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model = tiny_model(config_class)
+            model = tiny_model(config_class, **options)
         except Exception as error:
             result.status, result.reason = "not buildable", _one_line(error)
         else:

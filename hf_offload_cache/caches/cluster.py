@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,16 +15,23 @@ from ..core.offload_layer import OffloadLayer, Output
 from ..core.planned import LayerKind, plan_store
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
+from ..errors import ConfigError
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan
+from ..memory.search import Search
 from ..model.attention_call import AttentionCall
+from ..model.geometry import Geometry
 from ..predictors.clusters import ClusterPredictor
 from ..stores.freezable import FreezableStore
 from .cluster_config import ClusterConfig
+from .cluster_fit import fit_cluster
+
+_PLACED_BY = 32
+"""The latest queries of a call, by which what it brings is placed."""
 
 
 class ClusterLayer(SelectiveLayer):
@@ -30,6 +39,8 @@ class ClusterLayer(SelectiveLayer):
 
     heads_apart: ClassVar[bool] = True
     config: ClusterConfig
+    following: ClusterLayer | None = None
+    """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         own = self.shared.storage, form, rows, device, self.config, self.name
@@ -70,8 +81,53 @@ class ClusterLayer(SelectiveLayer):
         return cls.most_units(kind, config, context) * kind.form.group_size
 
     def make_predictor(self) -> ClusterPredictor:
+        return ClusterPredictor(self._own.clustered, self.config, self.config.clusters, self.shared.storage.account)
+
+    # --- placing -----------------------------------------------------------------------------------------------
+
+    # What is clustered in an `update` is placed by the queries of the attention that follows.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.is_initialized:
+            self._own.holds_back = self._holds_back
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._own.holds_back = self._holds_back
+
+    @property
+    def _holds_back(self) -> bool:
+        """What follows an `update` places what it has clustered: attention, or the end of the step."""
+        return self.shared.step is not None and self.state != "full"
+
+    def _attend(self, call: AttentionCall) -> Output:
+        if self._own.held_back:
+            latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
+            own = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
+            self._own.place(own, self.config.brought(self.length))
+        try:
+            return super()._attend(call)
+        finally:
+            self._own.clustered.partition.rest()
+
+    def fetched(self, choice: Choice, fetched: Fetched) -> None:
+        if self.following is not None and self.following.is_initialized:  # a layer early (DynaKV, section 6.1)
+            self.following._own.clustered.partition.will_need()
+
+    def end_step(self) -> None:
+        if self.is_initialized:
+            self._own.place()
+        super().end_step()
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> ClusterHistory:
         assert isinstance(self.history, ClusterHistory)
-        return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
+        return self.history
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
@@ -82,9 +138,7 @@ class ClusterLayer(SelectiveLayer):
 
     def _settle(self, choice: Choice, fetched: Fetched) -> None:
         """What waits for a cluster that is at hand does so no longer (DynaKV, algorithm 1)."""
-        history = self.history
-        assert isinstance(history, ClusterHistory)
-        own = history.clustered
+        history, own = self._own, self._own.clustered
         rows, waiting = own.waiting.nonzero()
         if not rows.size:
             return
@@ -92,15 +146,13 @@ class ClusterLayer(SelectiveLayer):
         at = np.nonzero(choice.units >= 0)
         here[at[0], choice.units[at]] = True
         rows, waiting = rows[here[rows, waiting]], waiting[here[rows, waiting]]
-        extents, stored = history.extents(choice.units), own.stored
+        extents, stored = history.extents(choice.units), own.stored  # of others than are settled they stay
         assert fetched.records is not None and extents.unit is not None
-        found = []
         for row, cluster in zip(rows.tolist(), waiting.tolist(), strict=True):
             column = int((choice.units[row] == cluster).argmax())
             pages = ((extents.unit[row] == column) & (extents.records[row] >= 0)).nonzero()[0]
             entries = fetched.records[row, torch.from_numpy(pages)].flatten(0, 1)
-            found.append(entries[: stored[row, cluster]])
-        own.settle(rows, waiting, found)
+            own.settle(row, cluster, entries[: stored[row, cluster]])
 
 
 class ClusterCache(SelectiveCache):
@@ -114,3 +166,19 @@ class ClusterCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
     config: ClusterConfig
+
+    def prepare(self, model: Any) -> None:
+        if find_spec("faiss") is None:
+            raise ConfigError(
+                f"{type(self).__name__} makes clusters by faiss, which is not installed: pip install "
+                "'hf-offload-cache[cluster]'"
+            )
+        super().prepare(model)
+        if self.config.centroids == "disk":
+            for layer, following in pairwise(self.selective):
+                assert isinstance(layer, ClusterLayer) and isinstance(following, ClusterLayer)
+                layer.following = following
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_cluster(search)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from ..config import SelectiveConfig
 from ..errors import ConfigError
-from ..history.cluster_history import ClusterForm
+from ..history.cluster_form import ClusterForm
+from ..history.partition import MOST_ROOM
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,15 @@ class ClusterConfig(SelectiveConfig):
     """Of the tokens held, those that are attended to where `num_selected` is None."""
     cluster_size: int = 32
     """Keys a cluster, on average, where many are clustered at once."""
-    cluster_capacity: int = 64
-    """Keys a cluster at most: on the disk each has room for as many."""
+    num_clusters: int | None = None
+    """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`; no more than there
+    is room for. None: by `cluster_size`."""
+    cluster_capacity: int | None = None
+    """Keys a cluster at most: on the disk each has room for as many. None: twice `cluster_size`."""
     split_threshold: float = 1.25
     """How far apart keys of a cluster may be until it is split: its variance over the mean of a prompt's clusters."""
+    centroids: str = "memory"
+    """Where the means of clusters are: "memory", or "disk", in files that are mapped while they are used."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read anyhow."""
 
@@ -35,8 +41,24 @@ class ClusterConfig(SelectiveConfig):
         if self.num_selected is not None:
             super().__post_init__()
         self._at_least("cluster_size", 2)
+        if self.cluster_capacity is None:
+            object.__setattr__(self, "cluster_capacity", 2 * self.cluster_size)
         self._at_least("cluster_capacity", self.cluster_size)
+        assert self.cluster_capacity is not None
+        if self.cluster_capacity > MOST_ROOM * self.cluster_size:
+            raise ConfigError(
+                f"cluster_capacity must be at most {MOST_ROOM} times cluster_size ({self.cluster_size}), for the "
+                f"disk has room for that many, got {self.cluster_capacity}: use {2 * self.cluster_size}"
+            )
+        if self.num_clusters is not None:
+            self._at_least("num_clusters", 1)
         self._at_least("append_buffer", 0)
+        self._one_of("centroids", ("memory", "disk"))
+        if self.centroids == "disk" and self.encryption_key is not None:
+            raise ConfigError(
+                "centroids='disk' leaves means of keys on the disk as they are, and encryption_key wants nothing to be "
+                "readable there: use centroids='memory'"
+            )
         if not (isinstance(self.split_threshold, int | float) and self.split_threshold > 0):
             raise ConfigError(f"split_threshold must be above 0, got {self.split_threshold!r}: use 1.25")
         if not (isinstance(self.selected_share, int | float) and 0 < self.selected_share <= 1):
@@ -45,7 +67,9 @@ class ClusterConfig(SelectiveConfig):
     @property
     def clusters(self) -> ClusterForm:
         """How a history makes clusters."""
-        return ClusterForm(self.cluster_size, self.cluster_capacity, self.split_threshold, self.append_buffer)
+        assert self.cluster_capacity is not None
+        how = self.split_threshold, self.append_buffer, self.num_clusters, self.centroids == "disk"
+        return ClusterForm(self.cluster_size, self.cluster_capacity, *how)
 
     def brought(self, held: int) -> int:
         return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected

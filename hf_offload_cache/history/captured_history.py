@@ -13,13 +13,11 @@ from ..stores.base import Store
 from .record_format import RecordFormat
 
 
-def check_captured(
-    form: RecordFormat, ids: Any, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
+def check_tail(
+    form: RecordFormat, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
 ) -> None:
-    """Raises `ContextError` unless a captured history of `length` tokens holds together with its records, in `parts`.
-
-    `group_size`: the configuration's."""
-    records = sum(part.capacity for part in parts)
+    """Raises `ContextError` unless the form and the tail of a captured history of `length` tokens hold together with
+    the records, in `parts`. `group_size`: the configuration's."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     wrong = None
     if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
@@ -28,10 +26,25 @@ def check_captured(
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
     elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
         wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"
-    elif not isinstance(ids, np.ndarray) or not isinstance(tail, torch.Tensor) or type(length) is not int:
-        wrong = f"its table, its tail and its length are {type(ids)}, {type(tail)} and {length!r:.80}"
+    elif not isinstance(tail, torch.Tensor) or type(length) is not int:
+        wrong = f"its tail and its length are {type(tail)} and {length!r:.80}"
     elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
         wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
+    elif length < tail.shape[1]:
+        wrong = f"its length is {length}, its tail holds {tail.shape[1]}"
+    if wrong:
+        raise _broken(name, wrong)
+
+
+def check_captured(
+    form: RecordFormat, ids: Any, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
+) -> None:
+    """As `check_tail`, and whether the table `ids` (rows, groups) names records that there are, as many as `length`
+    says."""
+    check_tail(form, tail, length, parts, name, group_size)
+    records, wrong = sum(part.capacity for part in parts), None
+    if not isinstance(ids, np.ndarray):
+        wrong = f"its table is {type(ids)}"
     elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
         wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
     elif ids.size and not (ids.min() >= 0 and ids.max() < records):
@@ -39,4 +52,8 @@ def check_captured(
     elif length != ids.shape[1] * form.group_size + tail.shape[1]:
         wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
     if wrong:
-        raise ContextError(f"{name} of the context does not hold together: {wrong}")
+        raise _broken(name, wrong)
+
+
+def _broken(name: str, wrong: str) -> ContextError:
+    return ContextError(f"{name} of the context does not hold together: {wrong}")

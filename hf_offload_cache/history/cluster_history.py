@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,26 +16,24 @@ from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store
 from ..stores.freezable import FreezableStore
+from ..stores.mapped_table import MappedTable
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .base import Block, Sealed, joined
+from .captured_clusters import check_clusters
+from .captured_history import check_tail
+from .cluster_bytes import planned_packing
+from .cluster_form import ClusterForm
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
 from .packing import sealed_groups
-from .partition import FEWEST, MOST_ROOM, Partition
+from .partition import Partition
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
-
-@dataclasses.dataclass(frozen=True)
-class ClusterForm:
-    """How clusters are made: see the fields of `Partition`, and `AppendBuffer`."""
-
-    size: int = 32
-    capacity: int = 64
-    threshold: float = 1.25
-    append_buffer: int = 16
+HELD_BACK = 256
+"""Tokens that are clustered at once, from which on their clusters wait for queries to be placed by."""
 
 
 class ClusterHistory:
@@ -51,29 +50,35 @@ class ClusterHistory:
         self.form, self.rows, self.device, self.length = form, rows, device, 0
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
         self._step = max(1, config.block_tokens // form.group_size)
+        self.holds_back = False
+        """The clusters of a long `append` are written by `place`, which is called before what was given may change."""
+        self._before: tuple[torch.Tensor, int] | None = None  # tail and length before clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
-        partition = Partition(rows, form.key_width, clusters.size, clusters.capacity, clusters.threshold)
+        sizes = clusters.size, clusters.capacity, clusters.threshold
+        mapped = partial(MappedTable, storage.directory, f"centroids of {name}") if clusters.mapped else None
+        partition = Partition(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
         self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
-        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten)
+        most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
+        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten, most)
 
     @staticmethod
     def planned(
         form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
     ) -> tuple[LayerPlan, int]:
-        """What `rows` rows of `context` tokens take at most, and how many records of a store."""
+        """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
         tokens = sealed_groups(form, config, context) * form.group_size
-        count = tokens * MOST_ROOM / clusters.capacity * 1.25 + FEWEST
+        count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
         tail = RollingTail.planned(form, rows, config.num_recent)
         waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
-        tables = ClusteredEntries.planned(round(count), tokens, form, rows)
+        labels = tokens * 5 // 4 + 64 if config.max_context is None else tokens
+        tables, means = ClusteredEntries.planned(count, labels, form, rows)
+        tables += 0 if clusters.mapped else means
         own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
         moving = {"moving rows": tail + waiting} if rows > 1 else {}
-        queue = parse_size(config.write_queue)
-        pack = (ClusteredEntries.packing(form, size, queue) for size in (tokens, form.group_size))
-        shared = Planned(*({**moving, "packing": held} for held in pack))
-        pool = 2 * -(-clusters.capacity // form.group_size)
-        return LayerPlan(own, shared), rows * pool * -(-round(count) // 2)
+        packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
+        shared = Planned(*({**moving, "packing": packing} for packing in packings))
+        return LayerPlan(own, shared, means if clusters.mapped else 0), rows * 2 * pages * -(-count // 2)
 
     @property
     def units(self) -> int:
@@ -99,6 +104,7 @@ class ClusterHistory:
     # --- in ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        self.place()
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
         count, told = max(0, total - self._num_recent) // group * group, list[torch.Tensor]()
@@ -107,7 +113,9 @@ class ClusterHistory:
         else:
             old = self.tail.entries.clone()
             coming = Arrivals(self.form, old, keys, values, count)
-            self.clustered.add(coming)
+            hold_back = self.holds_back and count >= HELD_BACK
+            self.clustered.add(coming, hold_back=hold_back)
+            self._before = (old, self.length) if hold_back else None
             rest = count + np.arange(total - count)
             self.tail.replace(torch.stack([coming.entries(row, rest) for row in range(self.rows)]))
             told = [self.form.split(old[:, :count])[0], keys[:, :, : max(0, count - held)]]
@@ -116,10 +124,24 @@ class ClusterHistory:
         told = [part for part in told if part.shape[2]]
         return Sealed(self.units, sealed, told, lambda: iter([self.whole(sealed)[0]]))
 
+    @property
+    def held_back(self) -> bool:
+        """Clusters wait for `place`."""
+        return self._before is not None
+
+    def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
+        """Write the clusters that `append` has held back: those that the same of these queries (rows, heads, n, D),
+        scaled, want, each `wanted` tokens, side by side (DynaKV, section 5.1). Nothing where none are. Raises
+        `StoreFullError`, or an earlier write's `StoreError`: `truncate` to the length before drops them then."""
+        if self._before is not None:
+            self.clustered.place(None if queries is None else queries.float().cpu().numpy(), wanted)
+            self._before = None
+
     # --- out ---------------------------------------------------------------------------------------------------
 
     def extents(self, units: np.ndarray) -> Extents:
         """As `History.extents`: a run for each page."""
+        self.place()
         rows, page, column, at, width = self._laid_out(units)
         shape = len(units), width
         records, count = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -157,6 +179,7 @@ class ClusterHistory:
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
         """As `History.blocks`: in the order of the records, then what waits, then the tail."""
+        self.place()
         stop, own = self.length if stop is None else stop, self.clustered
         pages = in_order(own.page_counts)
         ids = own.pages.records(*pages)
@@ -191,6 +214,11 @@ class ClusterHistory:
         """As `History.truncate`. Where clusters lose members they are read, and the tail holds `num_recent` tokens
         again, or all that remain."""
         own = self.clustered
+        if self._before is not None and length <= self._before[1]:
+            own.drop_unplaced()
+            self.tail.replace(self._before[0])
+            self.length, self._before = self._before[1], None
+        self.place()
         if length >= own.sealed:
             self.tail.drop_last(self.length - length)
             self.length = length
@@ -207,6 +235,7 @@ class ClusterHistory:
     def select_rows(self, rows: torch.Tensor) -> None:
         """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
         on. Where they will, what waits is settled first, which raises `StoreError` with nothing changed."""
+        self.place()
         self.clustered.settle_shared(rows)
         try:
             self.clustered.select_rows(rows)
@@ -225,6 +254,7 @@ class ClusterHistory:
 
     def freeze(self) -> Sequence[FreezableStore]:
         """As `History.freeze`, and `frozen`. Nothing joins the clusters that there are from now on."""
+        self.place()
         self.clustered.settle_all()
         layered = frozen(self._storage, self.store, self._name, self.named, self._move)
         self.clustered.close()
@@ -252,11 +282,19 @@ class ClusterHistory:
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device,
         config: OffloadConfig, name: str, clusters: ClusterForm, rewritten: Callable[[np.ndarray], None],
     ) -> ClusterHistory:  # fmt: skip
-        """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing."""
-        form, tail = RecordFormat(**tree["form"]), tree["tail"]
+        """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing.
+
+        Raises `ContextError` where the tree does not hold together; `parts` are the caller's then."""
+        form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
+        check_tail(form, tail, length, parts, name, config.group_size)
+        sealed, records = length - tail.shape[1], sum(part.capacity for part in parts)
+        check_clusters(form, tree["clusters"], len(tail), sealed, clusters.capacity, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, len(tail), device, config, name, clusters, rewritten, store)
         history.clustered.restore(tree["clusters"])
+        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
+            history.tail.close()
+            history.tail = RollingTail(form, len(tail), config.num_recent, device, storage.account, tail.shape[1])
         history.tail.replace(tail)
-        history.length = tree["length"]
+        history.length = length
         return history

@@ -13,15 +13,13 @@ from ..fetch.storage import Storage
 from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
-from .cluster_pages import ClusterPages, in_order, pieces
-from .clustering import BATCH
-from .page_writer import PageWriter, piece_bytes
-from .partition import Partition
+from .cluster_bytes import clustering, settling, writing
+from .cluster_pages import ClusterPages
+from .new_clusters import NewClusters
+from .page_writer import PageWriter
+from .partition import Moments, Partition, moments
 from .record_format import RecordFormat
 from .settling import Settling
-
-_READ_AT_ONCE = 64
-"""Pages that are read at a time, of clusters that something waits for."""
 
 
 class ClusteredEntries:
@@ -34,32 +32,30 @@ class ClusteredEntries:
 
     Args:
         rewritten: told the records that are about to be written anew, in which who reads finds something else then.
+        most_tokens: a row will have no more.
     """
 
     def __init__(
         self, storage: Storage, store: Store, form: RecordFormat, partition: Partition, buffer: AppendBuffer,
-        rewritten: Callable[[np.ndarray], None],
+        rewritten: Callable[[np.ndarray], None], most_tokens: int | None = None,
     ) -> None:  # fmt: skip
+        self._most_tokens = 1 << 62 if most_tokens is None else most_tokens
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
         self.pages = ClusterPages(store, partition.rows, -(-partition.capacity // form.group_size))
         self.sealed = 0
         self._stored = np.zeros((partition.rows, 0), dtype=np.int32)
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
+        self._unplaced: NewClusters | None = None
         self._count_stored()
         self._storage, self._rewritten = storage, rewritten
 
     @staticmethod
-    def packing(form: RecordFormat, tokens: int, write_queue: int) -> int:
-        """What is held while clusters are made of so many tokens of a row: their keys in 32 bits, once more as they are
-        clustered, and pages with what goes into them."""
-        pages = min(piece_bytes(write_queue), tokens * form.record_bytes)
-        return 2 * 4 * form.key_width * min(tokens, BATCH) + 4 * pages
-
-    @staticmethod
-    def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> int:
-        """The most bytes that the books of so many clusters and tokens a row take."""
-        tables = Partition.planned(clusters, form.key_width, rows) + ClusterPages.planned(clusters, rows)
-        return tables + rows * ((2 if clusters < 1 << 16 else 4) * (tokens * 5 // 4 + 64) + 8 * clusters)
+    def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> tuple[int, int]:
+        """The most bytes that the books of so many clusters and tokens a row take, and that their means do. Where no
+        limit is given a quarter more tokens than there are are labelled."""
+        tables, means = Partition.planned(clusters, form.key_width, rows)
+        labels = (2 if clusters < 1 << 16 else 4) * tokens
+        return tables + ClusterPages.planned(clusters, rows) + rows * (labels + 8 * clusters), means
 
     @property
     def labels(self) -> np.ndarray:
@@ -96,10 +92,10 @@ class ClusteredEntries:
 
     # --- in ----------------------------------------------------------------------------------------------------
 
-    def add(self, coming: Arrivals) -> None:
+    def add(self, coming: Arrivals, *, hold_back: bool = False) -> None:
         """The next tokens. At most a group of them joins the nearest clusters, where there are some that may be joined,
-        and waits; more make clusters of their own, in the store. Raises `StoreFullError`, or an earlier write's
-        `StoreError`, with nothing changed but where entries lie."""
+        and waits; more make clusters of their own, in the store, or, to `hold_back`, in none until `place`. Raises
+        `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries lie."""
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         if coming.count <= self.form.group_size:
             self._make_room()
@@ -107,16 +103,22 @@ class ClusteredEntries:
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
         if not joins.all():
-            packing = self.packing(self.form, coming.count, self._storage.write_queue)
-            with self._storage.account.holding("packing", packing):
-                self._make_clusters((~joins).nonzero()[0], coming, labels)
+            with self._storage.account.holding("packing", clustering(self.form, coming.count)):
+                self._unplaced = NewClusters(self.partition, (~joins).nonzero()[0], coming, labels)
+            if not hold_back:
+                try:
+                    self.place()
+                except BaseException:
+                    self._unplaced.undo()
+                    self._unplaced = None
+                    raise
         if joins.any():
             self.partition.join(points, np.where(joins[:, None], labels, -1))
             for row in joins.nonzero()[0].tolist():
                 self.buffer.add(row, coming.entries(row, np.arange(coming.count)), self.sealed)
         stop = self.sealed + labels.shape[1]
         if stop > self._labels.shape[1]:
-            more = max(stop, self._labels.shape[1] * 5 // 4 + 64) - self._labels.shape[1]
+            more = max(stop, min(self._labels.shape[1] * 5 // 4 + 64, self._most_tokens)) - self._labels.shape[1]
             self._labels = np.pad(self._labels, ((0, 0), (0, more)))
         self._widen_labels()
         self._labels[:, self.sealed : stop] = labels
@@ -132,33 +134,21 @@ class ClusteredEntries:
         """What is clustered of entries (n, width): their keys (n, key width), float32, on the host."""
         return entries[:, : self.form.key_width].float().cpu().numpy()
 
-    def _make_clusters(self, rows: np.ndarray, coming: Arrivals, labels: np.ndarray) -> None:
-        """Write clusters of what is `coming` in some rows, whose `labels` are set. Raises with nothing changed."""
-        used, limits = self.partition.used.copy(), self.partition.limits.copy()
-        made, places = np.empty((2, 0), dtype=np.int64), list[tuple[int, int]]()
-        try:
-            for row in rows.tolist():
-                labels[row] = self.partition.add(row, coming.points(row))
-            new = [(row, cluster) for row in rows.tolist() for cluster in range(used[row], self.partition.used[row])]
-            made = np.array(new).T
-            places = self.pages.reserve(made[0])
-            writer, left = PageWriter(self._storage, self.store, self.form), iter(places)
-            for row in rows.tolist():
-                order, counts = np.argsort(labels[row], kind="stable"), np.bincount(labels[row] - used[row])
-                start = 0
-                for some in pieces(counts, writer.piece // self.form.record_bytes, self.form.group_size):
-                    tokens = order[start : start + counts[some].sum()]
-                    start += tokens.size
-                    writer.put(coming.entries(row, tokens), counts[some], [next(left) for _ in counts[some]])
-            writer.end()
-        except Exception:
-            if places:
-                self.pages.give(made[0], places)
-            for row in rows.tolist():
-                self.partition.drop_last(row, used[row])
-            self.partition.limits = limits
-            raise
-        self.pages.take(made[0], made[1], places)
+    def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
+        """Write the clusters that were held back, if there are any: see `NewClusters.write`, and what it raises."""
+        if (new := self._unplaced) is not None:
+            packing = writing(self.form, new.coming.count, new.most, self._storage.write_queue)
+            with self._storage.account.holding("packing", packing):
+                new.write(self._storage, self.store, self.form, self.pages, queries, wanted)
+            self._unplaced = None
+
+    def drop_unplaced(self) -> None:
+        """The clusters that were held back, and their tokens, are gone."""
+        if self._unplaced is not None:
+            self._unplaced.undo()
+            self.sealed -= self._unplaced.coming.count
+            self._unplaced = None
+            self._count_stored()
 
     # --- what waits --------------------------------------------------------------------------------------------
 
@@ -172,59 +162,52 @@ class ClusteredEntries:
         self.load(*self.waiting.nonzero())
 
     def load(self, rows: np.ndarray, clusters: np.ndarray) -> None:
-        """Read these clusters of these rows, and `settle` them."""
-        self.settle(rows, clusters, self.read(rows, clusters))
+        """Read these clusters of these rows one by one, and `settle` them. Raises with those before settled."""
+        for row, cluster in zip(rows.tolist(), clusters.tolist(), strict=True):
+            self.settle(row, cluster, self.read(row, cluster))
 
-    def read(self, rows: np.ndarray, clusters: np.ndarray) -> list[torch.Tensor]:
-        """The entries (n, width) of each of these clusters that lie in its pages: copies."""
-        group, counts = self.form.group_size, self.stored[rows, clusters]
-        which, _, page = in_order(-(-counts[:, None] // group))
-        ids = self.pages.records(rows[which], clusters[which], page)
+    def read(self, row: int, cluster: int) -> torch.Tensor:
+        """The entries (n, width) of a cluster of a row that lie in its pages: a copy."""
+        count, pages = self.stored[row, cluster], np.arange(self.page_counts[row, cluster])
+        ids = self.pages.records(np.array(row), np.array(cluster), pages)
         parts = [
             self.form.payload(records).reshape(-1, self.form.entry_width).clone()
-            for records in self._storage.stream(self.store, ids, _READ_AT_ONCE, self.buffer.entries.device)
+            for records in self._storage.stream(self.store, ids, self.pages.largest, self.buffer.entries.device)
         ]
-        pages = torch.cat(parts) if parts else self.buffer.entries[0, :0]
-        starts = group * np.cumsum(np.concatenate([[0], -(-counts // group)]))
-        return [pages[start : start + count] for start, count in zip(starts, counts.tolist(), strict=False)]
+        return torch.cat(parts)[:count] if parts else self.buffer.entries[0, :0]
 
-    def settle(self, rows: np.ndarray, clusters: np.ndarray, stored: list[torch.Tensor]) -> None:
-        """What waits for these clusters of these rows lies in their pages from now on, and those that are to be split
-        are so. `stored`: the entries (n, width) of each that lie in its pages. Raises with nothing changed."""
-        to_split = self.partition.to_split
-        jobs = [
-            self._settling(row, cluster, there, bool(to_split[row, cluster]))
-            for row, cluster, there in zip(rows.tolist(), clusters.tolist(), stored, strict=True)
-        ]
-        if not jobs:
-            return
-        self._rewritten(np.concatenate([job.rewrites for job in jobs]))
-        split = np.array([job.row for job in jobs for _ in range(job.parts.max())], dtype=np.int64)
+    def settle(self, row: int, cluster: int, stored: torch.Tensor) -> None:
+        """What waits for a cluster of a row lies in its pages from now on, and where it is to be split it is so.
+        `stored`: the entries (n, width) that lie there. Raises with nothing changed."""
+        count = int(self.partition.counts[row, cluster])
+        with self._storage.account.holding("packing", settling(self.form, count)):
+            self._settle(self._settling(row, cluster, stored, bool(self.partition.to_split[row, cluster])))
+
+    def _settle(self, job: Settling) -> None:
+        row, cluster, group = job.row, job.cluster, self.form.group_size
+        self._rewritten(job.rewrites)
+        split = np.full(job.parts.max(), row)
+        self.partition.reserve(split)
         places = self.pages.reserve(split)
+        first, step = self.pages.place(row, cluster)
         try:
-            writer, left = PageWriter(self._storage, self.store, self.form, at_once=True), iter(places)
-            for job in jobs:
-                place = self.pages.place(job.row, job.cluster)
-                for part in range(job.parts.max() + 1):
-                    members = torch.from_numpy((job.parts == part).nonzero()[0]).to(job.entries.device)
-                    own = np.array([members.numel() - job.kept * self.form.group_size])
-                    to = next(left) if part else (place[0] + place[1] * job.kept, place[1])
-                    writer.put(job.entries[members[job.kept * self.form.group_size :]], own, [to])
+            writer = PageWriter(self._storage, self.store, self.form, at_once=True)
+            for part, to in enumerate([(first + step * job.kept, step), *places]):
+                members = torch.from_numpy((job.parts == part).nonzero()[0][job.kept * group :])
+                writer.put(job.entries[members.to(job.entries.device)], np.array([members.numel()]), [to])
             writer.end()
         except Exception:
             self.pages.give(split, places)
             raise
-        left = iter(places)
-        for job in jobs:
-            self.buffer.drop(job.row, job.tokens)
-            points = self.points(job.entries)
-            if not job.parts.any():
-                self.partition.set(job.row, job.cluster, points)
-                continue
-            numbers = self.partition.split(job.row, job.cluster, points, job.parts)
+        self.buffer.drop(row, job.tokens)
+        points = self.points(job.entries)
+        if places:
+            numbers = self.partition.split(row, cluster, points, job.parts)
             self._widen_labels()
-            self._labels[job.row, job.tokens] = numbers[job.parts]
-            self.pages.take(np.full(len(numbers) - 1, job.row), numbers[1:], [next(left) for _ in numbers[1:]])
+            self._labels[row, job.tokens] = numbers[job.parts]
+            self.pages.take(split, numbers[1:], places)
+        else:
+            self.partition.set(row, cluster, points)
         self._count_stored()
 
     def _settling(self, row: int, cluster: int, there: torch.Tensor, split: bool) -> Settling:
@@ -241,19 +224,18 @@ class ClusteredEntries:
     def cut(self, keep: int, length: int) -> torch.Tensor:
         """Only the first `keep` tokens stay. Returns the entries (rows, length - keep, width) of those from there to
         `length`. Raises `StoreError` with nothing changed."""
-        lost = [np.unique(own) for own in self.labels[:, keep:]]
-        rows, clusters = np.repeat(np.arange(len(lost)), [own.size for own in lost]), np.concatenate(lost)
-        stored = self.read(rows, clusters)
-        jobs = [self._settling(*one, False) for one in zip(rows.tolist(), clusters.tolist(), stored, strict=True)]
-        taken = self.buffer.entries.new_empty(len(lost), length - keep, self.form.entry_width)
-        for job in jobs:
-            there = ((job.tokens >= keep) & (job.tokens < length)).nonzero()[0]
-            taken[job.row, torch.from_numpy(job.tokens[there] - keep)] = job.entries[torch.from_numpy(there)]
-        for job in jobs:
-            left = int(np.searchsorted(job.tokens, keep))
-            self.partition.set(job.row, job.cluster, self.points(job.entries[:left]))
-            if not left:
-                self.pages.leave(job.row, job.cluster)
+        taken = self.buffer.entries.new_empty(self.partition.rows, length - keep, self.form.entry_width)
+        left: list[tuple[int, int, Moments]] = []
+        for row, own in enumerate(self.labels[:, keep:]):
+            for cluster in np.unique(own).tolist():
+                job = self._settling(row, cluster, self.read(row, cluster), False)
+                there = ((job.tokens >= keep) & (job.tokens < length)).nonzero()[0]
+                taken[row, torch.from_numpy(job.tokens[there] - keep)] = job.entries[torch.from_numpy(there)]
+                left.append((row, cluster, moments(self.points(job.entries[: np.searchsorted(job.tokens, keep)]))))
+        for row, cluster, those in left:
+            self.partition.put(row, cluster, those)
+            if not those[0]:
+                self.pages.leave(row, cluster)
         self.buffer.truncate(keep)
         self.sealed = keep
         self._count_stored()

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ..stores.mapped_table import MappedTable
 from .clustering import halves, k_means
 
 FEWEST = 8
@@ -15,6 +17,10 @@ MOST_ROOM = 2.5
 """How many times what the keys take their clusters' places may take until these are split where they are full alone."""
 _ROOM = 16
 """Clusters that tables grow by, and a quarter."""
+
+
+Moments = tuple[int, np.ndarray, float]
+"""How many keys, their mean (D,), and their variance."""
 
 
 class Partition:
@@ -30,12 +36,17 @@ class Partition:
         threshold: how many times the mean variance of the first clusters a cluster's may be until it is to be split.
         most_room: how many times what the keys take their clusters' places may take: each has room for `capacity`.
             While they take more, clusters are split where they are full alone.
+        number: clusters that many at once are made into, in the place of those of `size`, as far as there is room.
+        mapped: puts means where it gives them a table; None: they are in memory. It may raise `StoreError`.
     """
 
     def __init__(
-        self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = MOST_ROOM
-    ) -> None:
+        self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = MOST_ROOM,
+        number: int | None = None, mapped: Callable[[np.ndarray], MappedTable] | None = None,
+    ) -> None:  # fmt: skip
         self.size, self.capacity, self.threshold, self.most_room = size, capacity, threshold, most_room
+        self.number, self._mapped = number, mapped
+        self._table: MappedTable | None = None
         self.used = np.zeros(rows, dtype=np.int64)
         self.limits = np.full(rows, np.inf, dtype=np.float32)
         """The variance beyond which a cluster of a row is to be split; infinite until `FEWEST` clusters were seen."""
@@ -45,9 +56,10 @@ class Partition:
         self._closed = np.zeros((rows, 0), dtype=bool)
 
     @staticmethod
-    def planned(clusters: int, dim: int, rows: int) -> int:
-        """The most bytes that tables of `clusters` clusters a row take."""
-        return rows * (clusters * 5 // 4 + _ROOM) * (2 * dim + 9)
+    def planned(clusters: int, dim: int, rows: int) -> tuple[int, int]:
+        """The most bytes that tables of `clusters` clusters a row take, and that their means do."""
+        room = rows * (clusters * 5 // 4 + _ROOM)
+        return room * 9, room * 2 * dim
 
     @property
     def rows(self) -> int:
@@ -84,8 +96,19 @@ class Partition:
 
     @property
     def nbytes(self) -> int:
-        tables = self._counts, self._variances, self._centroids, self._closed
-        return sum(table.nbytes for table in tables) + self.used.nbytes + self.limits.nbytes
+        means = 0 if self._table is not None else self._centroids.nbytes
+        tables = self._counts, self._variances, self._closed, self.used, self.limits
+        return sum(table.nbytes for table in tables) + means
+
+    def will_need(self) -> None:
+        """Means are about to be asked for: where they are on the disk, the system may begin to read them."""
+        if self._table is not None:
+            self._table.will_need()
+
+    def rest(self) -> None:
+        """Means are not asked for for a while: those on the disk take no memory until they are."""
+        if self._table is not None:
+            self._table.rest()
 
     # --- what comes --------------------------------------------------------------------------------------------
 
@@ -125,7 +148,8 @@ class Partition:
     def add(self, row: int, keys: np.ndarray) -> np.ndarray:
         """Make clusters of keys (n, D) in a row, beside those that are; which each is in, (n,) int64. None of them has
         more than `capacity`."""
-        within = k_means(keys, self.size)
+        size = self.size if self.number is None else max(len(keys) / self.number, self.capacity / self.most_room)
+        within = k_means(keys, size)
         while (counts := np.bincount(within)).max() > self.capacity:
             for cluster in (counts > self.capacity).nonzero()[0]:
                 members = (within == cluster).nonzero()[0]
@@ -184,9 +208,11 @@ class Partition:
 
     def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
         """A cluster has exactly keys (n, D)."""
-        mean = keys.mean(0) if len(keys) else np.zeros(self.dim, dtype=np.float32)
-        self._counts[row, cluster], self._centroids[row, cluster] = len(keys), mean
-        self._variances[row, cluster] = _squares(keys - mean).mean() if len(keys) else 0
+        self.put(row, cluster, moments(keys))
+
+    def put(self, row: int, cluster: int, those: Moments) -> None:
+        """A cluster's keys have these moments."""
+        self._counts[row, cluster], self._centroids[row, cluster], self._variances[row, cluster] = those
 
     def _open(self, row: int, count: int) -> None:
         """So many new clusters of a row, which may be joined."""
@@ -199,10 +225,18 @@ class Partition:
         """Have room for so many a row."""
         if clusters > self._counts.shape[1]:
             more = max(clusters, clusters * 5 // 4 + _ROOM) - self._counts.shape[1]
-            for name in ("_counts", "_variances", "_centroids", "_closed"):
-                table = getattr(self, name)
-                shape = (table.shape[0], more, *table.shape[2:])
-                setattr(self, name, np.concatenate([table, np.zeros(shape, dtype=table.dtype)], 1))
+            self._keep_centroids(_wider(self._centroids, more))
+            for name in ("_counts", "_variances", "_closed"):
+                setattr(self, name, _wider(getattr(self, name), more))
+
+    def reserve(self, rows: np.ndarray) -> None:
+        """Have room for one more cluster in each of `rows` (n,), a row as often as it gets one. May raise
+        `StoreError`."""
+        self._need(int((self.used + np.bincount(rows, minlength=self.rows)).max(initial=0)))
+
+    def _keep_centroids(self, centroids: np.ndarray) -> None:
+        self._table = None if self._mapped is None else self._mapped(centroids)
+        self._centroids = centroids if self._table is None else self._table.array
 
     # --- rows and contexts -------------------------------------------------------------------------------------
 
@@ -213,7 +247,8 @@ class Partition:
     def select_rows(self, rows: np.ndarray) -> None:
         """Make row i what row `rows[i]` is now. What several rows have in common is closed."""
         shared = np.bincount(rows, minlength=self.rows)[rows] > 1
-        for name in ("used", "limits", "_counts", "_variances", "_centroids", "_closed"):
+        self._keep_centroids(np.ascontiguousarray(self._centroids[rows]))
+        for name in ("used", "limits", "_counts", "_variances", "_closed"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         self._closed[shared] = True
 
@@ -228,6 +263,17 @@ class Partition:
             getattr(self, f"_{name}")[:, : tree[name].shape[1]] = tree[name]
         self.used, self.limits = tree["used"].copy(), tree["limits"].copy()
         self.close()
+
+
+def moments(keys: np.ndarray) -> Moments:
+    """Of keys (n, D)."""
+    mean = keys.mean(0) if len(keys) else np.zeros(keys.shape[1], dtype=np.float32)
+    return len(keys), mean, float(_squares(keys - mean).mean()) if len(keys) else 0.0
+
+
+def _wider(table: np.ndarray, more: int) -> np.ndarray:
+    """With `more` columns of zeros."""
+    return np.concatenate([table, np.zeros((table.shape[0], more, *table.shape[2:]), dtype=table.dtype)], 1)
 
 
 def _squares(apart: np.ndarray) -> np.ndarray:

@@ -10,9 +10,8 @@ import torch
 from ..config import SelectiveConfig
 from ..fetch.choice import Choice
 from ..history.base import Sealed
-from ..history.cluster_history import ClusterForm
+from ..history.cluster_form import ClusterForm
 from ..history.clustered_entries import ClusteredEntries
-from ..history.partition import FEWEST, MOST_ROOM
 from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
@@ -28,15 +27,16 @@ class ClusterPredictor:
     these. Holds nothing: centroids and counts are the history's. See `Predictor`.
     """
 
-    def __init__(self, clustered: ClusteredEntries, config: SelectiveConfig, account: MemoryAccount) -> None:
-        self.clustered, self.config, self._account = clustered, config, account
+    def __init__(
+        self, clustered: ClusteredEntries, config: SelectiveConfig, clusters: ClusterForm, account: MemoryAccount
+    ) -> None:
+        self.clustered, self.config, self._clusters, self._account = clustered, config, clusters, account
 
     @staticmethod
     def planned(form: RecordFormat, clusters: ClusterForm, context: int, rows: int, heads: int) -> LayerPlan:
         """What it takes to judge `context` tokens a row by: centroids in 32 bits, scores of each head thrice, and what
         clusters are sorted by; of what is taken, which entries."""
-        count = round(context * MOST_ROOM / clusters.capacity * 1.25) + FEWEST
-        scores = _score_bytes(form, rows, count, heads, clusters.capacity)
+        scores = _score_bytes(form, rows, clusters.most_clusters(context), heads, clusters)
         return LayerPlan(shared=Planned(decode={"scores": scores}))
 
     def ready(self, units: int) -> bool:
@@ -47,9 +47,8 @@ class ClusterPredictor:
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         own = self.clustered
-        heads, capacity = query.states.shape[1], own.partition.capacity
-        rows, count = own.partition.counts.shape
-        with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, capacity)):
+        heads, (rows, count) = query.states.shape[1], own.partition.counts.shape
+        with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, self._clusters)):
             return self._choice(query, budget)
 
     def _choice(self, query: Query, budget: int) -> Choice:
@@ -121,6 +120,8 @@ class ClusterPredictor:
     def close(self) -> None: ...
 
 
-def _score_bytes(form: RecordFormat, rows: int, clusters: int, heads: int, capacity: int) -> int:
-    """Centroids in 32 bits, scores of each head thrice, what clusters are sorted by, and of each which entries."""
-    return rows * clusters * (4 * form.key_width + 12 * heads + 64 + capacity)
+def _score_bytes(form: RecordFormat, rows: int, count: int, heads: int, clusters: ClusterForm) -> int:
+    """Centroids in 32 bits, and those that are mapped, scores of each head thrice, what clusters are sorted by, and of
+    each which entries."""
+    means = (6 if clusters.mapped else 4) * form.key_width
+    return rows * count * (means + 12 * heads + 64 + clusters.capacity)

@@ -11,30 +11,47 @@ from .record_file import RecordFile
 
 
 class ScratchFile(RecordFile):
-    """A new unnamed file in `directory` that only its owner may use, whatever the umask.
+    """A new unnamed file in `directory`: see `open_scratch`.
 
-    Where the file system can, a name can be given to it later (`os.link` of its place under /proc). Raises `StoreError`
-    that names `directory` when no file can be made there.
+    Where the file system can, a name can be given to it later (`os.link` of its place under /proc).
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         place = os.fspath(directory)
-        fd = -1
+        fd = open_scratch(place, name)
         try:
-            fd = _open_unnamed(place)
-            _make_private(fd)
             super().__init__(fd, place)
         except BaseException as error:
-            if fd >= 0 and getattr(self, "_descriptor", None) is None:  # nobody else owns the descriptor yet
+            if getattr(self, "_descriptor", None) is None:  # nobody else owns the descriptor yet
                 os.close(fd)
             if not isinstance(error, OSError):
                 raise
-            advice = "give `path` a folder that exists and that you may write to"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                advice = "raise the limit of open files with `ulimit -n`, or close others"
-            raise StoreError(
-                error.errno, f"{name}: no scratch file can be made in {place!r} ({error.strerror}); {advice}"
-            ) from error
+            raise _refusal(place, name, error) from error
+
+
+def open_scratch(directory: str | os.PathLike[str], name: str) -> int:
+    """The descriptor of a new unnamed file in `directory` that only its owner may use, whatever the umask. Raises
+    `StoreError` that names `directory` when no file can be made there."""
+    place, fd = os.fspath(directory), -1
+    try:
+        fd = _open_unnamed(place)
+        _make_private(fd)
+        return fd
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if not isinstance(error, OSError):
+            raise
+        raise _refusal(place, name, error) from error
+
+
+def _refusal(place: str, name: str, error: OSError) -> StoreError:
+    advice = "give `path` a folder that exists and that you may write to"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "raise the limit of open files with `ulimit -n`, or close others"
+    return StoreError(
+        error.errno, f"{name}: no scratch file can be made in {place!r} ({error.strerror}); {advice}"
+    )
 
 
 def _open_unnamed(directory: str) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checked_cache import checked
@@ -11,6 +13,7 @@ from harness import generate, prompt
 from long_llama import feed, long_model
 from transformers import DynamicCache
 
+from hf_offload_cache.caches import cluster
 from hf_offload_cache.caches.cluster import ClusterCache
 from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.errors import ConfigError
@@ -30,11 +33,45 @@ SMALL: dict[str, Any] = {
         ({"split_threshold": 0}, "split_threshold must be above 0"),
         ({"selected_share": 2.0}, "selected_share must be above 0"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
+        ({"cluster_capacity": 81}, "cluster_capacity must be at most 2.5 times cluster_size .32., .*use 64"),
+        ({"num_clusters": 0}, "num_clusters must be at least 1"),
+        ({"centroids": "host"}, "centroids must be one of"),
+        ({"centroids": "disk", "encryption_key": "key"}, "use centroids='memory'"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ClusterConfig(**fields)
+
+
+def test_without_what_makes_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install 'hf-offload-cache"):
+        ClusterCache(long_model())
+
+
+@pytest.mark.parametrize(("number", "capacity", "found"), [(10, 64, 10), (1, 400, 1), (1000, 16, 292 / 6.4)])
+def test_as_many_clusters_as_are_wanted(number: int, capacity: int, found: float) -> None:
+    """As far as there is room for them: each has place for no more than two and a half times its share."""
+    model, fields = long_model(), {**SMALL, "cluster_size": capacity // 2, "cluster_capacity": capacity}
+    with ClusterCache(model, num_clusters=number, **fields) as cache:
+        feed(cache, prompt(model, 1, LENGTH))
+        used = cache.layers[1].history.clustered.partition.used
+        assert (abs(used - found) <= 0.1 * found).all()
+
+
+def test_centroids_on_the_disk_change_nothing_but_where_they_are(tmp_path: Path) -> None:
+    """The same tokens, of the same clusters, and less memory."""
+    model, told = long_model(), {}
+    ids = prompt(model, 2, LENGTH)
+    for place in ("memory", "disk"):
+        with ClusterCache(model, path=tmp_path, num_selected=60, centroids=place, **SMALL) as cache:
+            tokens = generate(model, cache, ids, max_new_tokens=90).tokens
+            partition = cache.layers[1].history.clustered.partition
+            told[place] = tokens, partition.centroids.copy(), cache.report().memory_bytes, partition.nbytes
+    assert torch.equal(told["memory"][0], told["disk"][0]) and np.array_equal(told["memory"][1], told["disk"][1])
+    assert told["disk"][3] < told["memory"][3] / 3 and told["disk"][2] < told["memory"][2]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fields", [{"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}])

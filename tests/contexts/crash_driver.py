@@ -35,8 +35,10 @@ CALLS = (
 """Of the module os: those that change something on the disk, or a descriptor. Stores and contexts call them by name."""
 MORE = 80
 """Tokens that the new context has more than the old one: some of its records are old ones, and some are not."""
-BEGIN: dict[str, dict[str, Any]] = {"disk-swap": {"length": 64, "exact": True}, "abstract-tree": {"length": 160}}
-"""What the old one is made with; the second has abstracts and replicas, and tables of both."""
+BEGIN: dict[str, dict[str, Any]] = {
+    "disk-swap": {"length": 64, "exact": True}, "abstract-tree": {"length": 160}, "cluster": {"length": 160},
+}  # fmt: skip
+"""What the old one is made with; the second has abstracts and replicas, and tables of both, the third clusters."""
 METHOD = sys.argv[3] if len(sys.argv) > 3 else "disk-swap"
 
 

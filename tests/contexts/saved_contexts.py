@@ -36,6 +36,11 @@ TREE: dict[str, Any] = {
     "dense_layers": 0, "engine": "mapped", "abstracts": "disk", "compress": 0.0,
 }  # fmt: skip
 """Of `AbstractTreeCache`, with abstracts and replicas on the disk. A record is 8 KiB and its replica 4."""
+CLUSTERS: dict[str, Any] = {
+    "cluster_size": 16, "append_buffer": 8, "group_size": 16, "num_recent": 8, "block_tokens": 256, "num_selected": 64,
+    "reuse_capacity": 64, "engine": "mapped",
+}  # fmt: skip
+"""Of `ClusterCache`. A record is half payload and half padding."""
 LONG = 600
 """Tokens of a context: more than the 512 that an adapter is made of."""
 
@@ -68,7 +73,8 @@ def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
 def prefilled(
     seed: int = 7, length: int = LONG, rows: int = 1, cls: type[SelectiveCache] = DiskSwapCache, **fields: Any
 ) -> SelectiveCache:
-    cache = cls(model(), **{**(FIELDS if cls is DiskSwapCache else TREE), **fields})
+    own = {"AbstractTreeCache": TREE, "ClusterCache": CLUSTERS}
+    cache = cls(model(), **{**own.get(cls.__name__, FIELDS), **fields})
     feed(cache, ids(length, seed, rows))
     return cache
 

@@ -47,8 +47,9 @@ def test_killed_at_every_second_call(tmp_path: Path, record_property: Callable[[
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-def test_killed_with_abstracts_and_replicas(tmp_path: Path) -> None:
-    check(kill(tmp_path, 5, "abstract-tree"), LEAST // 2)
+@pytest.mark.parametrize("method", ["abstract-tree", "cluster"])
+def test_killed_with_abstracts_and_replicas_and_in_clusters(tmp_path: Path, method: str) -> None:
+    check(kill(tmp_path, 5, method), LEAST // 2)
 
 
 @pytest.mark.slow

@@ -26,8 +26,9 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import AbstractTreeCache, DiskSwapCache
+from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache
 from hf_offload_cache.history.chunk_history import ChunkHistory
+from hf_offload_cache.history.cluster_pages import in_order
 from hf_offload_cache.kernels.int4 import quantise
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
@@ -42,6 +43,9 @@ PACKED: dict[str, Any] = {
     "compress": 1.0,
 }  # fmt: skip
 """With replicas, as which everything travels: so forks read what the cache does that they were made of."""
+CLUSTERS: dict[str, Any] = {
+    **SMALL, "num_selected": 32, "reuse_capacity": 16, "block_tokens": 64, "cluster_size": 8, "append_buffer": 6,
+}  # fmt: skip
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
@@ -94,6 +98,9 @@ class Held:
 
 def compact_keys(cache: Any) -> list[torch.Tensor]:
     """Copies of what each layer selects by. Taken without `capture`, after which the keys are kept from changes."""
+    if isinstance(cache, ClusterCache):
+        parts = [layer.history.clustered.partition for layer in cache.selective if layer.is_initialized]
+        return [torch.from_numpy(part.centroids.copy()) for part in parts if part.clusters]
     if isinstance(cache, AbstractTreeCache):
         return [abstracts(layer) for layer in cache.selective if layer.is_initialized and layer.predictor.units]
     learnt = [layer.predictor.learnt.keys for layer in cache.layers if layer.predictor]
@@ -450,6 +457,44 @@ class Tree(Sparse):
             assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
 
 
+class Clustered(Sparse):
+    """Clusters that are joined, split, shared and read from contexts, whose means are in memory or on the disk."""
+
+    cache_class = ClusterCache
+
+    @invariant()
+    def nobody_else_changed(self) -> None:
+        """Tables are each cache's own. One that is frozen settles what waits, which may split clusters."""
+
+    @invariant()
+    def clusters_are_of_the_keys(self) -> None:
+        """Each has as many keys as it says, of that mean; none lies where another does."""
+        for cache, held in self.caches:
+            for layer in cache.selective if held.length else ():
+                own, keys = layer.history.clustered, layer.rows.fold(layer.whole()[0])
+                points = keys.transpose(1, 2).flatten(2).float().numpy()
+                pages = in_order(own.page_counts)
+                ids = own.pages.records(*pages)
+                for row in range(layer.history.rows):
+                    counts = np.bincount(own.labels[row], minlength=own.partition.clusters)
+                    assert np.array_equal(counts, own.partition.counts[row])
+                    assert len(np.unique(ids[pages[0] == row])) == int((pages[0] == row).sum())
+                    sums = np.zeros((len(counts), points.shape[2]), dtype=np.float32)
+                    np.add.at(sums, own.labels[row], points[row, : own.sealed])
+                    means = sums[counts > 0] / counts[counts > 0, None]
+                    np.testing.assert_allclose(own.partition.centroids[row][counts > 0], means, rtol=5e-3, atol=5e-3)
+
+    def last_step(self, cache: Any, held: Held) -> None:
+        """It still selects: of many clusters some, each of which may lie in one record more than its tokens need."""
+        before = cache.storage.counters.units_selected
+        self.feed(cache, held, torch.full((held.rows, 1), 23))
+        if all(layer.can_choose() for layer in cache.selective):
+            selected = (cache.storage.counters.units_selected - before) / held.rows
+            most = sum(layer.rows.heads * layer.most_records(layer.budget) for layer in cache.selective)
+            whole = sum(layer.rows.heads * layer.history.records for layer in cache.selective)
+            assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
+
+
 def run(machine: type[Caches], examples: int) -> None:
     """The first failure is shown as it came: making it smaller would take minutes."""
     run_state_machine_as_test(
@@ -505,6 +550,11 @@ def test_tree_with_replicas(place: str) -> None:
     run_sparse(Tree, {**PACKED, "abstracts": place}, 6)
 
 
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_clusters(place: str) -> None:
+    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 8)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_exact_for_long() -> None:
@@ -523,3 +573,10 @@ def test_sparse_for_long() -> None:
 def test_tree_for_long(place: str) -> None:
     run_sparse(Tree, {**TREE, "abstracts": place}, 60)
     run_sparse(Tree, {**PACKED, "abstracts": place}, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_clusters_for_long(place: str) -> None:
+    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 60)

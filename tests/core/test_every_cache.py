@@ -77,6 +77,11 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
         assert_exact(generate(model, twin, ids, max_new_tokens=4), healed)
 
 
+SEEDS = {"minimax_m3_vl_text": 1}
+"""Of weights. With the usual ones a step's choice of experts is a tie: `DynamicCache` itself says something else there
+once they change by a millionth, and so does a cache whose entries are summed in another order."""
+
+
 @pytest.mark.parametrize("name", walk.REPRESENTATIVES)
 def test_an_architecture_with_everything_selected(method: str, name: str) -> None:
     """Greedy, beams and left padding as with `DynamicCache`, through steps that select; and bitwise."""
@@ -89,7 +94,7 @@ def test_an_architecture_with_everything_selected(method: str, name: str) -> Non
             return cls(model, exact="bitwise", **fields)
         return cls(model, num_selected=512, reuse_capacity=40, **fields)
 
-    result = walk.walk_one(walk.architectures()[name], make=make)
+    result = walk.walk_one(walk.architectures()[name], make=make, seed=SEEDS.get(name, 0))
     if not result.generates:
         pytest.skip(f"{result.status}: {result.reason}")
     assert result.status == "exact" and result.bitwise, result

@@ -16,7 +16,8 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history.base import History
-from hf_offload_cache.history.cluster_history import ClusterForm, ClusterHistory
+from hf_offload_cache.history.cluster_form import ClusterForm
+from hf_offload_cache.history.cluster_history import ClusterHistory
 from hf_offload_cache.history.cluster_pages import in_order
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.stores.base import aligned_empty

@@ -1,0 +1,34 @@
+"""What is held for a while as "packing" when clusters are made, written and settled; in bytes, of one row at a time."""
+
+from __future__ import annotations
+
+from .cluster_form import ClusterForm
+from .clustering import BATCH
+from .page_writer import piece_bytes
+from .record_format import RecordFormat
+
+
+def clustering(form: RecordFormat, tokens: int) -> int:
+    """While clusters are made of so many tokens: their keys in 32 bits, once more as they are clustered."""
+    return 2 * 4 * form.key_width * min(tokens, BATCH)
+
+
+def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
+    """While so many tokens, in `clusters` new clusters, are written: pages with what goes into them."""
+    return 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
+
+
+def settling(form: RecordFormat, most: int) -> int:
+    """While a cluster of at most so many tokens is settled: its entries as they are read, put together and packed, and
+    its keys in 32 bits."""
+    return (most + form.group_size) * (4 * form.entry_bytes + 2 * 4 * form.key_width)
+
+
+def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
+    """The most of these while so many tokens come at once, and in steps."""
+    few = -(-2 * form.group_size // clusters.size)
+    at_once, a_group = (
+        max(clustering(form, own), writing(form, own, count, write_queue))
+        for own, count in ((tokens, clusters.most_clusters(tokens)), (form.group_size, few))
+    )
+    return at_once, max(a_group, settling(form, clusters.capacity + clusters.append_buffer + form.group_size))

@@ -1,0 +1,83 @@
+"""Clusters of tokens that have just come, on their way to the store."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import numpy as np
+
+from ..fetch.storage import Storage
+from ..stores.base import Store
+from .arrivals import Arrivals
+from .cluster_pages import ClusterPages, pieces
+from .co_retrieval import chain, co_retrieved
+from .page_writer import PageWriter
+from .partition import Partition
+from .record_format import RecordFormat
+
+FEWEST_TO_ORDER = 4
+"""Clusters of a row that are put in an order of their own."""
+
+
+class NewClusters:
+    """What is `coming` in some `rows`, made into clusters, which are in the partition from now on and lie nowhere until
+    `write` has put them into the store. Their numbers are set in `labels` (rows of the history, count). Holds no copy
+    of what is coming. Raises with nothing changed."""
+
+    def __init__(self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray) -> None:
+        self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
+        self._used, self._limits = partition.used.copy(), partition.limits.copy()
+        try:
+            for row in rows.tolist():
+                labels[row] = partition.add(row, coming.points(row))
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def most(self) -> int:
+        """Clusters of the row that has most."""
+        return int((self._partition.used - self._used).max())
+
+    def undo(self) -> None:
+        """The partition is what it was before."""
+        for row in self._rows.tolist():
+            self._partition.drop_last(row, int(self._used[row]))
+        self._partition.limits = self._limits
+
+    def write(
+        self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages,
+        queries: np.ndarray | None = None, wanted: int = 0,
+    ) -> None:  # fmt: skip
+        """Hand them to the writer, in places of their own; those that the same queries (rows, heads, n, D) want, each
+        `wanted` keys, lie side by side, as far as there are queries. Raises `StoreFullError`, or an earlier write's
+        `StoreError`, with no cluster placed."""
+        orders = {row: self._order(row, queries, wanted) for row in self._rows.tolist()}
+        rows = np.concatenate([list(repeat(row, len(order))) for row, order in orders.items()]).astype(np.int64)
+        places = pages.reserve(rows)
+        try:
+            writer, left = PageWriter(storage, store, form), iter(places)
+            for row, order in orders.items():
+                rank = np.empty(len(order), dtype=np.int64)
+                rank[order - self._used[row]] = np.arange(len(order))
+                ranked = rank[self._labels[row] - self._used[row]]
+                tokens, counts = np.argsort(ranked, kind="stable"), np.bincount(ranked)
+                start = 0
+                for some in pieces(counts, writer.piece // form.record_bytes, form.group_size):
+                    count = int(counts[some].sum())
+                    entries = self.coming.entries(row, tokens[start : start + count])
+                    writer.put(entries, counts[some], [next(left) for _ in counts[some]])
+                    start += count
+            writer.end()
+        except Exception:
+            pages.give(rows, places)
+            raise
+        pages.take(rows, np.concatenate(list(orders.values())), places)
+
+    def _order(self, row: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
+        """The numbers of a row's new clusters, in the order that they are to lie in."""
+        new = np.arange(self._used[row], self._partition.used[row])
+        if queries is None or len(new) < FEWEST_TO_ORDER:
+            return new
+        centroids, counts = self._partition.centroids[row, new].astype(np.float32), self._partition.counts[row, new]
+        return new[chain(co_retrieved(queries[row], centroids, counts, wanted))]

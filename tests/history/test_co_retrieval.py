@@ -1,0 +1,161 @@
+"""Clusters that the same queries want lie side by side, and what waits for queries is nowhere lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.errors import StoreFullError
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.history.cluster_form import ClusterForm
+from hf_offload_cache.history.cluster_history import HELD_BACK, ClusterHistory
+from hf_offload_cache.history.cluster_pages import in_order
+from hf_offload_cache.history.co_retrieval import chain, co_retrieved
+from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
+
+TOKENS = HELD_BACK + 80
+
+
+def test_pairs_are_counted_that_a_token_wants() -> None:
+    """Four clusters along four axes; each query wants the two keys along its own two largest components."""
+    queries = np.array([[[9, 8, 0, 0], [8, 9, 0, 0], [0, 8, 9, 0], [0, 0, 0, 9]]], dtype=np.float32)
+    counts = np.array([1, 1, 1, 2])
+    together = co_retrieved(queries, np.eye(4, dtype=np.float32), counts, 2)
+    assert together.tolist() == [[0, 2, 0, 0], [2, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_heads_want_together() -> None:
+    """What a token's heads have of the attention is summed: the strongest of each."""
+    queries = np.zeros((2, 1, 3), dtype=np.float32)
+    queries[0, 0, 0], queries[1, 0, 2] = 9, 9
+    together = co_retrieved(queries, np.eye(3, dtype=np.float32), np.ones(3, dtype=np.int32), 2)
+    assert together.tolist() == [[0, 0, 1], [0, 0, 0], [1, 0, 0]]
+
+
+def test_a_chain_goes_on_with_whom_the_last_is_wanted_with() -> None:
+    together = np.zeros((6, 6), dtype=np.float32)
+    for pair, often in {(4, 1): 5, (1, 2): 4, (4, 2): 1, (0, 5): 2}.items():
+        together[pair] = together[pair[::-1]] = often
+    order = chain(together)
+    assert order.tolist()[:3] == [1, 4, 2], "1 is wanted most often, 4 most often with it"
+    assert order.tolist()[3:5] == [0, 5] and sorted(order) == list(range(6))
+
+
+def history_of(storage: Storage, rows: int = 2) -> ClusterHistory:
+    form = ClusterForm(size=6, capacity=12)
+    return ClusterHistory(storage, FORM, rows, torch.device("cpu"), CONFIG, "layer 0", form, lambda records: None)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage(CONFIG, None)
+
+
+def places(history: ClusterHistory) -> np.ndarray:
+    own = history.clustered
+    return np.sort(own.pages.records(*in_order(own.page_counts)))
+
+
+def test_what_queries_want_together_is_adjacent(storage: Storage) -> None:
+    """Two clusters that one query wants lie next to each other, across the ends of their pools, or in one."""
+    history = history_of(storage, 1)
+    history.holds_back = True
+    keys, values = some_keys_and_values(1, TOKENS, 1)
+    history.append(keys, values)
+    partition = history.clustered.partition
+    assert history.held_back
+    centroids = partition.centroids[0].astype(np.float32)
+    own = centroids[[3, 17]] / (centroids[[3, 17]] ** 2).sum(1, keepdims=True)
+    query = torch.from_numpy(200 * own.sum(0)).reshape(1, 1, 1, -1)
+    history.place(query, int(partition.counts[0, [3, 17]].sum()) - 1)
+    pages = history.clustered.pages
+    first, step = np.array([pages.place(0, cluster) for cluster in (3, 17)]).T
+    pool = pages.pool
+    begins = first - np.where(step < 0, pool - 1, 0)
+    assert abs(int(begins[0] - begins[1])) <= pool, "in one pool, or in pools side by side"
+    for part, came in zip(history.whole(), (keys, values), strict=True):
+        assert torch.equal(part, came)
+    history.close()
+
+
+def test_order_changes_places_alone(storage: Storage) -> None:
+    keys, values = some_keys_and_values(2, TOKENS, 2)
+    plain, held = history_of(storage), history_of(storage)
+    held.holds_back = True
+    for history in (plain, held):
+        history.append(keys, values)
+    queries = torch.randn(2, 3, 8, FORM.key_width, generator=torch.Generator().manual_seed(1))
+    held.place(queries, 40)
+    assert not held.held_back
+    mine, other = held.clustered, plain.clustered
+    assert np.array_equal(mine.labels, other.labels) and len(places(held)) == len(places(plain))
+    assert np.array_equal(mine.pages.pools, other.pages.pools)
+    moved = [mine.pages.place(0, cluster) != other.pages.place(0, cluster) for cluster in range(plain.units)]
+    assert sum(moved) > len(moved) // 2
+    for one, two in zip(held.whole(), plain.whole(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("what", ["blocks", "extents", "append", "freeze", "select_rows", "truncate"])
+def test_what_needs_it_placed_places_it(storage: Storage, what: str) -> None:
+    """As it came: there is nobody to ask any more."""
+    history = history_of(storage)
+    history.holds_back = True
+    keys, values = some_keys_and_values(2, TOKENS, 3)
+    history.append(keys, values)
+    assert history.held_back
+    more, others = some_keys_and_values(2, 1, 4)
+    calls = {
+        "blocks": lambda: list(history.blocks()), "extents": lambda: history.extents(np.zeros((2, 1), dtype=np.int64)),
+        "append": lambda: history.append(more, others), "freeze": history.freeze,
+        "select_rows": lambda: history.select_rows(torch.tensor([1, 0])), "truncate": lambda: history.truncate(100),
+    }  # fmt: skip
+    calls[what]()  # type: ignore[no-untyped-call]
+    assert not history.held_back
+    kept = 100 if what == "truncate" else TOKENS
+    order = [1, 0] if what == "select_rows" else [0, 1]
+    for part, came in zip(history.whole(kept), (keys, values), strict=True):
+        assert torch.equal(part, came[order][:, :, :kept])
+
+
+@pytest.mark.parametrize("before", [0, 3, 100])
+def test_what_could_not_be_placed_is_taken_back(
+    storage: Storage, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = history_of(storage)
+    keys, values = some_keys_and_values(2, before, 5)
+    if before:
+        history.append(keys, values)
+    limits, units = history.clustered.partition.limits.copy(), history.units
+    history.holds_back = True
+    history.append(*some_keys_and_values(2, TOKENS, 6))
+    assert history.held_back and history.units > units
+
+    def full(count: int) -> np.ndarray:
+        raise StoreFullError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(history.store, "allocate", full)
+        for _ in range(2):
+            with pytest.raises(StoreFullError):
+                history.place()
+        assert history.held_back
+        history.truncate(before)
+    assert not history.held_back and history.length == before and history.units == units
+    assert np.array_equal(history.clustered.partition.limits, limits)
+    for part, came in zip(history.whole(), (keys, values), strict=True):
+        assert torch.equal(part, came)
+    more, others = some_keys_and_values(2, TOKENS, 7)
+    history.append(more, others)
+    for part, came in zip(history.whole(), (torch.cat([keys, more], 2), torch.cat([values, others], 2)), strict=True):
+        assert torch.equal(part, came)
+
+
+def test_few_tokens_wait_for_nobody(storage: Storage) -> None:
+    history = history_of(storage)
+    history.holds_back = True
+    history.append(*some_keys_and_values(2, HELD_BACK // 2, 8))
+    assert not history.held_back
+
+
