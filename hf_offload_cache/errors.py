@@ -30,6 +30,11 @@ class ContextError(ValueError):
     """A directory holds no saved context, or one whose manifest is damaged, of an unknown version, or absurd."""
 
 
+def not_whole(name: str, what: str) -> ContextError:
+    """The error for a part of a context that cannot have been captured so."""
+    return ContextError(f"{name} of the context does not hold together: {what}; save the context anew")
+
+
 class ContextMismatchError(ContextError):
     """A saved context was made with something else (a model, an adapter, a tokenizer); the field and both values are
     named."""

@@ -34,10 +34,9 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     """A row for each link and share; `loaded`: a model and its tokenizer in the place of the default one."""
     model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
     text = text_rows(sample_ids(None, tokenizer)[0], 1, arguments.tokens + arguments.steps + 1)
-    ours = {
-        str(share): {"cache": "abstract-tree", "memory": arguments.memory, "compress": share, "look_ahead": True}
-        for share in SHARES
-    }
+    # early steps read nothing ahead
+    same = {"cache": "abstract-tree", "memory": arguments.memory, "look_ahead": True, "early_steps": 0}
+    ours = {str(share): {**same, "compress": share} for share in SHARES}
     for megabytes in arguments.links:
         if rows.has(link=megabytes):
             continue

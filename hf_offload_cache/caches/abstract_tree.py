@@ -15,7 +15,7 @@ from ..core.planned import LayerKind
 from ..core.selecting import most_slots
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
-from ..errors import BudgetError, ContextError
+from ..errors import BudgetError, ConfigError, not_whole
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
 from ..fetch.link import Link, Rates
@@ -190,6 +190,12 @@ class AbstractTreeCache(SelectiveCache):
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
+        sizes = self.config.chunk_size
+        if isinstance(sizes, tuple) and len(sizes) != len(self.offloaded):
+            raise ConfigError(
+                f"chunk_size must name each offloaded layer's, got {len(sizes)} for {len(self.offloaded)} layers: were "
+                "they measured with another model? See calibrate_chunks"
+            )
         rates: Rates = {}
         for layer in self.selective:
             assert isinstance(layer, AbstractTreeLayer)
@@ -232,7 +238,7 @@ class AbstractTreeCache(SelectiveCache):
         super().restore(tree)
         left = tree.get("early", 0)  # contexts of before there were such steps
         if type(left) is not int or left < 0:
-            raise ContextError(f"early steps that are left in a context must be a number from 0, got {left!r:.80}")
+            raise not_whole("the cache", f"early steps that are left must be a number from 0, got {left!r:.80}")
         self._early = min(left, self.config.early_steps)
 
     @classmethod

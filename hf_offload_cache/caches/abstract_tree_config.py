@@ -124,7 +124,7 @@ class AbstractTreeConfig(SelectiveConfig):
         if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 1024 or size & (size - 1):
             near = 1 << min(max(size, 2), 1024).bit_length() - 1 if isinstance(size, int) else 64
             raise ConfigError(
-                f"{name} must be a power of two from 2 to 1024, since chunks are split in halves, got {size!r}: use "
+                f"{name} must be a power of two from 2 to 1024, as many as a record holds, got {size!r}: use "
                 f"{name}={near}"
             )
 

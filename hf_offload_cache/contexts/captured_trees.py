@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import not_whole
 from .manifest import LayerEntry
 
 
@@ -71,8 +71,3 @@ def is_of_kind(value: Any, expected: Any, late: tuple[type, ...]) -> bool:
 def shortened(value: Any) -> str:
     """What an error shows of a value."""
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-
-
-def not_whole(name: str, what: str) -> ContextError:
-    """The error for a part of a context that cannot have been captured so."""
-    return ContextError(f"{name} of the context does not hold together: {what}; save the context anew")

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ContextError, ContextMismatchError
+from ..errors import ContextError, ContextMismatchError, not_whole
 from ..memory.machine import check_descriptors
 from ..model.decoder_blocks import attention_devices
 from ..model.fingerprint import check_fingerprint
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
 from ..stores.freezable import FreezableStore
-from .captured_trees import check_kinds, check_layer, not_whole, token_ids
+from .captured_trees import check_kinds, check_layer, token_ids
 from .configuration import opened_config
 from .folder import reading
 from .kept_layers import restore_kept

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig
-from ..errors import ContextError, PromptError
+from ..errors import PromptError, not_whole
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
@@ -260,17 +260,13 @@ class OffloadLayer(LayerOperations):
         Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
         """
         if tree["state"] not in _STATES or (tree["history"] is None and parts):
-            raise ContextError(
-                f"{self.name} of the context does not hold together: its state is {tree['state']!r}, of {_STATES}, and "
-                f"it has {len(parts)} files of records"
-            )
+            what = f"its state is {tree['state']!r}, of {_STATES}, and it has {len(parts)} files of records"
+            raise not_whole(self.name, what)
         if tree["history"] is not None:
             heads = tree["heads"] if self.heads_apart else 1
             rows = tree["history"]["tail"].shape[0]
             if type(heads) is not int or heads < 1 or rows % heads:
-                raise ContextError(
-                    f"{self.name} of the context does not hold together: it has {rows} rows, for {heads!r} heads each"
-                )
+                raise not_whole(self.name, f"it has {rows} rows, for {heads!r} heads each")
             self.history = self.restore_history(tree["history"], parts, device)
             self.rows = Rows(heads)
             self.is_initialized = True

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import not_whole
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.buffers import lasting_empty
@@ -165,7 +165,7 @@ def check_pages(form: RecordFormat, tree: Any, rows: int, units: int, records: i
     elif latest.dtype != form.dtype or latest.shape != (rows, units % each, width):
         wrong = f"those in memory are {tuple(latest.shape)} {latest.dtype}, of {units} units, {each} a page"
     if wrong:
-        raise ContextError(f"{name} of the context does not hold together: its abstracts: {wrong}")
+        raise not_whole(name, f"its abstracts: {wrong}")
 
 
 def page_size(form: RecordFormat) -> int:

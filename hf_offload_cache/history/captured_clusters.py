@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import not_whole
 from .cluster_pages import in_order
 from .record_format import RecordFormat
 
@@ -28,7 +28,7 @@ def check_clusters(
         tables = {key: table.cpu().numpy() for key, table in tree.items()}
         wrong = _clusters_wrong(form, tables, capacity, records)
     if wrong:
-        raise ContextError(f"{name} of the context does not hold together: its clusters: {wrong}")
+        raise not_whole(name, f"its clusters: {wrong}")
 
 
 def _tables_wrong(form: RecordFormat, tree: Any, rows: int, sealed: int) -> str | None:

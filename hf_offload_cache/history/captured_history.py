@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import not_whole
 from ..stores.base import Store
 from .record_format import RecordFormat
 
@@ -33,7 +33,7 @@ def check_tail(
     elif length < tail.shape[1]:
         wrong = f"its length is {length}, its tail holds {tail.shape[1]}"
     if wrong:
-        raise _broken(name, wrong)
+        raise not_whole(name, wrong)
 
 
 def check_captured(
@@ -52,8 +52,4 @@ def check_captured(
     elif length != ids.shape[1] * form.group_size + tail.shape[1]:
         wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
     if wrong:
-        raise _broken(name, wrong)
-
-
-def _broken(name: str, wrong: str) -> ContextError:
-    return ContextError(f"{name} of the context does not hold together: {wrong}")
+        raise not_whole(name, wrong)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError, StoreError
+from ..errors import StoreError, not_whole
 from ..fetch.storage import Storage
 from ..stores.base import Store
 from ..stores.freezable import FreezableStore
@@ -122,9 +122,7 @@ class ChunkHistory(PositionHistory):
         if captured is not None:
             count = captured["parts"]
             if type(count) is not int or not 0 <= count <= own:
-                raise ContextError(
-                    f"{given[-1]} of the context does not hold together: {count!r:.80} of its {own} files are replicas"
-                )
+                raise not_whole(given[-1], f"{count!r:.80} of its {own} files are replicas")
             own -= count
         history = super().restore(storage, tree, parts[:own], *given)
         assert isinstance(history, ChunkHistory)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig, parse_size
-from ..errors import ContextError, CorruptRecordError, StalledError, StoreError
+from ..errors import CorruptRecordError, StalledError, StoreError, not_whole
 from ..fetch.byte_rows import ByteRows
 from ..fetch.storage import Storage
 from ..kernels import int4
@@ -181,7 +181,7 @@ class Replicas:
         elif int(of.min()) < _NONE or int(of.max()) >= known or int(of[-1]) != _NONE:
             wrong = f"replicas {int(of.min())} to {int(of.max())} are named and there are {known}"
         if own is None or wrong:
-            raise ContextError(f"{name} of the context does not hold together: its replicas: {wrong}")
+            raise not_whole(name, f"its replicas: {wrong}")
         store = storage.layer_store(parts, own.record_bytes, f"{name}, replicas")
         replicas = cls(storage, own, name, store)
         replicas._replica_of = of.cpu().numpy().copy()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import ContextError, not_whole
 from ..history.base import Sealed
 from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
@@ -285,4 +285,4 @@ class LearntKeys:
         self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
 
     def _wrong(self, what: str) -> ContextError:
-        return ContextError(f"what was learnt of the keys of a layer of the context does not hold together: {what}")
+        return not_whole("what was learnt of the keys of a layer", what)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import not_whole
 from ..fetch.choice import Choice
 from ..history.base import Sealed
 from ..history.record_format import RecordFormat
@@ -217,11 +217,10 @@ class LowRankPredictor:
         if queries is not None:
             right = queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (self.rows, form.key_dim)
             if not right or queries.shape[1] % form.num_key_heads:
-                raise ContextError(
-                    f"{self._name} of the context does not hold together: its latest queries are "
-                    f"{tuple(queries.shape)}, for {self.rows} sequences and {form.num_key_heads} key heads of "
-                    f"{form.key_dim}"
-                )
+                raise not_whole(
+                    self._name, f"its latest queries are {tuple(queries.shape)}, for {self.rows} sequences and "
+                    f"{form.num_key_heads} key heads of {form.key_dim}"
+                )  # fmt: skip
         self._restore_latest(tree)
         self.learnt.restore(tree)
         self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
@@ -236,7 +235,7 @@ class LowRankPredictor:
                 part is None or (part.ndim == 2 and len(part) == self.rows and part.dtype == torch.float32)
             )
         if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
-            raise ContextError(f"{self._name} of the context does not hold together: importance of its groups")
+            raise not_whole(self._name, "importance of its groups")
         self._latest, self._beyond = (
             None if part is None else part.numpy(force=True).copy() for part in (latest, beyond)
         )
