@@ -39,8 +39,14 @@ class ClusterLayer(SelectiveLayer):
 
     heads_apart: ClassVar[bool] = True
     config: ClusterConfig
+    first: ClusterLayer | None = None
+    """The first layer that selects, where this is another; set by the cache."""
     following: ClusterLayer | None = None
     """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
+
+    @property
+    def num_stores(self) -> int:  # type: ignore[override]
+        return 2 if self.config.centroids == "disk" else 1  # a map keeps its file's descriptor
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         own = self.shared.storage, form, rows, device, self.config, self.name
@@ -101,7 +107,8 @@ class ClusterLayer(SelectiveLayer):
     @property
     def _holds_back(self) -> bool:
         """What follows an `update` places what it has clustered: attention, or the end of the step."""
-        return self.shared.step is not None and self.state != "full"
+        seen = (self.first or self).state == "tagged"  # else nobody knows yet whether attention comes to us
+        return self.shared.step is not None and seen and self.state != "full"
 
     def _attend(self, call: AttentionCall) -> Output:
         if self._own.held_back:
@@ -174,6 +181,9 @@ class ClusterCache(SelectiveCache):
                 "'hf-offload-cache[cluster]'"
             )
         super().prepare(model)
+        for layer in self.selective[1:]:
+            assert isinstance(layer, ClusterLayer) and isinstance(self.selective[0], ClusterLayer)
+            layer.first = self.selective[0]
         if self.config.centroids == "disk":
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, ClusterLayer) and isinstance(following, ClusterLayer)

@@ -18,13 +18,14 @@ class ClusterConfig(SelectiveConfig):
     what waits for them, a key head and layer."""
 
     stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "cluster_capacity")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "cluster_size", "cluster_capacity")
 
     num_selected: int | None = 400  # type: ignore[assignment]
     """Tokens attended beyond sinks and latest ones, by each key head. None: `selected_share` of those that are held."""
     selected_share: float = 0.1
     """Of the tokens held, those that are attended to where `num_selected` is None."""
-    cluster_size: int = 32
-    """Keys a cluster, on average, where many are clustered at once."""
+    cluster_size: int | None = None
+    """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 32."""
     num_clusters: int | None = None
     """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`; no more than there
     is room for. None: by `cluster_size`."""
@@ -40,7 +41,12 @@ class ClusterConfig(SelectiveConfig):
     def __post_init__(self) -> None:
         if self.num_selected is not None:
             super().__post_init__()
+        if self.cluster_size is None:
+            if self.cluster_capacity is not None:
+                self._at_least("cluster_capacity", 4)
+            object.__setattr__(self, "cluster_size", 32 if self.cluster_capacity is None else self.cluster_capacity // 2)
         self._at_least("cluster_size", 2)
+        assert self.cluster_size is not None
         if self.cluster_capacity is None:
             object.__setattr__(self, "cluster_capacity", 2 * self.cluster_size)
         self._at_least("cluster_capacity", self.cluster_size)
@@ -67,7 +73,7 @@ class ClusterConfig(SelectiveConfig):
     @property
     def clusters(self) -> ClusterForm:
         """How a history makes clusters."""
-        assert self.cluster_capacity is not None
+        assert self.cluster_size is not None and self.cluster_capacity is not None
         how = self.split_threshold, self.append_buffer, self.num_clusters, self.centroids == "disk"
         return ClusterForm(self.cluster_size, self.cluster_capacity, *how)
 

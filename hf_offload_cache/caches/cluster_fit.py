@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..history.partition import MOST_ROOM
 from ..memory.search import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from .cluster_config import ClusterConfig
 
@@ -36,13 +37,17 @@ def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
         yield from ({**chosen, **place, **search.streams(share)} for share in STREAM_SHARES)
         yield {**chosen, **place, **search.least_streams(), "look_ahead": False}
     chosen.update(places[-1], look_ahead=False)
-    given = search.fields.get("cluster_size")
-    for size in _SIZES if given is None else [given]:
+    given, capacity = (search.fields.get(name) for name in ("cluster_size", "cluster_capacity"))
+    least, most = (1, _SIZES[-1]) if capacity is None else (capacity / MOST_ROOM, capacity)
+    sizes = [size for size in _SIZES if least <= size <= most] if given is None else [given]
+    if capacity is not None and not sizes:
+        sizes = [capacity // 2]
+    for size in sizes:
         for recent in (SHORT_TAIL, SHORT_TAIL // 2, LEAST_RECENT):
             yield {**chosen, **search.least_streams(recent), "cluster_size": size}
     chosen.update(search.least_streams(LEAST_RECENT), append_buffer=_LEAST_BUFFER)
     while True:
-        yield from ({**chosen, "num_selected": wanted, "cluster_size": size} for size in _SIZES)
+        yield from ({**chosen, "num_selected": wanted, "cluster_size": size} for size in sizes)
         if wanted <= _LEAST_SELECTED or search.fields.get("num_selected") is not None:
             return
         wanted = max(_LEAST_SELECTED, wanted * 3 // 4)

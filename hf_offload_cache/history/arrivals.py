@@ -30,10 +30,12 @@ class Arrivals:
         out[old] = held[row, index[old]]
         return out
 
-    def points(self, row: int) -> np.ndarray:
-        """What is clustered of a row: its keys, (count, key width) float32, on the host."""
-        held, width = min(self.count, self._held.shape[1]), self._form.key_width
-        out = torch.empty(self.count, width)
-        out[:held] = self._held[row, :held, :width]
-        out[held:] = self._keys[row, :, : self.count - held].transpose(0, 1).flatten(1)
+    def points(self, row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """What is clustered of tokens of a row: their keys, (stop - start, key width) float32, on the host."""
+        stop, width = self.count if stop is None else min(stop, self.count), self._form.key_width
+        here = min(max(self._held.shape[1], start), stop)  # from here on they are new
+        out, new = torch.empty(stop - start, width), slice(here - self._held.shape[1], stop - self._held.shape[1])
+        out[: here - start] = self._held[row, start:here, :width]
+        if here < stop:
+            out[here - start :] = self._keys[row, :, new].transpose(0, 1).flatten(1)
         return out.numpy()

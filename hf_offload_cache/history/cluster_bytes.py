@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from .cluster_form import ClusterForm
 from .clustering import BATCH
+from .co_retrieval import ORDERED
 from .page_writer import piece_bytes
 from .record_format import RecordFormat
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
-    """While clusters are made of so many tokens: their keys in 32 bits, once more as they are clustered."""
-    return 2 * 4 * form.key_width * min(tokens, BATCH)
+    """While clusters are made of so many tokens, `BATCH` at a time: their keys in 32 bits, and a half of that again for
+    k-means and for how far they are from their means."""
+    return 6 * form.key_width * min(tokens, BATCH)
 
 
 def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
-    """While so many tokens, in `clusters` new clusters, are written: pages with what goes into them."""
-    return 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
+    """While so many tokens, in `clusters` new clusters, are put in order and written: which are wanted together, of as
+    many as are ordered at a time, twice; then pages with what goes into them."""
+    pages = 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
+    return max(pages, 2 * 4 * min(clusters, ORDERED) ** 2)
 
 
 def settling(form: RecordFormat, most: int) -> int:

@@ -113,15 +113,15 @@ class ClusterHistory:
         else:
             old = self.tail.entries.clone()
             coming = Arrivals(self.form, old, keys, values, count)
-            hold_back = self.holds_back and count >= HELD_BACK
+            rest = count + np.arange(total - count)
+            tail = torch.stack([coming.entries(row, rest) for row in range(self.rows)])  # what can fail comes first
+            hold_back = self.holds_back and count >= HELD_BACK > group
             self.clustered.add(coming, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
-            rest = count + np.arange(total - count)
-            self.tail.replace(torch.stack([coming.entries(row, rest) for row in range(self.rows)]))
+            self.tail.replace(tail)
             told = [self.form.split(old[:, :count])[0], keys[:, :, : max(0, count - held)]]
         self.length += keys.shape[2]
-        sealed = self.clustered.sealed
-        told = [part for part in told if part.shape[2]]
+        sealed, told = self.clustered.sealed, [part for part in told if part.shape[2]]
         return Sealed(self.units, sealed, told, lambda: iter([self.whole(sealed)[0]]))
 
     @property
@@ -234,9 +234,10 @@ class ClusterHistory:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
-        on. Where they will, what waits is settled first, which raises `StoreError` with nothing changed."""
+        on. What waits for those is settled first, which raises `StoreError` with nothing changed; so do mapped means."""
         self.place()
         self.clustered.settle_shared(rows)
+        self.clustered.partition.select_rows(rows.cpu().numpy())
         try:
             self.clustered.select_rows(rows)
             self.tail.select_rows(rows)
@@ -256,9 +257,8 @@ class ClusterHistory:
         """As `History.freeze`, and `frozen`. Nothing joins the clusters that there are from now on."""
         self.place()
         self.clustered.settle_all()
-        layered = frozen(self._storage, self.store, self._name, self.named, self._move)
-        self.clustered.close()
-        return layered.parts
+        self.clustered.close()  # first: where the rest fails, some of it may be frozen
+        return frozen(self._storage, self.store, self._name, self.named, self._move).parts
 
     def named(self, count: int) -> np.ndarray:
         """Which of the first `count` records of the store hold something of some row: (count,), bool."""

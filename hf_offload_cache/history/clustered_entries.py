@@ -97,6 +97,7 @@ class ClusteredEntries:
         and waits; more make clusters of their own, in the store, or, to `hold_back`, in none until `place`. Raises
         `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries lie."""
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
+        self._label(self.sealed + coming.count)  # what can fail comes first
         if coming.count <= self.form.group_size:
             self._make_room()
             points = np.stack([coming.points(row) for row in range(coming.rows)])
@@ -117,13 +118,16 @@ class ClusteredEntries:
             for row in joins.nonzero()[0].tolist():
                 self.buffer.add(row, coming.entries(row, np.arange(coming.count)), self.sealed)
         stop = self.sealed + labels.shape[1]
-        if stop > self._labels.shape[1]:
-            more = max(stop, min(self._labels.shape[1] * 5 // 4 + 64, self._most_tokens)) - self._labels.shape[1]
-            self._labels = np.pad(self._labels, ((0, 0), (0, more)))
         self._widen_labels()
         self._labels[:, self.sealed : stop] = labels
         self.sealed = stop
         self._count_stored()
+
+    def _label(self, tokens: int) -> None:
+        """Have room for labels of so many tokens."""
+        if tokens > self._labels.shape[1]:
+            more = max(tokens, min(self._labels.shape[1] * 5 // 4 + 64, self._most_tokens)) - self._labels.shape[1]
+            self._labels = np.pad(self._labels, ((0, 0), (0, more)))
 
     def _widen_labels(self) -> None:
         """Have labels for the largest number of a cluster."""
@@ -236,6 +240,7 @@ class ClusteredEntries:
             self.partition.put(row, cluster, those)
             if not those[0]:
                 self.pages.leave(row, cluster)
+        self.partition.trim()
         self.buffer.truncate(keep)
         self.sealed = keep
         self._count_stored()
@@ -249,10 +254,10 @@ class ClusteredEntries:
         self.load(waits[shared[waits]], clusters[shared[waits]])
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now. Clusters that rows share are closed: see `settle_shared`."""
+        """Make row i what row `rows[i]` is now, as the partition's are: clusters that rows share are closed there. See
+        `settle_shared`."""
         chosen = rows.cpu().numpy()
         self.buffer.select_rows(rows)
-        self.partition.select_rows(chosen)
         self.pages.select_rows(chosen)
         self._labels = np.ascontiguousarray(self._labels[chosen])
         self._count_stored()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+ORDERED = 512
+"""Clusters that are put in an order at a time: what is counted is of all pairs."""
+
 
 def co_retrieved(queries: np.ndarray, centroids: np.ndarray, counts: np.ndarray, wanted: int) -> np.ndarray:
     """How many of n tokens want both of two clusters, (C, C) float32, zeros on the diagonal: equation (8), but for what

@@ -10,7 +10,8 @@ from ..fetch.storage import Storage
 from ..stores.base import Store
 from .arrivals import Arrivals
 from .cluster_pages import ClusterPages, pieces
-from .co_retrieval import chain, co_retrieved
+from .clustering import BATCH
+from .co_retrieval import ORDERED, chain, co_retrieved
 from .page_writer import PageWriter
 from .partition import Partition
 from .record_format import RecordFormat
@@ -29,7 +30,9 @@ class NewClusters:
         self._used, self._limits = partition.used.copy(), partition.limits.copy()
         try:
             for row in rows.tolist():
-                labels[row] = partition.add(row, coming.points(row))
+                for start in range(0, coming.count, BATCH):
+                    stop = min(start + BATCH, coming.count)
+                    labels[row, start:stop] = partition.add(row, coming.points(row, start, stop))
         except BaseException:
             self.undo()
             raise
@@ -79,5 +82,12 @@ class NewClusters:
         new = np.arange(self._used[row], self._partition.used[row])
         if queries is None or len(new) < FEWEST_TO_ORDER:
             return new
-        centroids, counts = self._partition.centroids[row, new].astype(np.float32), self._partition.counts[row, new]
-        return new[chain(co_retrieved(queries[row], centroids, counts, wanted))]
+        parts = (new[start : start + ORDERED] for start in range(0, len(new), ORDERED))
+        return np.concatenate([part[self._chain(row, part, queries[row], wanted)] for part in parts])
+
+    def _chain(self, row: int, some: np.ndarray, queries: np.ndarray, wanted: int) -> np.ndarray:
+        """In which order some clusters of a row are to lie. Of what is wanted they have their part."""
+        counts = self._partition.counts[row, some]
+        new = int(self._partition.counts[row, self._used[row] : self._partition.used[row]].sum())
+        centroids = self._partition.centroids[row, some].astype(np.float32)
+        return chain(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // new)))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..stores.mapped_table import MappedTable
-from .clustering import halves, k_means
+from .clustering import PIECE, halves, k_means
 
 FEWEST = 8
 """Clusters of a row of which a distribution of variances can be told."""
@@ -155,12 +156,16 @@ class Partition:
                 members = (within == cluster).nonzero()[0]
                 within[members[halves(keys[members])]] = within.max() + 1
         first, within = int(self.used[row]), np.unique(within, return_inverse=True)[1]
-        counts = np.bincount(within)
+        counts = np.bincount(within).astype(np.float32)
         self._open(row, counts.size)
         means = _sums(keys, within, counts.size) / counts[:, None]
         new = slice(first, first + counts.size)
         self._counts[row, new], self._centroids[row, new] = counts, means
-        self._variances[row, new] = _sums(_squares(keys - means[within])[:, None], within, counts.size)[:, 0] / counts
+        spread = np.concatenate([
+            _squares(keys[start : start + PIECE] - means[within[start : start + PIECE]])
+            for start in range(0, len(keys), PIECE)
+        ])  # fmt: skip
+        self._variances[row, new] = _sums(spread[:, None], within, counts.size)[:, 0] / counts
         self._set_limits()
         return first + within
 
@@ -213,6 +218,12 @@ class Partition:
     def put(self, row: int, cluster: int, those: Moments) -> None:
         """A cluster's keys have these moments."""
         self._counts[row, cluster], self._centroids[row, cluster], self._variances[row, cluster] = those
+
+    def trim(self) -> None:
+        """The last numbers of a row are free again where their clusters have no keys."""
+        for row, counts in enumerate(self._counts):
+            there = counts.nonzero()[0]
+            self.used[row] = there[-1] + 1 if there.size else 0
 
     def _open(self, row: int, count: int) -> None:
         """So many new clusters of a row, which may be joined."""
@@ -283,5 +294,5 @@ def _squares(apart: np.ndarray) -> np.ndarray:
 
 def _sums(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
     """The sum of those of `values` (n, D) that belong together, (count, D): `which` (n,) says to what."""
-    order = np.argsort(which, kind="stable")
-    return np.add.reduceat(values[order], np.searchsorted(which[order], np.arange(count)), 0)
+    sums = torch.zeros(count, values.shape[1])
+    return sums.index_add_(0, torch.from_numpy(which), torch.from_numpy(values)).numpy()

@@ -47,7 +47,8 @@ class ClusterPredictor:
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         own = self.clustered
-        heads, (rows, count) = query.states.shape[1], own.partition.counts.shape
+        rows, count = own.partition.counts.shape
+        heads = query.states.shape[0] * query.states.shape[1] // rows
         with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, self._clusters)):
             return self._choice(query, budget)
 

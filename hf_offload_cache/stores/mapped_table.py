@@ -32,7 +32,7 @@ class MappedTable:
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
-                f"space, or keep it in memory"
+                f"space, raise `ulimit -n` where files are too many, or keep it in memory"
             ) from error  # fmt: skip
         finally:
             os.close(descriptor)

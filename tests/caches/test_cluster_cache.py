@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from hf_offload_cache.caches import cluster
 from hf_offload_cache.caches.cluster import ClusterCache
 from hf_offload_cache.caches.cluster_config import ClusterConfig
-from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.errors import BudgetError, ConfigError
 
 LENGTH = 300
 SMALL: dict[str, Any] = {
@@ -28,12 +28,13 @@ SMALL: dict[str, Any] = {
     ("fields", "said"),
     [
         ({"cluster_size": 1}, "cluster_size must be at least 2"),
-        ({"cluster_capacity": 16}, "cluster_capacity must be at least 32"),
+        ({"cluster_size": 32, "cluster_capacity": 16}, "cluster_capacity must be at least 32"),
+        ({"cluster_capacity": 3}, "cluster_capacity must be at least 4"),
         ({"append_buffer": -1}, "append_buffer must be at least 0"),
         ({"split_threshold": 0}, "split_threshold must be above 0"),
         ({"selected_share": 2.0}, "selected_share must be above 0"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
-        ({"cluster_capacity": 81}, "cluster_capacity must be at most 2.5 times cluster_size .32., .*use 64"),
+        ({"cluster_size": 32, "cluster_capacity": 81}, "cluster_capacity must be at most 2.5 times"),
         ({"num_clusters": 0}, "num_clusters must be at least 1"),
         ({"centroids": "host"}, "centroids must be one of"),
         ({"centroids": "disk", "encryption_key": "key"}, "use centroids='memory'"),
@@ -123,3 +124,25 @@ def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
             torch.testing.assert_close(feed(cache, step), feed(plain, step))
             torch.testing.assert_close(feed(twin, step.flip(0) + 1), feed(other, step.flip(0) + 1))
         twin.close()
+
+
+def test_a_context_that_does_not_fit_keeps_its_clusters(tmp_path: Path) -> None:
+    """Their sizes are what is stored: other fields give way."""
+    model, fields = long_model(), {**SMALL, "cluster_size": 40, "cluster_capacity": 100}
+    with ClusterCache(model, num_selected=4000, **fields) as cache:
+        ids = prompt(model, 1, LENGTH)
+        feed(cache, ids)
+        cache.save(tmp_path / "one")
+    with ClusterCache.open(tmp_path / "one", model, memory="2/3", max_context=1000) as cache:
+        assert (cache.config.cluster_size, cache.config.cluster_capacity) == (40, 100)
+        assert cache.config.num_selected < 4000
+        assert generate(model, cache, torch.cat([ids, ids[:, :1]], 1), max_new_tokens=3).tokens.shape[1] == LENGTH + 4
+
+
+@pytest.mark.parametrize("capacity", [24, 64, 100])
+def test_a_budget_keeps_to_the_capacity_that_is_given(capacity: int) -> None:
+    model = long_model()
+    with ClusterCache.for_budget(model, "1/1", max_context=1000, cluster_capacity=capacity) as cache:
+        assert cache.config.cluster_capacity == capacity
+    with pytest.raises(BudgetError):
+        ClusterCache.for_budget(model, "8KiB", max_context=1000, cluster_capacity=capacity)

@@ -263,3 +263,37 @@ def test_a_page_that_was_cut_and_is_filled_anew_is_told() -> None:
         own.settle_all()
         again = set(own.pages.records(*in_order(own.page_counts)).tolist()) & (there - left)
         assert again and again <= set(case.told)
+
+
+def test_what_was_cropped_leaves_no_clusters_behind() -> None:
+    """Question after question of one document, each taken back: tables are as large as after the first."""
+    with filled(2, 200) as case:
+        sizes = set()
+        for _ in range(6):
+            case.append(90)
+            sizes.add(int(case.history.clustered.partition.used.max()))
+            case.truncate(200)
+            case.check()
+        assert max(sizes) - min(sizes) <= 4
+
+
+def test_a_freeze_that_fails_leaves_nothing_to_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of what is stored may be frozen then: what comes makes clusters of its own, in pools of its own."""
+
+    def fails(*_: Any) -> None:
+        raise StoreError("too many files")
+
+    with filled(2, 100) as case:
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_offload_cache.history.cluster_history.frozen", fails)
+            with pytest.raises(StoreError, match="too many files"):
+                case.history.freeze()
+        own = case.history.clustered
+        before = own.pages.records(*in_order(own.page_counts))
+        for _ in range(40):
+            case.append(1)
+        own.settle_all()
+        case.check()
+        after = own.pages.records(*in_order(own.page_counts))
+        assert set(before.tolist()) < set(after.tolist()), "what was there is where it was"
+        assert (own.partition.closed.sum(1) > 0).all() and not own.partition.closed.all()
