@@ -44,7 +44,8 @@ class ClusterConfig(SelectiveConfig):
         if self.cluster_size is None:
             if self.cluster_capacity is not None:
                 self._at_least("cluster_capacity", 4)
-            object.__setattr__(self, "cluster_size", 32 if self.cluster_capacity is None else self.cluster_capacity // 2)
+            half = 32 if self.cluster_capacity is None else self.cluster_capacity // 2
+            object.__setattr__(self, "cluster_size", half)
         self._at_least("cluster_size", 2)
         assert self.cluster_size is not None
         if self.cluster_capacity is None:

@@ -35,6 +35,7 @@ def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
     places = [{}, {"centroids": "disk"}] if search.fields.get("encryption_key") is None else [{}]
     for place in places:
         yield from ({**chosen, **place, **search.streams(share)} for share in STREAM_SHARES)
+    for place in places:
         yield {**chosen, **place, **search.least_streams(), "look_ahead": False}
     chosen.update(places[-1], look_ahead=False)
     given, capacity = (search.fields.get(name) for name in ("cluster_size", "cluster_capacity"))

@@ -234,7 +234,7 @@ class ClusterHistory:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
-        on. What waits for those is settled first, which raises `StoreError` with nothing changed; so do mapped means."""
+        on. What waits for those is settled first, which may raise `StoreError`, as mapped means may, with no change."""
         self.place()
         self.clustered.settle_shared(rows)
         self.clustered.partition.select_rows(rows.cpu().numpy())

@@ -70,10 +70,11 @@ def test_a_part_of_it_is_not(model: Any, reference: torch.Tensor, tmp_path: Path
 
 
 def test_flexgen_is_the_full_cache_bit_by_bit(model: Any, reference: torch.Tensor, tmp_path: Path) -> None:
-    with FlexGenCache(model, path=tmp_path) as cache:
+    """What still waits to be written, no more than the queue has, is not read back."""
+    with FlexGenCache(model, path=tmp_path, write_queue="64KiB") as cache:
         assert torch.equal(next_logits(model, cache), reference)
         stored = sum(layer.history.units for layer in cache.offloaded) * cache.storage.stores[0].record_bytes * 2
-        assert cache.report().bytes_read >= 3 * stored
+        assert cache.report().bytes_read >= 3 * (stored - 2**16)
 
 
 # --- what is on the disk ----------------------------------------------------------------------------------------
