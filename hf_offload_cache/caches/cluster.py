@@ -91,24 +91,12 @@ class ClusterLayer(SelectiveLayer):
 
     # --- placing -----------------------------------------------------------------------------------------------
 
-    # What is clustered in an `update` is placed by the queries of the attention that follows.
+    # What is clustered in an `update` is placed by the queries of the attention that follows, or as the step ends.
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_initialized:
-            self._own.holds_back = self._holds_back
-        return super().update(key_states, value_states, *args, **kwargs)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._own.holds_back = self._holds_back
-
-    @property
-    def _holds_back(self) -> bool:
-        """What follows an `update` places what it has clustered: attention, or the end of the step."""
+    def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen = (self.first or self).state == "tagged"  # else nobody knows yet whether attention comes to us
-        return self.shared.step is not None and seen and self.state != "full"
+        self._own.holds_back = self.shared.step is not None and seen and self.state != "full"
+        return super()._take_in(key_states, value_states)
 
     def _attend(self, call: AttentionCall) -> Output:
         if self._own.held_back:

@@ -39,8 +39,7 @@ class ClusterConfig(SelectiveConfig):
     """Entries that may wait in memory until their clusters are read anyhow."""
 
     def __post_init__(self) -> None:
-        if self.num_selected is not None:
-            super().__post_init__()
+        super().__post_init__()
         if self.cluster_size is None:
             if self.cluster_capacity is not None:
                 self._at_least("cluster_capacity", 4)
@@ -78,5 +77,9 @@ class ClusterConfig(SelectiveConfig):
         how = self.split_threshold, self.append_buffer, self.num_clusters, self.centroids == "disk"
         return ClusterForm(self.cluster_size, self.cluster_capacity, *how)
 
-    def brought(self, held: int) -> int:
+    def _check_selection(self) -> None:
+        if self.num_selected is not None:
+            super()._check_selection()
+
+    def attended(self, held: int) -> int:
         return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected

@@ -51,8 +51,8 @@ class ClusteredEntries:
 
     @staticmethod
     def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> tuple[int, int]:
-        """The most bytes that the books of so many clusters and tokens a row take, and that their means do. Where no
-        limit is given a quarter more tokens than there are are labelled."""
+        """The most bytes that books of so many clusters a row take, with room for labels of so many tokens, and that
+        their means do."""
         tables, means = Partition.planned(clusters, form.key_width, rows)
         labels = (2 if clusters < 1 << 16 else 4) * tokens
         return tables + ClusterPages.planned(clusters, rows) + rows * (labels + 8 * clusters), means

@@ -13,22 +13,14 @@ _ITERATIONS = 5
 
 
 def k_means(keys: np.ndarray, size: float) -> np.ndarray:
-    """Clusters of about `size` of keys (n, D) float32 each: which one each key is in, (n,) int64, from 0 on. At most
-    `BATCH` at a time, by faiss, which uses all threads, draws with a seed, and fills empty clusters."""
-    labels, used = np.empty(len(keys), dtype=np.int64), 0
-    for start in range(0, len(keys), BATCH):
-        part = np.ascontiguousarray(keys[start : start + BATCH], dtype=np.float32)
-        count = max(1, round(len(part) / size))
-        labels[start : start + BATCH] = used + _clustered(part, count)
-        used += count
-    return labels
-
-
-def _clustered(keys: np.ndarray, count: int) -> np.ndarray:
+    """Clusters of about `size` of keys (n, D) float32 each, n at most `BATCH`: which one each key is in, (n,) int64,
+    from 0 on. By faiss, which uses all threads, draws with a seed, and fills empty clusters."""
+    count = max(1, round(len(keys) / size))
     if count == 1:
         return np.zeros(len(keys), dtype=np.int64)
     import faiss  # extra [cluster]: a cache that needs it says so before it is used
 
+    keys = np.ascontiguousarray(keys, dtype=np.float32)
     all_of_them = {"min_points_per_centroid": 1, "max_points_per_centroid": len(keys)}
     clusters = faiss.Kmeans(keys.shape[1], count, niter=_ITERATIONS, seed=1, **all_of_them)
     clusters.train(keys)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-
 import numpy as np
 
 from ..fetch.storage import Storage
@@ -17,7 +15,7 @@ from .partition import Partition
 from .record_format import RecordFormat
 
 FEWEST_TO_ORDER = 4
-"""Clusters of a row that are put in an order of their own."""
+"""Of fewer clusters of a row all are neighbours anyhow."""
 
 
 class NewClusters:
@@ -56,7 +54,7 @@ class NewClusters:
         `wanted` keys, lie side by side, as far as there are queries. Raises `StoreFullError`, or an earlier write's
         `StoreError`, with no cluster placed."""
         orders = {row: self._order(row, queries, wanted) for row in self._rows.tolist()}
-        rows = np.concatenate([list(repeat(row, len(order))) for row, order in orders.items()]).astype(np.int64)
+        rows = np.repeat(self._rows, [len(order) for order in orders.values()])
         places = pages.reserve(rows)
         try:
             writer, left = PageWriter(storage, store, form), iter(places)

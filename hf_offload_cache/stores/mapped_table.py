@@ -25,8 +25,10 @@ class MappedTable:
         size = max(1, array.nbytes)
         descriptor = open_scratch(directory, name)
         try:
-            # a page that found no space later would end the process
-            (os.posix_fallocate if hasattr(os, "posix_fallocate") else os.truncate)(descriptor, *_range(size))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)  # a page that found no space later would end the process
+            else:
+                os.ftruncate(descriptor, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
@@ -48,7 +50,3 @@ class MappedTable:
         """It is not read for a while: none of it is this process's memory until it is."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def _range(size: int) -> tuple[int, ...]:
-    return (0, size) if hasattr(os, "posix_fallocate") else (size,)

@@ -17,6 +17,8 @@ from hf_offload_cache.caches import cluster
 from hf_offload_cache.caches.cluster import ClusterCache
 from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.stores.mapped_table import MappedTable
 
 LENGTH = 300
 SMALL: dict[str, Any] = {
@@ -146,3 +148,48 @@ def test_a_budget_keeps_to_the_capacity_that_is_given(capacity: int) -> None:
         assert cache.config.cluster_capacity == capacity
     with pytest.raises(BudgetError):
         ClusterCache.for_budget(model, "8KiB", max_context=1000, cluster_capacity=capacity)
+
+
+def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the attention that follows; in the first layer's first call nobody knows yet whether it comes to us."""
+    given: list[tuple[Any, int]] = []
+    place = ClusterHistory.place
+
+    def told(history: ClusterHistory, queries: Any = None, wanted: int = 0) -> None:
+        if history.held_back:
+            given.append((None if queries is None else tuple(queries.shape), wanted))
+        place(history, queries, wanted)
+
+    monkeypatch.setattr(ClusterHistory, "place", told)
+    model = long_model()
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    queries = (heads, model.config.num_attention_heads // heads, 32, model.config.head_dim)
+    with ClusterCache(model, num_selected=60, **SMALL) as cache:
+        feed(cache, prompt(model, 1, LENGTH))
+        assert given == [(queries, 60)] * (layers - 1)
+        feed(cache, prompt(model, 1, LENGTH, seed=2))
+        assert given == [(queries, 60)] * (2 * layers - 1)
+
+
+def test_centroids_on_the_disk_are_in_memory_while_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's rest after its attention; the next one's are asked for while it attends."""
+    told: list[tuple[str, int]] = []
+    for name in ("will_need", "rest"):
+        monkeypatch.setattr(MappedTable, name, lambda table, name=name: told.append((name, id(table))))
+    model = long_model()
+    with ClusterCache(model, path=tmp_path, num_selected=60, centroids="disk", look_ahead=False, **SMALL) as cache:
+        feed(cache, prompt(model, 1, LENGTH))
+        told.clear()
+        feed(cache, prompt(model, 1, 1))
+        tables = [id(layer.history.clustered.partition._table) for layer in cache.offloaded]
+    order = [("will_need", tables[1]), ("rest", tables[0]), ("will_need", tables[2]), ("rest", tables[1])]
+    assert told == [*order, ("rest", tables[2])]
+
+
+@pytest.mark.parametrize("fields", [{"num_recent": 0}, {"look_ahead": "sometimes"}])
+def test_other_fields_are_checked_where_a_share_is_selected(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        ClusterConfig(num_selected=None, **fields)
+    assert ClusterConfig(num_selected=None).attended(1000) == ClusterConfig(num_selected=None).brought(1000) == 100

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.history import new_clusters
 from hf_offload_cache.history.base import History
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
@@ -297,3 +298,13 @@ def test_a_freeze_that_fails_leaves_nothing_to_be_joined(monkeypatch: pytest.Mon
         after = own.pages.records(*in_order(own.page_counts))
         assert set(before.tolist()) < set(after.tolist()), "what was there is where it was"
         assert (own.partition.closed.sum(1) > 0).all() and not own.partition.closed.all()
+
+
+def test_many_are_clustered_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_clusters, "BATCH", 64)
+    with filled(2, 64 + 64 + 40 + CONFIG.num_recent) as case:
+        case.check()
+        labels = case.history.clustered.labels
+        for row in labels:
+            batches = [set(row[start : start + 64].tolist()) for start in (0, 64, 128)]
+            assert [batches[0] & batches[1], batches[1] & batches[2], batches[0] & batches[2]] == [set(), set(), set()]
