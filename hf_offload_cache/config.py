@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,3 +225,26 @@ class SelectiveConfig(OffloadConfig):
     def brought_at_most(self, held: int) -> int:
         """As `brought`, of steps that are widened too (see `Selecting.widen`)."""
         return self.brought(held)
+
+
+@dataclass(frozen=True)
+class SelectedShareConfig(SelectiveConfig):
+    """Of a cache that may attend to a share of what it holds."""
+
+    num_selected: int | None = 400  # type: ignore[assignment]
+    """Tokens attended beyond sinks and latest ones. None: `selected_share` of those that are held."""
+    selected_share: float = 0.1
+    """Of the tokens held, those that are attended to where `num_selected` is None."""
+
+    def _check_selection(self) -> None:
+        self._share("selected_share")
+        if self.num_selected is not None:
+            super()._check_selection()
+
+    def _share(self, name: str) -> None:
+        share = getattr(self, name)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"{name} must be a number above 0, at most 1, got {share!r}: use 0.1")
+
+    def attended(self, held: int) -> int:
+        return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from ..config import SelectiveConfig, parse_size
+from ..config import SelectedShareConfig, parse_size
 from ..errors import ConfigError
 from ..predictors.chunk_sizes import SIZES, best_size
 
@@ -19,21 +19,17 @@ _ALL = 1 << 40
 
 
 @dataclass(frozen=True)
-class AbstractTreeConfig(SelectiveConfig):
+class AbstractTreeConfig(SelectedShareConfig):
     """The fields that all caches have, and those of chunks, of what is looked into, and of tiers. Sizes in tokens a
     sequence and layer; layers are counted among those that are offloaded."""
 
     stored_format: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.stored_format, "chunk_size", "abstracts", "dense_layers", "dense_chunk_size",
+        *SelectedShareConfig.stored_format, "chunk_size", "abstracts", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
+        *SelectedShareConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
 
-    num_selected: int | None = 400  # type: ignore[assignment]
-    """Tokens attended beyond sinks and latest ones. None: `selected_share` of those that are held."""
-    selected_share: float = 0.1
-    """Of the tokens held, those that are attended to where `num_selected` is None."""
     chunk_size: int | Sequence[int] | None = None
     """Tokens a chunk, a power of two: what has an abstract, and is a record on disk; or those of each layer, which
     `calibrate_chunks` measures. None: 64."""
@@ -70,10 +66,7 @@ class AbstractTreeConfig(SelectiveConfig):
         self._at_least("dense_layers", 0)
         if self.resident_layers is not None:
             self._at_least("resident_layers", 0)
-        for name in ("selected_share", "dense_share"):
-            share = getattr(self, name)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ConfigError(f"{name} must be a number above 0, at most 1, got {share!r}: use 0.1")
+        self._share("dense_share")
         share = self.compress
         if share not in (None, "auto") and (
             isinstance(share, bool | str) or not isinstance(share, int | float) or not 0 <= share <= 1
@@ -168,8 +161,7 @@ class AbstractTreeConfig(SelectiveConfig):
     def _check_selection(self) -> None:
         self._one_of("abstracts", ("memory", "disk"))
         self._at_least("early_steps", 0)
-        if self.num_selected is not None:
-            super()._check_selection()
+        super()._check_selection()
         if self.num_opened is not None:
             self._at_least("num_opened", self.num_selected or 1)
         if self.host_memory is not None:
@@ -196,9 +188,6 @@ class AbstractTreeConfig(SelectiveConfig):
             return dataclasses.replace(self, **own)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return cast(Self, DenseLayerConfig(**{**fields, **own}))
-
-    def attended(self, held: int) -> int:
-        return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected
 
     def brought(self, held: int) -> int:
         wanted = self.attended(held)

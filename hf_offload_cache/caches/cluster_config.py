@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..config import SelectiveConfig
+from ..config import SelectedShareConfig
 from ..errors import ConfigError
 from ..history.cluster_form import ClusterForm
 from ..history.partition import MOST_ROOM
 
 
 @dataclass(frozen=True)
-class ClusterConfig(SelectiveConfig):
+class ClusterConfig(SelectedShareConfig):
     """The fields that all caches have, and those of clusters. Sizes in tokens a sequence and layer, or, of clusters and
     what waits for them, a key head and layer."""
 
-    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "cluster_capacity")
-    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "cluster_size", "cluster_capacity")
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.stored_format, "cluster_capacity")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.kept_on_open, "cluster_size", "cluster_capacity")
 
-    num_selected: int | None = 400  # type: ignore[assignment]
-    """Tokens attended beyond sinks and latest ones, by each key head. None: `selected_share` of those that are held."""
-    selected_share: float = 0.1
-    """Of the tokens held, those that are attended to where `num_selected` is None."""
     cluster_size: int | None = None
     """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 32."""
     num_clusters: int | None = None
@@ -67,8 +62,6 @@ class ClusterConfig(SelectiveConfig):
             )
         if not (isinstance(self.split_threshold, int | float) and self.split_threshold > 0):
             raise ConfigError(f"split_threshold must be above 0, got {self.split_threshold!r}: use 1.25")
-        if not (isinstance(self.selected_share, int | float) and 0 < self.selected_share <= 1):
-            raise ConfigError(f"selected_share must be above 0 and at most 1, got {self.selected_share!r}: use 0.1")
 
     @property
     def clusters(self) -> ClusterForm:
@@ -76,10 +69,3 @@ class ClusterConfig(SelectiveConfig):
         assert self.cluster_size is not None and self.cluster_capacity is not None
         how = self.split_threshold, self.append_buffer, self.num_clusters, self.centroids == "disk"
         return ClusterForm(self.cluster_size, self.cluster_capacity, *how)
-
-    def _check_selection(self) -> None:
-        if self.num_selected is not None:
-            super()._check_selection()
-
-    def attended(self, held: int) -> int:
-        return math.ceil(self.selected_share * held) if self.num_selected is None else self.num_selected

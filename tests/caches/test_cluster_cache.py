@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
         ({"cluster_capacity": 3}, "cluster_capacity must be at least 4"),
         ({"append_buffer": -1}, "append_buffer must be at least 0"),
         ({"split_threshold": 0}, "split_threshold must be above 0"),
-        ({"selected_share": 2.0}, "selected_share must be above 0"),
+        ({"selected_share": 2.0}, "selected_share must be a number above 0"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
         ({"cluster_size": 32, "cluster_capacity": 81}, "cluster_capacity must be at most 2.5 times"),
         ({"num_clusters": 0}, "num_clusters must be at least 1"),
