@@ -95,6 +95,8 @@ class Contender:
             row["unpack_seconds"] = report.unpack_seconds / max(1, report.decode_steps)
             row["compressed_fraction"] = report.compressed_fraction
             row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+            steps = max(1, report.decode_steps)
+            row["looked_share"] = report.look_bytes / steps / (report.full_kv_bytes / 2)  # of all keys
             row["bytes_read_a_step"] = report.bytes_read / max(1, report.decode_steps)
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
             row["fields"] = {name: getattr(self.cache.config, name, None) for name in shown}

@@ -8,12 +8,18 @@ from typing import Any
 from .common import Rows, Study, judged, main
 from .fidelity import compare, contenders_of, means, setting_argument, text_arguments
 
-_BASELINES = "eval.baselines.all_keys:"
+_BASELINES, _VARIANTS = "eval.baselines.all_keys:", "eval.baselines.tree_variants:"
+_ALONE: dict[str, Any] = {"dense_layers": 0, "early_steps": 0, "look_ahead": False}
 USUAL: dict[str, dict[str, Any]] = {
     "tree": {"cache": "abstract-tree", "look_ahead": False},
-    "tree alone": {"cache": "abstract-tree", "dense_layers": 0, "early_steps": 0, "look_ahead": False},
+    "tree alone": {"cache": "abstract-tree", **_ALONE},
+    "tree alone, by bounds": {"cache": _VARIANTS + "BoundsTreeCache", **_ALONE},
+    "tree alone, halves judged": {"cache": _VARIANTS + "DescendingTreeCache", **_ALONE},
+    "tree alone, all halves judged": {"cache": _VARIANTS + "AllHalvesTreeCache", **_ALONE},
     "fixed chunks of 64": {"cache": _BASELINES + "FixedChunksCache", "look_ahead": False},
+    "fixed chunks of 64, by bounds": {"cache": _VARIANTS + "BoundsChunksCache", "look_ahead": False},
     "fixed chunks of 16": {"cache": _BASELINES + "FixedChunksCache", "chunk_size": 16, "look_ahead": False},
+    "fixed chunks of 16, by bounds": {"cache": _VARIANTS + "BoundsChunksCache", "chunk_size": 16, "look_ahead": False},
     "all keys": {"cache": _BASELINES + "TokenJudgedCache"},
     "all keys, by chunk": {"cache": _BASELINES + "ChunkJudgedCache"},
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
@@ -17,7 +18,7 @@ from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
 from ..errors import BudgetError, ConfigError, not_whole
 from ..fetch.choice import Choice
-from ..fetch.fetched import Fetched
+from ..fetch.fetched import Fetched, kept_entries
 from ..fetch.link import Link, Rates
 from ..fetch.policy import MostUsed
 from ..fetch.staging import Staging
@@ -50,6 +51,8 @@ class AbstractTreeLayer(SelectiveLayer):
     """What the disk takes, as `compress="auto"` has measured it; the cache's."""
     following: AbstractTreeLayer | None = None
     """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
+    _all_kept = 0
+    """Units that tiers were made to hold all of."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
@@ -94,6 +97,8 @@ class AbstractTreeLayer(SelectiveLayer):
     @property
     def slots(self) -> int:
         near, history = super().slots, self.history
+        if self.config.keeps_all:
+            near = min(near, history.rows * _room_for_all(history.units))
         return near + _host_slots(history.form, self.config, self.num_layers, history.rows, history.units, near)
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
@@ -114,6 +119,8 @@ class AbstractTreeLayer(SelectiveLayer):
     @classmethod
     def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
         assert isinstance(config, AbstractTreeConfig)
+        if config.keeps_all:
+            slots = min(slots, kind.rows * _room_for_all(units))
         payload, records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * units
         host = _host_slots(kind.form, config, kind.layers, kind.rows, units, slots)
         if kind.device == "cpu":
@@ -121,6 +128,28 @@ class AbstractTreeLayer(SelectiveLayer):
         near = SlotTier.planned(slots, payload, records, policy=MostUsed)
         far = SlotTier.planned(host, payload, records, "host slots", MostUsed) if host else {}
         return Planned(decode=near) + Planned(decode=far)
+
+    def keep_all(self) -> None:
+        """Let the slots of a resident layer have all that is held, before its step wants a part of it. Where that
+        fails the step brings what it wants."""
+        history = self.history if self.config.keeps_all and self._sparse() else None
+        if history is None or not self.can_choose() or history.units <= self.budget:
+            return
+        with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+            fetcher = self.fetcher
+            if self._all_kept == history.units:
+                return
+            every = np.broadcast_to(np.arange(history.units), (history.rows, history.units))
+            absent = fetcher.not_held(history.extents(every).records.reshape(-1))
+            places, there = kept_entries(absent.reshape(every.shape))
+            units = places if there is None else np.where(there, places, -1)
+            for start in range(0, units.shape[1], self.budget):
+                fetcher.bring(history, Choice(units[:, start : start + self.budget]))
+            self._all_kept = history.units
+
+    def drop_fetcher(self) -> None:
+        super().drop_fetcher()
+        self._all_kept = 0
 
     # --- the link ----------------------------------------------------------------------------------------------
 
@@ -169,6 +198,13 @@ def _host_slots(
     return max(0, min(held, most - near))
 
 
+def _room_for_all(units: int) -> int:
+    """Slots a row for all of `units` units: an eighth more at most, so that what is held is what is used, and that they
+    are made anew, and read, a few times while as many come again."""
+    step = max(16, 1 << max(0, units.bit_length() - 4))
+    return -(-units // step) * step
+
+
 def _has_no_replicas(layer: SelectiveLayer) -> bool:
     """Nor will have."""
     return layer.is_initialized and isinstance(layer.history, ChunkHistory) and layer.history.replicas is None
@@ -213,6 +249,9 @@ class AbstractTreeCache(SelectiveCache):
     def before_selecting(self) -> None:
         if self.selecting is not None:
             self.selecting.widen(self._early > 0)
+        for resident in self.selective[: self.config.residents]:
+            assert isinstance(resident, AbstractTreeLayer)
+            resident.keep_all()
         first = self._selective.get(0)  # no layer is before it
         if isinstance(first, AbstractTreeLayer) and self.config.keeps_pages:
             first.begin_look()

@@ -49,9 +49,9 @@ class AbstractTreeConfig(SelectedShareConfig):
     dense_chunk_size: int | None = None
     """Tokens a chunk of dense layers. None: 8 where they are resident, else 16."""
     resident_layers: int | None = None
-    """First layers whose chunks stay in memory once they were read, until the next prompt; without `max_context` they
-    are read again when there are twice as many. None: `dense_layers`, or none where `for_budget` finds that they do not
-    fit."""
+    """First layers that are in memory as a whole while steps select: read at the first one after a prompt, and again
+    when an eighth to a sixteenth has come to them. None: `dense_layers`, or none where `for_budget` finds that they do
+    not fit."""
     compress: float | str | None = None
     """INT4 replicas of chunks on disk beside them, and the share of what steps read that comes as such: 0 to 1, those
     chunks that matter least; "auto": for each read that by which it comes soonest, from what the disk was measured to
@@ -130,6 +130,11 @@ class AbstractTreeConfig(SelectedShareConfig):
     def keeps_replicas(self) -> bool:
         """What is stored is stored once more, in 4 bits."""
         return self.compress is not None and not self.exact
+
+    @property
+    def keeps_all(self) -> bool:
+        """Of a layer: it is resident."""
+        return self.reuse_capacity == _ALL
 
     @property
     def residents(self) -> int:

@@ -197,6 +197,7 @@ class AreaReads:
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if places.size:
             wanted, which = distinct(records[places])
+            self._storage.counters.look_bytes += wanted.size * form.record_bytes
             each = np.arange(wanted.size) if which is None else which
             if early is None or not early.come(history, wanted, ByteRows(out), places, each):
                 area = self._areas.borrow(room * form.record_bytes, history.device)

@@ -75,12 +75,17 @@ class Fetcher:
     def _absent(self, history: Source, choice: Choice) -> tuple[np.ndarray, np.ndarray | None]:
         """The records of a choice that no tier holds, ascending, and how much each matters."""
         records = history.extents(choice.units).records.reshape(-1)
-        absent = records >= 0
-        for tier in self.tiers:
-            absent &= tier.locate(records) < 0
+        absent = self.not_held(records)
         missing, which = distinct(records[absent])
         importance = choice.importance if self._weighs else None
         return missing, importance_of(importance, absent, missing.size, which)
+
+    def not_held(self, records: np.ndarray) -> np.ndarray:
+        """Which of `records` (n,), -1: none, no tier holds: (n,) bool."""
+        absent = records >= 0
+        for tier in self.tiers:
+            absent &= tier.locate(records) < 0
+        return absent
 
     def drop_ahead(self) -> None:
         """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""

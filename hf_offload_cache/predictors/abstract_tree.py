@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -106,6 +107,8 @@ class AbstractTreePredictor(SummaryPredictor):
     row's heads of shares of the attention to all that is there.
     """
 
+    judges_by: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = staticmethod(likely)
+    """What chunks stand by: see `likely` and `bounds`."""
     evaluations = 0
     """Chunks, parts of chunks and tokens that were judged for steps, since it was made; two tokens are one."""
     judged = 0
@@ -141,7 +144,7 @@ class AbstractTreePredictor(SummaryPredictor):
         states = (query.states * query.scaling).to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
         wanted = config.attended(self.units * group) + config.num_sinks
         with self._account.holding("scores", _judge_bytes(self.form, self.rows, states.shape[1], self.units, budget)):
-            upper, lower = (bound.cpu().numpy() for bound in likely(states, *abstracts.permute(2, 0, 3, 1, 4)))
+            upper, lower = (bound.cpu().numpy() for bound in self.judges_by(states, *abstracts.permute(2, 0, 3, 1, 4)))
             most, least = standing(upper, lower, min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:

@@ -56,6 +56,8 @@ class CacheReport:
     """Records that came as 4-bit replicas, over records read for selections; None: there are no replicas."""
     unpack_seconds: float
     """What unpacking them took, on the model's thread."""
+    look_bytes: int
+    """Of `bytes_read`, what was read to choose by alone: abstracts of chunks that lie on the disk."""
     captured_mass: float | None
     """With `target_mass`: the share of attention mass that steps are estimated to have attended to, on the mean."""
     stall_seconds: float
@@ -100,6 +102,7 @@ class CacheReport:
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
             unpack_seconds=counters.unpack_seconds,
+            look_bytes=counters.look_bytes,
             captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
             stall_seconds=counters.stall_seconds,
             decode_steps=counters.decode_steps,
@@ -130,7 +133,8 @@ class CacheReport:
             "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
             "  of it now": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
             "on disk": size_text(self.disk_bytes),
-            "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}",
+            "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}"
+            + (f"; {size_text(self.look_bytes)} read to choose by" if self.look_bytes else ""),
             "resident before prefetch": share_text(self.hit_rate),
             "resident when asked": share_text(self.prefetch_hit_rate),
             "tokens attended": share_text(self.selected_fraction),

@@ -16,6 +16,8 @@ class Counters:
     """By who may read replicas in their place; and so many of them were."""
     records_compressed: int = 0
     unpack_seconds: float = 0.0
+    look_bytes: int = 0
+    """Of what predictors looked at before they chose."""
     tokens_visible: int = 0
     tokens_attended: int = 0
     mass_captured: float = 0.0

@@ -12,7 +12,7 @@ import torch
 
 from ..caches.abstract_tree import AbstractTreeCache, AbstractTreeLayer
 from ..model.inner_model import inner_model
-from ..predictors.abstract_tree import bounds, standing
+from ..predictors.abstract_tree import bounds, likely, standing
 from ..predictors.base import Query
 from ..predictors.chunk_sizes import SIZES, best_size, expected_judged, judged_by_equation_2
 from ..predictors.chunk_tree import front
@@ -58,7 +58,8 @@ def calibrate_chunks(
     as `chunk_size`.
 
     The last query of each text is held against the keys of all that is before it, in chunks of every size. Bounds leave
-    open what could hold one of the tokens that are wanted; of these a step opens as many as it has room to bring.
+    open what could hold one of the tokens that are wanted. What a step opens is as many of the chunks as it has room to
+    bring, ranked as it ranks them, but for those of which it is sure.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
@@ -110,12 +111,13 @@ def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) ->
     query: Query = layer.query_of(states, None)
     scaled = (query.states * query.scaling).to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[3])
     wanted, brought = layer.config.attended(length), layer.config.brought(length)
-    left_open, opened = [], []
+    left_open: list[float] = []
+    opened: list[float] = []
     for size in sizes:
         chunks = keys.unflatten(2, (-1, size))
-        upper, lower = (one.cpu().numpy() for one in bounds(scaled, chunks.amin(3), chunks.amax(3)))
-        most, least = standing(upper, lower, length // size)
-        enough = np.full(len(most), wanted)
-        left_open.append(float(front(most, least, size, enough).unsure.mean()))
-        opened.append(float(front(most, least, size, enough, -(-brought // size)).unsure.mean()))
+        ends, enough = (chunks.amin(3), chunks.amax(3)), np.full(len(keys), wanted)
+        for found, room, judge in ((left_open, None, bounds), (opened, -(-brought // size), likely)):
+            upper, lower = (one.cpu().numpy() for one in judge(scaled, *ends))
+            most, least = standing(upper, lower, length // size)
+            found.append(float(front(most, least, size, enough, room).unsure.mean()))
     return left_open, opened

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checked_cache import checked
@@ -15,7 +16,8 @@ from long_llama import long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.contexts.configuration import saved_fields
-from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.errors import ConfigError, StoreError
+from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.fetch.policy import MostUsed
 from hf_offload_cache.model.geometry import Geometry
 
@@ -88,10 +90,16 @@ def test_each_layer_attends_to_its_share_in_its_chunks() -> None:
     assert widths == [(2, width) for width in expected] * 3
 
 
-def test_resident_layers_are_read_once() -> None:
-    """In the first steps what they want, and nothing after that; the other layers go on reading."""
+def held_in(tier: Any) -> int:
+    """Records."""
+    return int((tier.locate(np.arange(4096)) >= 0).sum())
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_resident_layers_are_read_once(share: float) -> None:
+    """As a whole, whatever a step wants of them, and nothing after that; the other layers go on reading."""
     model, read = long_model(), []
-    fields = {**FIELDS, "dense_share": 1.0, "reuse_capacity": 0, "look_ahead": False}
+    fields = {**FIELDS, "dense_share": share, "reuse_capacity": 0, "look_ahead": False}
     with AbstractTreeCache(model, **fields) as cache, torch.no_grad():
         ids = prompt(model, 1, LENGTH)
         model(ids, past_key_values=cache)
@@ -102,8 +110,32 @@ def test_resident_layers_are_read_once() -> None:
             read.append([late - early for early, late in zip(before, after, strict=True)])
         slots = [layer.fetcher.tiers[0] for layer in cache.selective]
         units = [layer.history.rows * layer.history.units for layer in cache.selective]
+        assert [held_in(tier) for tier in slots[:2]] == units[:2]
     assert all(read[0]) and all(first == second == 0 and third for first, second, third in read[1:])
-    assert [tier.capacity >= count for tier, count in zip(slots, units, strict=True)] == [True, True, False]
+    assert [count <= tier.capacity <= 1.2 * count for tier, count in zip(slots, units, strict=True)] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_resident_layer_that_cannot_be_read_as_a_whole_brings_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that fails before the step costs nothing but the slots' filling, which the next step tries again."""
+    model = long_model()
+    ids = prompt(model, 1, LENGTH)
+    with AbstractTreeCache(model, engine="memory", **FIELDS) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        tried: list[str] = []
+
+        def fail(fetcher: Fetcher, history: Any, choice: Any) -> None:
+            tried.append("failed")
+            raise StoreError("no")
+
+        monkeypatch.setattr(Fetcher, "bring", fail)
+        layer = cache.selective[0]
+        layer.keep_all()
+        assert tried == ["failed"] and held_in(layer.fetcher.tiers[0]) == 0
+        monkeypatch.undo()
+        layer.keep_all()
+        assert held_in(layer.fetcher.tiers[0]) == layer.history.rows * layer.history.units
 
 
 def test_what_is_used_often_stays_in_host_memory() -> None:
@@ -125,8 +157,8 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
 
 
 def test_slots_follow_what_is_held() -> None:
-    """Of resident layers all at once where it is known how much is to come; those of host memory as chunks are sealed.
-    """
+    """Of resident layers an eighth more at most, and no more than there will be; those of host memory as chunks are
+    sealed."""
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
     payload = 16 * 2 * 16 * 4
     known: dict[str, Any] = {"resident_layers": 1, "max_context": LENGTH, "host_memory": 2 * 40 * payload}
@@ -138,7 +170,8 @@ def test_slots_follow_what_is_held() -> None:
             for step in range(begin, 560):
                 model(ids[:, step : step + 1], past_key_values=cache)
                 capacities.append([layer.fetcher.tiers[0].capacity for layer in cache.selective])
-        assert {resident for resident, *_ in capacities} == {2 * (LENGTH // 16)}
+        steps = [2 * 16, 2 * 32, 2 * (LENGTH // 16)]
+        assert sorted({resident for resident, *_ in capacities}) == steps[1 if begin == 300 else 0 :]
         assert (capacities[0][1:], capacities[-1][1:]) == ([first] * 2, [40, 40])
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from eval import synthetic
 from eval.baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache
+from eval.baselines.tree_variants import AllHalvesTreeCache, BoundsChunksCache, BoundsTreeCache, DescendingTreeCache
 from hf_offload_cache.caches.abstract_tree import AbstractTreeCache
 from hf_offload_cache.fetch.choice import Choice
 
@@ -33,7 +34,9 @@ def decoded(model: Any, cache: Any, steps: int = 2) -> torch.Tensor:
     return (logits / logits.std()).float()
 
 
-@pytest.mark.parametrize("kind", [TokenJudgedCache, ChunkJudgedCache, FixedChunksCache])
+@pytest.mark.parametrize(
+    "kind", [TokenJudgedCache, ChunkJudgedCache, FixedChunksCache, BoundsChunksCache, DescendingTreeCache]
+)
 def test_attention_to_all_of_it_is_exact(kind: type[AbstractTreeCache], model: Any, tmp_path: Path) -> None:
     with kind(model, tmp_path, num_selected=TOKENS - 16, **FIELDS) as cache:
         found = decoded(model, cache)
@@ -72,3 +75,36 @@ def test_what_is_read_and_attended_to(kind: type[AbstractTreeCache], model: Any)
         assert (whole == choice.keep.any(2)).all() and (whole.sum(1) == -(-67 // CHUNK)).all()
         least_in, most_out = np.where(whole, best, np.inf).min(1), np.where(whole, -np.inf, best).max(1)
     assert (least_in >= most_out * (1 - 1e-2)).all()  # bfloat16 queries
+
+
+def chosen(kind: type[AbstractTreeCache], model: Any) -> tuple[list[Choice], float]:
+    """What the layers of a step choose, and what was judged over judging all tokens."""
+    choices: list[Choice] = []
+    alone: dict[str, Any] = {"dense_layers": 0, "early_steps": 0, "num_opened": 160}
+    with kind(model, engine="memory", num_selected=64, reuse_capacity=0, **alone, **FIELDS) as cache:
+        assert cache.selecting is not None
+        cache.selecting.watch = lambda layer_idx, choice: choices.append(choice)
+        decoded(model, cache, steps=1)
+        predictors: list[Any] = [layer.predictor for layer in cache.selective]
+    return choices, sum(one.evaluations for one in predictors) / sum(one.judged / 2 for one in predictors)
+
+
+def test_halves_of_chunks_find_the_same_tokens_and_take_more() -> None:
+    """Almost the same: a token that bounds leave out may be one that an exact search takes."""
+    model = synthetic.build_model(SHAPE)
+    (tokens, judged), (halves, more), (every, most) = (
+        chosen(kind, model) for kind in (AbstractTreeCache, DescendingTreeCache, AllHalvesTreeCache)
+    )
+    for one, two in ((tokens, halves), (tokens, every)):
+        for own, other in zip(one, two, strict=True):
+            assert np.array_equal(own.units, other.units) and own.keep is not None and other.keep is not None
+            assert (own.keep & other.keep).sum() / own.keep.sum() > 0.9
+    assert judged <= more < most
+
+
+def test_bounds_rank_chunks_otherwise() -> None:
+    model = synthetic.build_model(SHAPE)
+    (likely, _), (by_bounds, _) = (chosen(kind, model) for kind in (AbstractTreeCache, BoundsTreeCache))
+    alike = [np.array_equal(one.units, two.units) for one, two in zip(likely, by_bounds, strict=True)]
+    assert not all(alike)
+    assert all(one.units.shape == two.units.shape for one, two in zip(likely, by_bounds, strict=True))

@@ -12,7 +12,7 @@ import torch
 from long_llama import long_model
 
 from eval.profiles import Profile
-from eval.studies import common, speed_chunks, speed_compress
+from eval.studies import common, speed_ablation, speed_chunks, speed_compress
 
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -36,7 +36,8 @@ def with_times(monkeypatch: pytest.MonkeyPatch, module: Any, seconds: Any) -> li
         for name in ("model alone", *ours):
             taken = seconds(profile, len(ids), name)
             found[name] = {"median_seconds": taken, "waited_seconds": taken / 2, "unpack_seconds": taken / 4}
-            found[name]["compressed_fraction"] = 0.5
+            found[name] |= {"compressed_fraction": 0.5, "first_over_settled": 1.5, "looked_share": 0.03}
+            found[name] |= {"bytes_read_a_step": 1e6 * taken, "kl": taken / 100}
         return found
 
     monkeypatch.setattr(module, "in_turns", in_turns)
@@ -60,8 +61,24 @@ def test_each_disk_and_batch_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     by_tree = {setting: one["tree, 1/13"] for setting, one in found["times faster"].items()}
     assert by_tree == {"own, batch 1": 4, "own, batch 4": 3, "emmc, batch 1": 8, "emmc, batch 4": 6}
     assert found["mean"]["tree, 1/13"] == 5.25 and found["mean"]["fixed chunks"] == 10.5
-    assert [one["met"] for one in found["must_reach"]] == [True] * 4
+    assert [one["met"] for one in found["must_reach"]] == [True] * 6
+    assert found["must_reach"][-1]["measured"] == 0.03
+    assert found["first 16 steps over later ones"]["tree, 1/6"] == 1.5
     assert speed_chunks.run(given, rows, loaded=(None, None)) == found and len(asked) == 4
+
+
+def test_each_part_is_compared_with_what_it_is_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time, or in distance to `DynamicCache`, which is asked for; all but the first within the budget."""
+    taken = dict(zip(speed_ablation.ARMS, (8.0, 4.0, 5.0, 3.0, 2.0, 1.0), strict=True))
+    asked = with_times(monkeypatch, speed_ablation, lambda profile, batch, name: taken.get(name, 1.0))
+    given = arguments_of(speed_ablation.STUDY, "--tokens", "1000", "--steps", "30", "--batches", "2")
+    rows = common.Rows(say=lambda line: None)
+    found = speed_ablation.run(given, rows, loaded=(None, None))
+    assert asked == [(profile, 2, 1000, 30, ("DynamicCache",), True) for profile in ("own", "emmc")]
+    assert found["arms"]["emmc, batch 2, all"] == {"ms": 1000.0, "MB": 1.0, "kl": 0.01}
+    assert [one["measured"] for one in found["must_reach"]] == pytest.approx([0.5, 0.25, 0.5, 1 / 3, 0.5] * 2)
+    assert all(one["met"] for one in found["must_reach"])
+    assert speed_ablation.run(given, rows, loaded=(None, None)) == found and len(asked) == 2
 
 
 def test_shares_are_compared_on_each_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +96,14 @@ def test_shares_are_compared_on_each_link(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one["measured"] for one in found["must_reach"]] == [0.5, 2.0]
 
 
-@pytest.mark.parametrize("study", [speed_chunks, speed_compress])
+@pytest.mark.parametrize("study", [speed_chunks, speed_compress, speed_ablation])
 def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contender, on a tiny model, and all that the summary is made of."""
     monkeypatch.setattr(study, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) % 190])
     words = {"tokens": "1100", "steps": "20"}
-    own = {"batches": "2", "profiles": "own"} if study is speed_chunks else {"links": "500", "memory": "none"}
+    own = {"links": "500", "memory": "none"} if study is speed_compress else {"batches": "2", "profiles": "own"}
+    if study is speed_ablation:
+        own["memory"] = "none"
     if study is speed_chunks:
         monkeypatch.setattr(study, "TREES", {name: {**of, "memory": "none"} for name, of in study.TREES.items()})
     flat = [word for name, value in {**words, **own}.items() for word in (f"--{name}", value)]
@@ -96,7 +115,7 @@ def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @MATPLOTLIB
-@pytest.mark.parametrize("study", [speed_chunks, speed_compress])
+@pytest.mark.parametrize("study", [speed_chunks, speed_compress, speed_ablation])
 def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_times(monkeypatch, study, lambda profile, batch, name: 1.0)
     rows = common.Rows(say=lambda line: None)

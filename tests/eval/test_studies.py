@@ -451,11 +451,14 @@ def test_chunks_are_compared(measured: Callable[[str], Any]) -> None:
     """Judging all keys finds most, whole chunks bring what is not important, and the tree judges less than all."""
     _, summary, rows = measured("chunks")
     table = summary["contenders"]
-    assert len(rows.rows) == 2 * len(table) == 12
+    assert len(rows.rows) == 2 * len(table) == 22
     assert table["all keys"]["judged"] == 1 > table["tree alone"]["judged"] > table["fixed chunks of 16"]["judged"] > 0
     assert table["fixed chunks of 16"]["judged"] == pytest.approx(2 / 16, rel=1e-3)
     assert table["all keys"]["important"] == max(row["important"] for row in table.values())
     assert table["tree alone"]["important"] > table["fixed chunks of 64"]["important"]
+    halves = table["tree alone, halves judged"]
+    assert table["tree alone"]["judged"] <= halves["judged"] < table["tree alone, all halves judged"]["judged"]
+    assert halves["mass"] == pytest.approx(table["tree alone"]["mass"], abs=0.02)
     assert [one["met"] for one in summary["must_reach"]].count(None) == 0 and len(summary["must_reach"]) == 4
 
 
