@@ -65,7 +65,7 @@ def measure(run: Run) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def agrees(account: int, measured: int, tolerance: float = 0.1) -> bool:
+def agrees(account: int, measured: int, tolerance: float = 0.05) -> bool:
     """Within `tolerance` of what was measured, or nearer than `LEAST_BYTES`."""
     return abs(account - measured) <= max(tolerance * measured, LEAST_BYTES)
 

@@ -137,7 +137,7 @@ class AbstractTreeLayer(SelectiveLayer):
             return
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             fetcher = self.fetcher
-            if self._all_kept == history.units:
+            if self._has_all():
                 return
             every = np.broadcast_to(np.arange(history.units), (history.rows, history.units))
             absent = fetcher.not_held(history.extents(every).records.reshape(-1))
@@ -146,6 +146,16 @@ class AbstractTreeLayer(SelectiveLayer):
             for start in range(0, units.shape[1], self.budget):
                 fetcher.bring(history, Choice(units[:, start : start + self.budget]))
             self._all_kept = history.units
+            assert self.selecting is not None
+            self.selecting.areas.free_memory()  # the other layers need smaller ones
+
+    def prefetch_again(self) -> None:
+        if not self._has_all():
+            super().prefetch_again()
+
+    def _has_all(self) -> bool:
+        """There is nothing to read ahead."""
+        return self.is_initialized and 0 < self._all_kept == self.history.units
 
     def drop_fetcher(self) -> None:
         super().drop_fetcher()
@@ -179,7 +189,7 @@ class AbstractTreeLayer(SelectiveLayer):
             self.following.begin_look()
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        if not self.widened:
+        if not self.widened and not self._has_all():
             super().prefetch_for(states, visible)
             self.begin_look()  # what was begun was for the guess
 

@@ -40,7 +40,8 @@ class AbstractTreeConfig(SelectedShareConfig):
     """Tokens of the chunks that a step brings and looks into, among which it finds those that it attends to. None: four
     times as many as it attends to."""
     early_steps: int = 16
-    """Steps after a prompt that look into twice as many tokens."""
+    """Steps after a prompt that look into twice as many tokens: what is stored has its chunks, and cannot have smaller
+    ones for a while, as the paper would."""
     dense_layers: int = 2
     """First layers, where attention is dense: they attend to `dense_share` of the tokens held, and to no fewer than the
     others, in whole chunks of `dense_chunk_size`."""

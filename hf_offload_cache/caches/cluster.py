@@ -38,6 +38,7 @@ class ClusterLayer(SelectiveLayer):
     """A layer whose history lies in clusters, each key head's of its own."""
 
     heads_apart: ClassVar[bool] = True
+    history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
     first: ClusterLayer | None = None
     """The first layer that selects, where this is another; set by the cache."""
@@ -50,11 +51,11 @@ class ClusterLayer(SelectiveLayer):
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         own = self.shared.storage, form, rows, device, self.config, self.name
-        return ClusterHistory(*own, self.config.clusters, self.stale)
+        return self.history_class(*own, self.config.clusters, self.stale)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
         own = self.shared.storage, tree, parts, device, self.config, self.name
-        return ClusterHistory.restore(*own, self.config.clusters, self.stale)
+        return self.history_class.restore(*own, self.config.clusters, self.stale)
 
     def stale(self, records: np.ndarray) -> None:
         """These records are written anew: nothing that was read of them is valid."""
@@ -64,7 +65,7 @@ class ClusterLayer(SelectiveLayer):
     @classmethod
     def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         assert isinstance(config, ClusterConfig)
-        plan, records = ClusterHistory.planned(kind.form, config, config.clusters, context, kind.rows)
+        plan, records = cls.history_class.planned(kind.form, config, config.clusters, context, kind.rows)
         return plan + plan_store(kind, config, records)
 
     @classmethod

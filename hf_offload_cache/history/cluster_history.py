@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, parse_size
+from ..config import OffloadConfig
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
-from ..memory.plan import LayerPlan, Planned
+from ..memory.plan import LayerPlan
 from ..stores.base import Store
 from ..stores.freezable import FreezableStore
 from ..stores.mapped_table import MappedTable
@@ -22,13 +22,13 @@ from .arrivals import Arrivals
 from .base import Block, Sealed, joined
 from .captured_clusters import check_clusters
 from .captured_history import check_tail
-from .cluster_bytes import planned_packing
 from .cluster_form import ClusterForm
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
 from .packing import sealed_groups
 from .partition import Partition
+from .planned_clusters import planned_clusters
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
@@ -40,8 +40,13 @@ class ClusterHistory:
     """A history of clusters of keys: unit c of a row is its cluster c, in pages of `group_size` entries of one record
     each, in the order of the sequence. Rows have clusters, and entries that wait, of their own: see `ClusteredEntries`.
 
-    What waits is `beside` the records of units, and comes with every gather. See `History` for what is promised.
+    What waits is `beside` the records of units, and comes with every gather. See `History` for what is promised. A
+    method that clusters otherwise has a `partition_class` of its own.
     """
+
+    partition_class: ClassVar[type[Partition]] = Partition
+    leave_together: ClassVar[int] = 1
+    """Tokens beyond the latest ones leave the tail when there are so many."""
 
     def __init__(
         self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: OffloadConfig, name: str,
@@ -56,29 +61,22 @@ class ClusterHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.capacity, clusters.threshold
         mapped = partial(MappedTable, storage.directory, f"centroids of {name}") if clusters.mapped else None
-        partition = Partition(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
-        self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+        partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
+        self.tail = RollingTail(form, rows, self._tail_of(config), device, storage.account)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
         most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
         self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten, most)
 
-    @staticmethod
+    @classmethod
+    def _tail_of(cls, config: OffloadConfig) -> int:
+        return config.num_recent + cls.leave_together - 1
+
+    @classmethod
     def planned(
-        form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
+        cls, form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
     ) -> tuple[LayerPlan, int]:
         """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
-        tokens = sealed_groups(form, config, context) * form.group_size
-        count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
-        tail = RollingTail.planned(form, rows, config.num_recent)
-        waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
-        labels = tokens * 5 // 4 + 64 if config.max_context is None else tokens
-        tables, means = ClusteredEntries.planned(count, labels, form, rows)
-        tables += 0 if clusters.mapped else means
-        own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
-        moving = {"moving rows": tail + waiting} if rows > 1 else {}
-        packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
-        shared = Planned(*({**moving, "packing": packing} for packing in packings))
-        return LayerPlan(own, shared, means if clusters.mapped else 0), rows * 2 * pages * -(-count // 2)
+        return planned_clusters(form, config, clusters, context, rows, cls._tail_of(config))
 
     @property
     def units(self) -> int:
@@ -108,7 +106,7 @@ class ClusterHistory:
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
         count, told = max(0, total - self._num_recent) // group * group, list[torch.Tensor]()
-        if not count:
+        if count < max(group, self.leave_together):
             self.tail.append(keys, values)
         else:
             old = self.tail.entries.clone()
@@ -294,7 +292,8 @@ class ClusterHistory:
         history.clustered.restore(tree["clusters"])
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            history.tail = RollingTail(form, len(tail), config.num_recent, device, storage.account, tail.shape[1])
+            least = cls._tail_of(config)
+            history.tail = RollingTail(form, len(tail), least, device, storage.account, tail.shape[1])
         history.tail.replace(tail)
         history.length = length
         return history

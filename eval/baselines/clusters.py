@@ -1,0 +1,101 @@
+"""Clusters that do not follow what is decoded as `ClusterCache`'s do: what adapting them is compared with (DynaKV,
+section 8)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
+from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.history.partition import Partition
+
+WINDOW = 256
+"""Decoded tokens that `LocalClusterCache` makes clusters of at a time."""
+
+
+class StaticPartition(Partition):
+    """Clusters stay what the prompt made them: new keys join the nearest one, whose centroid does not move.
+
+    Places on the disk are of one size, so that a cluster that is full goes on in another one of the same centroid: the
+    later half of its tokens.
+    """
+
+    def join(self, keys: np.ndarray, clusters: np.ndarray) -> None:
+        before = self._centroids.copy()
+        super().join(keys, clusters)
+        self._centroids[:] = before
+
+    @property
+    def to_split(self) -> np.ndarray:
+        return (self.counts > self.capacity) & ~self.closed
+
+    def nearest(self, keys: np.ndarray) -> np.ndarray:
+        """Of several of one centroid the last, which has room."""
+        found = super().nearest(keys)
+        own = self.centroids
+        for row, clusters in enumerate(found):
+            for place, cluster in enumerate(clusters.tolist()):
+                if cluster >= 0:
+                    alike = (own[row] == own[row, cluster]).all(1) & (self.counts[row] > 0)
+                    found[row, place] = alike.nonzero()[0][-1]
+        return found
+
+    def parts(self, row: int, cluster: int, keys: np.ndarray) -> np.ndarray:
+        """In the order of the sequence."""
+        return (np.arange(len(keys)) >= min(self.capacity, len(keys) - 1)).astype(np.int64)
+
+    def split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        centroid = self._centroids[row, cluster].copy()
+        numbers = super().split(row, cluster, keys, parts)
+        self._centroids[row, numbers] = centroid
+        return numbers
+
+    def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
+        centroid = self._centroids[row, cluster].copy()
+        super().set(row, cluster, keys)
+        self._centroids[row, cluster] = centroid
+
+
+class StaticClusterHistory(ClusterHistory):
+    """See `StaticPartition`."""
+
+    partition_class = StaticPartition
+
+
+class LocalClusterHistory(ClusterHistory):
+    """Tokens wait in the tail until there is a window of them, which is made into clusters of its own."""
+
+    leave_together = WINDOW
+
+
+class StaticClusterLayer(ClusterLayer):
+    """See `StaticClusterCache`."""
+
+    history_class: ClassVar[type[ClusterHistory]] = StaticClusterHistory
+
+
+class LocalClusterLayer(ClusterLayer):
+    """See `LocalClusterCache`. What waits in the tail is among what a step attends to, as what waits for its cluster is
+    of the others."""
+
+    history_class: ClassVar[type[ClusterHistory]] = LocalClusterHistory
+
+    @property
+    def budget(self) -> int:
+        group = self.history.form.group_size
+        waits = max(0, self.history.recent.shape[1] - self.config.num_recent - group)
+        return max(1, super().budget - waits // group)
+
+
+class StaticClusterCache(ClusterCache):
+    """PQCache-like: clusters of the prompt alone, to which what is decoded is added."""
+
+    layer_class = StaticClusterLayer
+
+
+class LocalClusterCache(ClusterCache):
+    """ClusterKV-like: what is decoded is clustered by itself, a window at a time; older clusters stay."""
+
+    layer_class = LocalClusterLayer

@@ -1,0 +1,32 @@
+"""What a `ClusterHistory` will hold."""
+
+from __future__ import annotations
+
+from ..config import OffloadConfig, parse_size
+from ..memory.plan import LayerPlan, Planned
+from .append_buffer import AppendBuffer
+from .cluster_bytes import planned_packing
+from .cluster_form import ClusterForm
+from .clustered_entries import ClusteredEntries
+from .packing import sealed_groups
+from .record_format import RecordFormat
+from .rolling_tail import RollingTail
+
+
+def planned_clusters(
+    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int, tail_tokens: int
+) -> tuple[LayerPlan, int]:
+    """What `rows` rows of `context` tokens, the latest `tail_tokens` of them in a tail, take at most, and how many
+    records of a store they have."""
+    tokens = sealed_groups(form, config, context) * form.group_size
+    count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
+    tail = RollingTail.planned(form, rows, tail_tokens)
+    waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
+    labels = tokens * 5 // 4 + 64 if config.max_context is None else tokens
+    tables, means = ClusteredEntries.planned(count, labels, form, rows)
+    tables += 0 if clusters.mapped else means
+    own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
+    moving = {"moving rows": tail + waiting} if rows > 1 else {}
+    packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
+    shared = Planned(*({**moving, "packing": packing} for packing in packings))
+    return LayerPlan(own, shared, means if clusters.mapped else 0), rows * 2 * pages * -(-count // 2)
