@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.abstract_tree import AbstractTreeCache, AbstractTreeLayer
+from hf_offload_cache.caches.abstract_tree import AbstractTreeCache
+from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.config import OffloadConfig, SelectiveConfig
 from hf_offload_cache.core.planned import LayerKind
 from hf_offload_cache.fetch.choice import Choice

@@ -3,7 +3,7 @@ section 8)."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,10 @@ class StaticPartition(Partition):
     Places on the disk are of one size, so that a cluster that is full goes on in another one of the same centroid: the
     later half of its tokens.
     """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.most_room = np.inf  # of the prompt's keys there may be as many clusters as others come to have
 
     def join(self, keys: np.ndarray, clusters: np.ndarray) -> None:
         before = self._centroids.copy()

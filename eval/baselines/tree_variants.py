@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.abstract_tree import AbstractTreeCache, AbstractTreeLayer
+from hf_offload_cache.caches.abstract_tree import AbstractTreeCache
+from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds
 from hf_offload_cache.predictors.base import Query

@@ -17,6 +17,7 @@ from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.history.base import History
 from hf_offload_cache.model.attention_call import AttentionCall
 
 
@@ -43,6 +44,19 @@ class Look:
         heads = self.weights.unflatten(0, (len(self.columns), -1))
         found = [own[:, columns].sum(-1) for own, columns in zip(heads, self.columns, strict=True)]
         return float(torch.cat(found).mean())
+
+    def between(self, first: int, last: int) -> tuple[float, float]:
+        """Of the attention mass on positions `first` to `last` - 1 the share on what was attended to there, and on as
+        many with most of it, for each row; means over rows of heads."""
+        assert self.columns is not None
+        found = []
+        for own, columns in zip(self.weights.unflatten(0, (len(self.columns), -1)), self.columns, strict=True):
+            inside = own.sum(0)[first:last]
+            some = columns[(columns >= first) & (columns < last)] - first
+            whole = inside.sum().clamp(min=1e-9)
+            best = inside.topk(len(some)).values.sum()
+            found.append((float(inside[some].sum() / whole), float(best / whole)))
+        return tuple(np.mean(found, 0).tolist())  # type: ignore[return-value]
 
     def important(self, share: float) -> float:
         """Of what was attended to, the share that is among the `share` of all tokens that have most of the attention of
@@ -76,7 +90,7 @@ class Watch:
         self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
         self.told = told
         self.rolling = rolling
-        self._chosen: Choice | None = None
+        self._chosen: tuple[Choice, list[torch.Tensor]] | None = None
         self._wrapped: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Self:
@@ -85,7 +99,7 @@ class Watch:
                 self._wrap(layer, "attend", self._attend(layer, layer.attend, self.told))
         for layer in self.cache.offloaded:
             if isinstance(layer, SelectiveLayer):
-                self._wrap(layer, "combine", self._combine(layer.combine))
+                self._wrap(layer, "combine", self._combine(layer, layer.combine))
         return self
 
     def __exit__(self, *nothing: object) -> None:
@@ -97,9 +111,9 @@ class Watch:
         setattr(owner, name, function)
         self._wrapped.append((owner, name))
 
-    def _combine(self, combine: Callable[..., Any]) -> Callable[..., Any]:
+    def _combine(self, layer: SelectiveLayer, combine: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
-            self._chosen = choice
+            self._chosen = choice, attended_columns(layer.history, choice, fetched, self.rolling)
             if not self.rolling:
                 entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
                 fetched = dataclasses.replace(fetched, entries=entries)
@@ -127,12 +141,7 @@ class Watch:
     def _look(self, layer: OffloadLayer, weights: torch.Tensor, resident: int) -> Look:
         if self._chosen is None:
             return Look(layer.layer_idx, weights, None, None, 0)
-        units, keep, group = self._chosen.units, self._chosen.keep, layer.history.form.group_size
-        sealed, columns = layer.history.units * group, []
-        for row, groups in enumerate(units):
-            kept = None if keep is None else keep[row][groups >= 0]
-            own = groups[groups >= 0]
-            columns.append(attended_columns(own, group, sealed, layer.length, self.rolling, kept))
+        units, columns = self._chosen[0].units, self._chosen[1]
         counted = np.where(units < 0, -1, units + np.arange(len(units))[:, None] * layer.history.units)
         return Look(layer.layer_idx, weights, columns, counted[units >= 0], resident)
 
@@ -144,15 +153,14 @@ def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: fl
     return (scores.flatten(0, 1) * scaling).softmax(-1)
 
 
-def attended_columns(
-    groups: np.ndarray, group_size: int, sealed: int, length: int, rolling: bool, kept: np.ndarray | None = None
-) -> torch.Tensor:
-    """Positions of groups (M,), which lie in the `sealed` first tokens, or of what is `kept` of them, (M, group_size)
-    bool; then of the tail up to `length`, or of its last token alone."""
-    chosen = groups[:, None] * group_size + np.arange(group_size)
-    chosen = chosen.reshape(-1) if kept is None else chosen[kept]
-    latest = np.arange(sealed if rolling else length - 1, length)
-    return torch.from_numpy(np.concatenate([chosen, latest]))
+def attended_columns(history: History, choice: Choice, fetched: Fetched, rolling: bool) -> list[torch.Tensor]:
+    """For each row, positions of what was fetched for a choice, ascending; then of the tail, or of its last token."""
+    places = fetched.of_chosen(history.positions(choice.units))
+    there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+    latest = np.arange(history.length - (history.recent.shape[1] if rolling else 1), history.length)
+    return [
+        torch.from_numpy(np.concatenate([np.sort(own[some]), latest])) for own, some in zip(places, there, strict=True)
+    ]
 
 
 def overlap(selections: list[np.ndarray]) -> list[float]:

@@ -18,10 +18,12 @@ from ..core.selective_layer import SelectiveLayer
 from ..errors import ConfigError
 from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
+from ..fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
+from ..fetch.tier import SlotTier, Tier
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
 from ..history.record_format import RecordFormat
-from ..memory.plan import LayerPlan
+from ..memory.plan import LayerPlan, Planned
 from ..memory.search import Search
 from ..model.attention_call import AttentionCall
 from ..model.geometry import Geometry
@@ -30,6 +32,7 @@ from ..stores.freezable import FreezableStore
 from .cluster_config import ClusterConfig
 from .cluster_fit import fit_cluster
 
+_POLICIES: dict[str, Policies] = {"lru": LeastRecent, "fifo": FirstIn}
 _PLACED_BY = 32
 """The latest queries of a call, by which what it brings is placed."""
 
@@ -51,16 +54,41 @@ class ClusterLayer(SelectiveLayer):
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         own = self.shared.storage, form, rows, device, self.config, self.name
-        return self.history_class(*own, self.config.clusters, self.stale)
+        return self.history_class(*own, self.config.clusters, self)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
         own = self.shared.storage, tree, parts, device, self.config, self.name
-        return self.history_class.restore(*own, self.config.clusters, self.stale)
+        return self.history_class.restore(*own, self.config.clusters, self)
 
     def stale(self, records: np.ndarray) -> None:
-        """These records are written anew: nothing that was read of them is valid."""
+        """See `Readers`."""
         if self._fetcher is not None:
             self._fetcher.stale(records)
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
+        """See `Readers`."""
+        if self._fetcher is not None:
+            self._fetcher.renew(records, payloads, gone)
+
+    # --- slots -------------------------------------------------------------------------------------------------
+
+    def _policy(self) -> Policies:
+        own = AlignedWith(self._own.clustered.sizes)
+        return own if self.config.replacement == "aligned" else _POLICIES[self.config.replacement]
+
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        form, device = self.history.form, self.history.device
+        account = self.shared.storage.account
+        return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=self._policy())]
+
+    @classmethod
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
+        assert isinstance(config, ClusterConfig)
+        payload = kind.form.payload_width * kind.form.dtype.itemsize
+        policy = _POLICIES.get(config.replacement, AlignedWith(np.ones_like))
+        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * units, policy=policy))
+
+    # --- memory ------------------------------------------------------------------------------------------------
 
     @classmethod
     def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:

@@ -30,6 +30,9 @@ class ClusterConfig(SelectedShareConfig):
     """How far apart keys of a cluster may be until it is split: its variance over the mean of a prompt's clusters."""
     centroids: str = "memory"
     """Where the means of clusters are: "memory", or "disk", in files that are mapped while they are used."""
+    replacement: str = "aligned"
+    """Which pages of clusters give up their slots: "aligned", those that are seldom wanted and of large clusters, not
+    such as were just written anew; "lru", those that were not wanted for longest; "fifo", those that came first."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read anyhow."""
 
@@ -55,6 +58,7 @@ class ClusterConfig(SelectedShareConfig):
             self._at_least("num_clusters", 1)
         self._at_least("append_buffer", 0)
         self._one_of("centroids", ("memory", "disk"))
+        self._one_of("replacement", ("aligned", "lru", "fifo"))
         if self.centroids == "disk" and self.encryption_key is not None:
             raise ConfigError(
                 "centroids='disk' leaves means of keys on the disk as they are, and encryption_key wants nothing to be "

@@ -10,6 +10,7 @@ import torch
 
 from .area_reads import AreaReads
 from .areas import Areas
+from .byte_rows import ByteRows
 from .choice import Choice, Extents
 from .early_look import EarlyLook
 from .fetched import Fetched, Source, valid_entries
@@ -205,11 +206,18 @@ class Fetcher:
         self.drop_reads()
 
     def stale(self, records: np.ndarray) -> None:
-        """These records are about to be written anew: nothing read of them is valid, and no read is under way."""
+        """These records are about to be written anew: no read is under way, and what attention was given is not to be
+        had again. What tiers have is valid until `renew`."""
         self._areas.filled = None
         self.drop_reads()
+
+    def renew(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
+        """Distinct `records` (n,) were written anew and hold `payloads` (n, payload width); those `gone` hold nothing.
+        """
         for tier in self.tiers:
-            tier.forget(records)
+            if gone.size:
+                tier.forget(gone)
+            tier.renew(records, ByteRows(payloads))
 
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing read of them is valid."""

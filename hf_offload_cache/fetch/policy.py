@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +18,9 @@ class Policy(Protocol):
 
     def used(self, slots: np.ndarray) -> None:
         """What lies in these slots was wanted again."""
+
+    def renewed(self, slots: np.ndarray) -> None:
+        """What lies in these slots was written anew, here and in the store."""
 
     def emptied(self, slots: np.ndarray) -> None:
         """Nothing valid lies in these slots any more: they are the next to be filled."""
@@ -61,6 +66,9 @@ class FirstIn:
 
     def used(self, slots: np.ndarray) -> None:
         """Changes nothing: what counts is when a slot was filled."""
+
+    def renewed(self, slots: np.ndarray) -> None:
+        """Changes nothing."""
 
     def emptied(self, slots: np.ndarray) -> None:
         chosen = np.zeros(len(self._order), dtype=bool)
@@ -115,9 +123,10 @@ class MostUsed:
         self._grow(int(records.max()))
         self._uses[records] += self._one
         self._age()
-        lie = np.where(self._record_in < 0, -1, self._uses[self._record_in])
+        lie = np.where(self._record_in < 0, -1, self._worth(self._record_in))
         lie[in_use] = np.inf
-        come = self._uses[records]
+        lie[self._reserved()] = np.inf
+        come = self._worth(records)
         count = min(records.size, lie.size)
         best = np.argsort(-come, kind="stable")[:count]
         least = np.argsort(lie, kind="stable")[:count]
@@ -125,6 +134,17 @@ class MostUsed:
         taken, slots = best[better], least[better].astype(np.int32)
         self._record_in[slots] = records[taken]
         return taken, slots
+
+    def _worth(self, records: np.ndarray) -> np.ndarray:
+        """What decides which of records stay; -1: anything."""
+        return self._uses[records]
+
+    def _reserved(self) -> np.ndarray:
+        """Slots that are not given up in this step."""
+        return np.empty(0, dtype=np.int64)
+
+    def renewed(self, slots: np.ndarray) -> None:
+        """Changes nothing."""
 
     def used(self, slots: np.ndarray) -> None:
         """Without steps that bring something nothing gets older: no count goes beyond what being wanted for ever gives.
@@ -148,3 +168,67 @@ class MostUsed:
         if self._one > 1e20:
             self._uses /= self._one
             self._one = 1.0
+
+
+class ClusterAligned(MostUsed):
+    """Aligned with clusters (DynaKV, section 6.2): small ones first, and what was lately written anew stays.
+
+    A page stays by how often it was wanted lately, and less, the more pages its cluster has: those of a large one come
+    in one read. Pages written anew in the latest steps, for their cluster was joined or split, are not given up, as far
+    as they take an eighth of the slots.
+
+    Args:
+        sizes: pages of the cluster that each of records (n,) int64 belongs to, (n,).
+    """
+
+    _BY_SIZE = 0.25
+    """Over 500 steps after 2K tokens of text, slots for a half of a selection: of the pages that were wanted .406 were
+    there with the least recently used going first, .457 by uses alone, .456, .448 and .432 with this at a quarter, a
+    half and 1; of the clusters that were wanted as a whole .423, .448, .467, .478, .491. With slots for one selection
+    .780, .788, .784, .780, .765 and .767, .771, .778, .783, .785."""
+    _LATELY, _SHARE = 16, 8
+
+    def __init__(self, capacity: int, sizes: Callable[[np.ndarray], np.ndarray]) -> None:
+        super().__init__(capacity)
+        self._sizes, self._steps = sizes, 0
+        self._renewed = np.full(capacity, -self._LATELY, dtype=np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._renewed.nbytes
+
+    @staticmethod
+    def planned(records: int, capacity: int) -> int:
+        """As `MostUsed.planned`."""
+        return MostUsed.planned(records, capacity) + 4 * capacity
+
+    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self._steps += 1
+        taken, slots = super().place(records, in_use)
+        self._renewed[slots] = -self._LATELY
+        return taken, slots
+
+    def _worth(self, records: np.ndarray) -> np.ndarray:
+        return self._uses[records] / self._sizes(records) ** self._BY_SIZE
+
+    def _reserved(self) -> np.ndarray:
+        lately = (self._renewed > self._steps - self._LATELY).nonzero()[0]
+        most = self._renewed.size // self._SHARE
+        return lately if lately.size <= most else lately[np.argsort(-self._renewed[lately], kind="stable")[:most]]
+
+    def renewed(self, slots: np.ndarray) -> None:
+        self._renewed[slots] = self._steps
+
+
+@dataclass(frozen=True)
+class AlignedWith:
+    """`ClusterAligned` with the clusters of one history."""
+
+    sizes: Callable[[np.ndarray], np.ndarray]
+
+    def __call__(self, capacity: int) -> Policy:
+        return ClusterAligned(capacity, self.sizes)
+
+    def planned(self, records: int, capacity: int) -> int:
+        """See `Policies.planned`."""
+        return ClusterAligned.planned(records, capacity)

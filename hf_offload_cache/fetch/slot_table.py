@@ -17,6 +17,7 @@ class SlotTable:
 
     Attributes:
         used: to be called with slots (int32) whose content was wanted again.
+        renewed: with those whose content was written anew.
     """
 
     def __init__(self, capacity: int, policy: Policies = FirstIn) -> None:
@@ -24,7 +25,7 @@ class SlotTable:
         self._slot_of = np.full(64, ABSENT, dtype=np.int32)
         self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
         self._policy = policy(capacity)
-        self.used = self._policy.used
+        self.used, self.renewed = self._policy.used, self._policy.renewed
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,10 @@ class Tier(Protocol):
         """Make `records`, distinct and not resident, resident as far as there are slots: the payload of `records[i]` is
         `source[rows[i]]`. `in_use`: slots that this step takes from."""
 
+    def renew(self, records: np.ndarray, source: ByteRows) -> None:
+        """Distinct `records` hold the rows of `source` from now on: those that are resident here too, and others may
+        become so."""
+
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing kept of them is valid."""
 
@@ -81,6 +85,16 @@ class SlotTier:
         taken, slots = self._table.insert(records, in_use)
         if taken.size:
             self._rows.put(slots, source, rows[taken])
+
+    def renew(self, records: np.ndarray, source: ByteRows) -> None:
+        absent = (self.locate(records) < 0).nonzero()[0]
+        if absent.size:
+            self.keep(records[absent], absent[:0], source, absent)
+        slots = self.locate(records)
+        here = (slots >= 0).nonzero()[0]
+        if here.size:
+            self._rows.put(slots[here], source, here)
+            self._table.renewed(slots[here])
 
     @property
     def tables_nbytes(self) -> int:

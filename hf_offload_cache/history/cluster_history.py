@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from .freezing import frozen
 from .packing import sealed_groups
 from .partition import Partition
 from .planned_clusters import planned_clusters
+from .readers import Readers
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
@@ -50,7 +51,7 @@ class ClusterHistory:
 
     def __init__(
         self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: OffloadConfig, name: str,
-        clusters: ClusterForm, rewritten: Callable[[np.ndarray], None], store: Store | None = None,
+        clusters: ClusterForm, readers: Readers, store: Store | None = None,
     ) -> None:  # fmt: skip
         self.form, self.rows, self.device, self.length = form, rows, device, 0
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
@@ -65,7 +66,7 @@ class ClusterHistory:
         self.tail = RollingTail(form, rows, self._tail_of(config), device, storage.account)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
         most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
-        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, rewritten, most)
+        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, most)
 
     @classmethod
     def _tail_of(cls, config: OffloadConfig) -> int:
@@ -278,7 +279,7 @@ class ClusterHistory:
     @classmethod
     def restore(
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device,
-        config: OffloadConfig, name: str, clusters: ClusterForm, rewritten: Callable[[np.ndarray], None],
+        config: OffloadConfig, name: str, clusters: ClusterForm, readers: Readers,
     ) -> ClusterHistory:  # fmt: skip
         """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing.
 
@@ -288,7 +289,7 @@ class ClusterHistory:
         sealed, records = length - tail.shape[1], sum(part.capacity for part in parts)
         check_clusters(form, tree["clusters"], len(tail), sealed, clusters.capacity, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)
-        history = cls(storage, form, len(tail), device, config, name, clusters, rewritten, store)
+        history = cls(storage, form, len(tail), device, config, name, clusters, readers, store)
         history.clustered.restore(tree["clusters"])
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_bytes import clustering, settling, writing
-from .cluster_pages import ClusterPages
+from .cluster_pages import ClusterPages, in_order
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Moments, Partition, moments
+from .readers import Readers
 from .record_format import RecordFormat
 from .settling import Settling
 
@@ -31,13 +31,13 @@ class ClusteredEntries:
     model.
 
     Args:
-        rewritten: told the records that are about to be written anew, in which who reads finds something else then.
+        readers: told which records are written anew.
         most_tokens: a row will have no more.
     """
 
     def __init__(
         self, storage: Storage, store: Store, form: RecordFormat, partition: Partition, buffer: AppendBuffer,
-        rewritten: Callable[[np.ndarray], None], most_tokens: int | None = None,
+        readers: Readers, most_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._most_tokens = 1 << 62 if most_tokens is None else most_tokens
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
@@ -47,7 +47,7 @@ class ClusteredEntries:
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._unplaced: NewClusters | None = None
         self._count_stored()
-        self._storage, self._rewritten = storage, rewritten
+        self._storage, self._readers = storage, readers
 
     @staticmethod
     def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> tuple[int, int]:
@@ -79,15 +79,26 @@ class ClusteredEntries:
         stored = self.partition.counts.copy()
         np.subtract.at(stored, (rows, self._labels[rows, self.buffer.places[rows, columns]]), 1)
         self._stored, self._page_counts = stored, -(-stored // self.form.group_size)
+        self._sizes: np.ndarray | None = None
 
     @property
     def page_counts(self) -> np.ndarray:
         """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
         return self._page_counts
 
+    def sizes(self, records: np.ndarray) -> np.ndarray:
+        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others anything."""
+        if self._sizes is None:
+            pages = in_order(self.page_counts)
+            ids = self.pages.records(*pages)
+            self._sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
+            self._sizes[ids] = self.page_counts[pages[0], pages[1]]
+        return self._sizes[np.minimum(records, self._sizes.size - 1)]
+
     @property
     def tables_nbytes(self) -> int:
         own = self._labels.nbytes + self._stored.nbytes + self._page_counts.nbytes
+        own += 0 if self._sizes is None else self._sizes.nbytes
         return own + self.buffer.places.nbytes + self.partition.nbytes + self.pages.nbytes
 
     # --- in ----------------------------------------------------------------------------------------------------
@@ -189,7 +200,7 @@ class ClusteredEntries:
 
     def _settle(self, job: Settling) -> None:
         row, cluster, group = job.row, job.cluster, self.form.group_size
-        self._rewritten(job.rewrites)
+        self._readers.stale(job.rewrites)
         split = np.full(job.parts.max(), row)
         self.partition.reserve(split)
         places = self.pages.reserve(split)
@@ -199,10 +210,12 @@ class ClusteredEntries:
             for part, to in enumerate([(first + step * job.kept, step), *places]):
                 members = torch.from_numpy((job.parts == part).nonzero()[0][job.kept * group :])
                 writer.put(job.entries[members.to(job.entries.device)], np.array([members.numel()]), [to])
-            writer.end()
+            written = writer.end()
         except Exception:
             self.pages.give(split, places)
             raise
+        if written is not None:
+            self._readers.renewed(*written, np.setdiff1d(job.rewrites, written[0]))
         self.buffer.drop(row, job.tokens)
         points = self.points(job.entries)
         if places:

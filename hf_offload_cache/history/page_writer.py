@@ -50,11 +50,14 @@ class PageWriter:
         if self._bytes >= self.piece:
             self.end()
 
-    def end(self) -> None:
-        """Hand over what is packed."""
-        if self._ids:
-            records = aligned_empty(sum(map(len, self._ids)), self._form.record_bytes)
-            torch.cat([pages.view(torch.uint8).cpu() for pages in self._pages], out=records)
-            ids = np.concatenate(self._ids)
-            self._ids, self._pages, self._bytes = [], [], 0
-            self._storage.prefetcher.write(self._store, ids, records)
+    def end(self) -> tuple[np.ndarray, torch.Tensor] | None:
+        """Hand over what is packed. The records (n,) and what they hold, (n, payload width): views; None: nothing was
+        packed."""
+        if not self._ids:
+            return None
+        records = aligned_empty(sum(map(len, self._ids)), self._form.record_bytes)
+        torch.cat([pages.view(torch.uint8).cpu() for pages in self._pages], out=records)
+        ids = np.concatenate(self._ids)
+        self._ids, self._pages, self._bytes = [], [], 0
+        self._storage.prefetcher.write(self._store, ids, records)
+        return ids, self._form.payload(records)

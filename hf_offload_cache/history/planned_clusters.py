@@ -25,8 +25,10 @@ def planned_clusters(
     labels = tokens * 5 // 4 + 64 if config.max_context is None else tokens
     tables, means = ClusteredEntries.planned(count, labels, form, rows)
     tables += 0 if clusters.mapped else means
+    records = rows * 2 * pages * -(-count // 2)
+    tables += 2 * records
     own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
     moving = {"moving rows": tail + waiting} if rows > 1 else {}
     packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
     shared = Planned(*({**moving, "packing": packing} for packing in packings))
-    return LayerPlan(own, shared, means if clusters.mapped else 0), rows * 2 * pages * -(-count // 2)
+    return LayerPlan(own, shared, means if clusters.mapped else 0), records

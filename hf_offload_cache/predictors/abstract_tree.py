@@ -104,7 +104,8 @@ class AbstractTreePredictor(SummaryPredictor):
 
     Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their likely
     highest products are brought; which of their tokens are attended to is found by their keys: by the sum over the
-    row's heads of shares of the attention to all that is there.
+    row's heads of shares of the attention to all that is there. Products are made where the keys are, on their device;
+    what stands first, and which tokens stay, is found on the host.
     """
 
     judges_by: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = staticmethod(likely)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.abstract_tree import AbstractTreeCache, AbstractTreeLayer
+from ..caches.abstract_tree import AbstractTreeCache
+from ..caches.abstract_tree_layer import AbstractTreeLayer
 from ..model.inner_model import inner_model
 from ..predictors.abstract_tree import bounds, likely, standing
 from ..predictors.base import Query

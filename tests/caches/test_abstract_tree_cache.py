@@ -16,7 +16,7 @@ from harness import generate, prompt
 from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.caches.abstract_tree import AbstractTreeLayer
+from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.core.pace import Pace
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
 from hf_offload_cache.fetch.early_look import EarlyLook

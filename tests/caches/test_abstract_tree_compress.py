@@ -15,7 +15,7 @@ from harness import Decoded, generate, prompt, repetitive_prompt, unchanged
 from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig, verify
-from hf_offload_cache.caches.abstract_tree import AbstractTreeLayer
+from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.kernels.int4 import dequantised, quantise
 from hf_offload_cache.model.geometry import Geometry

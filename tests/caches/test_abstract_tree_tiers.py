@@ -188,6 +188,25 @@ def test_host_memory_beside_a_device() -> None:
     assert "host slots" not in without
 
 
+@pytest.mark.gpu
+def test_two_tiers_on_a_gpu() -> None:
+    """Gathers are what came; what the device has no slots for stays in host memory; both are in the account."""
+    cls, model, hits = checked(AbstractTreeCache), long_model().to("cuda"), []
+    fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 32, "early_steps": 0}
+    for host in (None, "1MiB"):
+        with cls(model, engine="memory", host_memory=host, **fields) as cache, torch.no_grad():
+            ids = prompt(model, 1, LENGTH).to("cuda")
+            model(ids, past_key_values=cache)
+            for step in range(8):
+                model(ids[:, step : step + 1], past_key_values=cache)
+            tiers = [layer.fetcher.tiers for layer in cache.selective]
+            assert [len(one) for one in tiers] == [2 if host else 1] * 3
+            assert ("host slots" in cache.storage.account.by_owner) == bool(host)
+            assert all(held_in(tier) for one in tiers for tier in one)
+            hits.append(cache.report().hit_rate)
+    assert hits[1] > hits[0] + 0.2
+
+
 def test_early_steps_look_into_twice_as_many() -> None:
     """As many as the field says, after each prompt; and what that takes is given back."""
     cls, model = checked(AbstractTreeCache), long_model()

@@ -12,7 +12,7 @@ import torch
 from long_llama import long_model
 
 from eval.profiles import Profile
-from eval.studies import common, speed_ablation, speed_chunks, speed_compress
+from eval.studies import common, long_decode, speed_ablation, speed_chunks, speed_compress
 
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -121,4 +121,46 @@ def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     rows = common.Rows(say=lambda line: None)
     found = study.run(arguments_of(study.STUDY, "--tokens", "1000", "--steps", "30"), rows, loaded=(None, None))
     common.draw(study.STUDY, found, rows.rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], common.Rows]:
+    """A long decode of a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_decode, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
+        words = ["--prompt", "640", "--steps", "120", "--every", "20"]
+        small = "num_selected=64,reuse_capacity=32,cluster_size=16"
+        for name, fields in long_decode.USUAL.items():
+            own = [f"{key}={value}" for key, value in fields.items()]
+            own += ["num_selected=64"] if name == long_decode.ROWS else [small]
+            words += ["--set", f"{name}:{','.join(own)}"]
+        given = arguments_of(long_decode.STUDY, *words)
+        given.path = str(tmp_path_factory.mktemp("decode"))
+        rows = common.Rows(say=lambda line: None)
+        return long_decode.run(given, rows, loaded=(long_model(), None)), rows
+
+
+def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) -> None:
+    """Only the adaptive clusters are read for what joins them, and split; those of the prompt stay as many."""
+    found, rows = decoded
+    table = {row["name"]: row for row in rows.rows}
+    adaptive, static, local, at_once, none = (table[name] for name in long_decode.USUAL)
+    for row in (adaptive, static, local, at_once, none):
+        assert len(row["mass"]) == 3 == len(row["ms"]) and row["steps"] == 114
+        assert all(0 < mass <= best + 1e-6 <= 1.001 for mass, best in zip(row["mass"], row["oracle"], strict=True))
+    assert table["DynamicCache"]["mass"] == []
+    assert 760 // 32 <= static["clusters"] <= 1.5 * 760 / 32  # and halves of those that are too large
+    assert local["settling_loaded_bytes"] == 0 < adaptive["settling_loaded_bytes"] < at_once["settling_loaded_bytes"]
+    assert none["run"] < adaptive["run"]
+    assert adaptive["settling_moved_bytes"] > 0 and 0 < adaptive["settling_seconds"] < adaptive["seconds"]
+    assert all(one["met"] is not None for one in found["must_reach"])
+    late = next(one for one in found["must_reach"] if one["figure"] == "late mass over static")
+    assert late["measured"] == pytest.approx(adaptive["mass"][2] / static["mass"][2])
+
+
+@MATPLOTLIB
+def test_long_outputs_are_drawn(decoded: tuple[dict[str, Any], common.Rows], tmp_path: Path) -> None:
+    found, rows = decoded
+    common.draw(long_decode.STUDY, found, rows.rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from eval.needles import Needle
 from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch.fetched import Fetched
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
 QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")
@@ -164,10 +166,29 @@ def test_weights_of_a_hand_made_attention() -> None:
 
 
 def test_columns_of_hand_made_selections() -> None:
-    """Groups 1 and 3 of 2 tokens; 8 tokens are sealed and 11 held."""
-    groups = np.array([1, 3])
-    assert watch.attended_columns(groups, 2, 8, 11, True).tolist() == [2, 3, 6, 7, 8, 9, 10]
-    assert watch.attended_columns(groups, 2, 8, 11, False).tolist() == [2, 3, 6, 7, 10]
+    """Groups 1 and 3 of 2 tokens, of which one is not attended to; 11 tokens are held, 3 of them in the tail."""
+
+    class History:
+        length, recent = 11, torch.empty(1, 3, 1)
+
+        def positions(self, units: np.ndarray) -> np.ndarray:
+            return (units[:, :, None] * 2 + np.arange(2)).reshape(1, -1)
+
+    choice, entries = Choice(np.array([[1, 3]])), torch.empty(1, 7, 1)
+    history: Any = History()
+    whole = Fetched(entries, 4, None)
+    assert [own.tolist() for own in watch.attended_columns(history, choice, whole, True)] == [[2, 3, 6, 7, 8, 9, 10]]
+    part = Fetched(entries, 4, np.array([[True, False, True, True]]))
+    assert [own.tolist() for own in watch.attended_columns(history, choice, part, False)] == [[2, 6, 7, 10]]
+
+
+def test_mass_outside_what_is_always_attended_to() -> None:
+    """Of what lies between: on what was attended to, and on as many of the best."""
+    weights = torch.tensor([[0.5, 0.1, 0.2, 0.1, 0.1], [0.6, 0.1, 0.1, 0.1, 0.1]])
+    look = watch.Look(0, weights, [torch.tensor([0, 1, 4]), torch.tensor([0, 2, 3, 4])], None, 0)
+    captured, best = look.between(1, 4)
+    assert captured == pytest.approx((0.25 + 2 / 3) / 2)
+    assert best == pytest.approx((0.5 + 2 / 3) / 2)
 
 
 def test_overlap_of_hand_made_selections() -> None:

@@ -733,3 +733,29 @@ def test_a_tier_replaces_as_its_policy_says(storage: Storage) -> None:
             seen.gather(source, Choice(units([0, 1])))
         assert (store.taken().count(0) == 1) == kept
         seen.close()
+
+
+# --------------------------------------------------------------------------------------- records that are written anew
+
+
+def test_what_is_written_anew_is_so_in_the_tiers(storage: Storage) -> None:
+    """Without a read: what is resident, and, where there is room, what was not; what is gone is not. Until then, and
+    where the writing fails, what tiers have stays."""
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
+    choice = Choice(units([0, 1, 2]))
+    seen.gather(source, choice)
+    seen.ahead(source, Choice(units([5])))
+    seen.stale(np.array([1, 2]))
+    assert seen._missing.ahead is None
+    assert_holds(source, choice, seen.gather(source, choice))
+    other = torch.stack([content(21), content(27)]).flatten(1)
+    store.taken()
+    seen.renew(np.array([1, 7]), other, np.array([2]))
+    fetched = seen.gather(source, Choice(units([0, 1, 7])))
+    assert store.taken() == []
+    parts = fetched.entries[0, : 3 * GROUP].unflatten(0, (3, GROUP))
+    for part, record in zip(parts, (0, 21, 27), strict=True):
+        assert torch.equal(part, content(record))
+    assert (seen.tiers[0].locate(np.array([0, 1, 2, 7])) >= 0).tolist() == [True, True, False, True]
+    seen.close()

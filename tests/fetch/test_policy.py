@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, MostUsed, Policies, Policy
+from hf_offload_cache.fetch.policy import (
+    AlignedWith,
+    ClusterAligned,
+    FirstIn,
+    LeastRecent,
+    MostUsed,
+    Policies,
+    Policy,
+)
 from hf_offload_cache.fetch.slot_table import SlotTable
 
 POLICIES: list[Policies] = [FirstIn, LeastRecent]
@@ -146,3 +154,49 @@ def test_what_is_forgotten_is_the_next_to_go_and_counts_as_new() -> None:
     assert set(table.locate(np.array([1, 3, 5])).tolist()) == {0, 1, 2}
     step(table, 2)
     assert table.locate(np.array([2])).tolist() == [-1]
+
+
+def test_pages_of_small_clusters_stay_first() -> None:
+    """Of those that are wanted equally often; one of a large cluster that is wanted much more often stays too."""
+    sizes = np.ones(100, dtype=np.uint16)
+    sizes[[1, 2, 3]] = 16
+    table = SlotTable(2, AlignedWith(lambda records: sizes[records]))
+    step(table, 1, 2)
+    step(table, 4, 5)
+    assert (table.locate(np.array([1, 2, 4, 5])) >= 0).tolist() == [False, False, True, True]
+    for _ in range(5):
+        step(table, 3)
+    assert table.locate(np.array([3]))[0] >= 0
+
+
+def test_what_was_written_anew_lately_stays_in_the_share_that_is_reserved() -> None:
+    """One of eight slots; when it was long ago, or others were later, no longer."""
+    def table_with(*renewed: int) -> SlotTable:
+        table = SlotTable(8, AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16)))
+        step(table, *range(8))
+        for record in renewed:
+            table.renewed(table.locate(np.array([record])))
+            step(table, 100 + record, 100 + record + 50)  # time goes on
+        return table
+
+    def push_out(table: SlotTable, times: int) -> None:
+        for turn in range(times):
+            wanted = range(10 + 10 * turn, 18 + 10 * turn)
+            step(table, *wanted)
+            step(table, *wanted)
+
+    for renewed, kept in (((3,), [3]), ((3, 5), [5]), ((), [])):
+        table = table_with(*renewed)
+        before = [record for record in range(8) if table.locate(np.array([record]))[0] >= 0]
+        assert set(kept) <= set(before)
+        push_out(table, 2)
+        assert [record for record in range(8) if table.locate(np.array([record]))[0] >= 0] == kept
+        push_out(table, ClusterAligned._LATELY)
+        assert (table.locate(np.arange(8)) < 0).all()
+
+
+def test_books_of_the_aligned_policy_are_planned() -> None:
+    aligned = AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16))
+    table = SlotTable(16, aligned)
+    step(table, *range(200))
+    assert table.nbytes <= SlotTable.planned(200, 16, aligned) + 8

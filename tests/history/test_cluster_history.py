@@ -27,19 +27,23 @@ from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_
 CLUSTERS = ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=5)
 
 
-def ignore(records: np.ndarray) -> None:
-    """Nobody has read any."""
+class NobodyReads:
+    """Of who is told what is written anew."""
+
+    def stale(self, records: np.ndarray) -> None: ...
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None: ...
 
 
 class TestClusterHistory(HistoryTests):
     def make_history(self, storage: Storage, form: RecordFormat, rows: int, config: OffloadConfig) -> History:
-        return ClusterHistory(storage, form, rows, torch.device("cpu"), config, "layer 0", CLUSTERS, ignore)
+        return ClusterHistory(storage, form, rows, torch.device("cpu"), config, "layer 0", CLUSTERS, NobodyReads())
 
     def restore_history(
         self, storage: Storage, tree: dict[str, Any], parts: Sequence[Any], config: OffloadConfig
     ) -> History:
         device = torch.device("cpu")
-        return ClusterHistory.restore(storage, tree, parts, device, config, "layer 0", CLUSTERS, ignore)
+        return ClusterHistory.restore(storage, tree, parts, device, config, "layer 0", CLUSTERS, NobodyReads())
 
 
 @contextmanager
@@ -58,12 +62,16 @@ class Case:
 
     def __init__(self, storage: Storage, rows: int, clusters: ClusterForm) -> None:
         self.storage, self.told, self.seed = storage, list[int](), 0
+        self.renewals: list[tuple[np.ndarray, torch.Tensor, np.ndarray]] = []
         device = torch.device("cpu")
-        self.history = ClusterHistory(storage, FORM, rows, device, CONFIG, "layer 0", clusters, self.rewritten)
+        self.history = ClusterHistory(storage, FORM, rows, device, CONFIG, "layer 0", clusters, self)
         self.keys, self.values = some_keys_and_values(rows, 0)
 
-    def rewritten(self, records: np.ndarray) -> None:
+    def stale(self, records: np.ndarray) -> None:
         self.told += records.tolist()
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
+        self.renewals.append((records.copy(), payloads.clone(), gone.copy()))
 
     def append(self, tokens: int) -> None:
         self.seed += 1
@@ -150,8 +158,8 @@ def test_clusters_grow_and_are_split_and_the_rest_of_the_disk_is_theirs() -> Non
         assert 2 * len(own.pages.pools) <= own.partition.used.sum() + 2, "at most one cluster a row has no partner"
 
 
-def test_what_is_written_anew_is_told_before() -> None:
-    """Every record whose content changes."""
+def test_what_is_written_anew_is_told_before_and_after() -> None:
+    """Every record whose content changes; and what lies there then."""
     with filled(1, 90) as case:
         store, pages = case.history.store, case.history.clustered.pages
         for _ in range(60):
@@ -160,12 +168,19 @@ def test_what_is_written_anew_is_told_before() -> None:
             before = aligned_empty(len(there), FORM.record_bytes)
             store.read(there, before)
             case.told.clear()
+            case.renewals.clear()
             case.append(1)
             case.storage.prefetcher.flush()
             after = aligned_empty(len(there), FORM.record_bytes)
             store.read(there, after)
             changed = set(there[(before != after).any(1).numpy()].tolist())
             assert changed <= set(case.told)
+            for records, payloads, gone in case.renewals:
+                lies = aligned_empty(len(records), FORM.record_bytes)
+                store.read(records, lies)
+                assert torch.equal(FORM.payload(lies), payloads)
+                changed -= {*records.tolist(), *gone.tolist()}
+            assert not changed
 
 
 def test_a_write_that_fails_loses_nothing() -> None:
@@ -238,7 +253,7 @@ def test_what_is_restored_is_its_own() -> None:
         parts = list(case.history.freeze())
         other = Storage(CONFIG, None)
         try:
-            given = torch.device("cpu"), CONFIG, "layer 0", CLUSTERS, ignore
+            given = torch.device("cpu"), CONFIG, "layer 0", CLUSTERS, NobodyReads()
             tree = case.history.capture()
             twin = ClusterHistory.restore(other, tree, [part.share() for part in parts], *given)
             held = case.keys.clone()
