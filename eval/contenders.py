@@ -16,7 +16,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.registry import CACHES, cache_class, class_named
 
-from .baselines.all_keys import ChunkJudgedCache, TokenJudgedCache
+from .baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache
 from .baselines.flexgen import FlexGenCache
 from .baselines.infinigen import GroupedInfiniGenCache, InfiniGenCache
 from .baselines.loki import LokiCache
@@ -32,6 +32,8 @@ PAGED = "paged DynamicCache"
 IN_MEMORY = ("DynamicCache", "StaticCache")
 RELOADS = (FULL, STREAMED, PAGED)
 """Methods that bring the whole history back in each step."""
+FIXED = "fixed chunks"
+"""`AbstractTreeCache`'s baseline that attends to whole chunks; what it holds is no part of any memory."""
 JUDGED_WHOLE = ("all keys", "all keys, by chunk")
 """`AbstractTreeCache`'s baselines: token by token when the query is known, and chunk by chunk, read ahead. What they
 hold is no part of any memory."""
@@ -47,6 +49,7 @@ _TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
     "InfiniGen*+ru": (GroupedInfiniGenCache, "InfiniGen*+ru", {}),
     "Loki": (LokiCache, "Loki", {}),
     "ShadowKV": (ShadowKVCache, "ShadowKV", {}),
+    FIXED: (FixedChunksCache, "", {"reuse_capacity": 0}),
     JUDGED_WHOLE[0]: (TokenJudgedCache, "", {}),
     JUDGED_WHOLE[1]: (ChunkJudgedCache, "", {}),
 }

@@ -104,6 +104,7 @@ def child(run: Run) -> dict[str, Any]:
             cache.storage.prefetcher.flush()
             account, owners = cache.memory_bytes, cache.report().memory_by_owner
             pages = sum(resident_file_bytes(store) for store in cache.storage.stores)
+            pages += sum(resident_bytes(table.descriptor, table.nbytes) for table in cache.storage.tables)
             anonymous = anonymous_bytes() - before
             stages[stage] = {"account": account, "measured": anonymous + pages, "file_pages": pages}
             stages[stage] |= {"difference": account / (anonymous + pages) - 1, "owners": owners}
@@ -164,12 +165,14 @@ def anonymous_bytes() -> int:
 
 
 def resident_file_bytes(store: Any) -> int:
-    """Bytes of a store's scratch file that are in the page cache, whoever maps them (mincore)."""
+    """Bytes of a store's scratch file that are in the page cache."""
     file = getattr(store, "_file", None)
-    size = 0 if file is None else file.size
-    if not size:
-        return 0
-    with mmap.mmap(file.fd, size) as mapped:
+    return resident_bytes(file.fd, file.size) if file is not None and file.size else 0
+
+
+def resident_bytes(descriptor: int, size: int) -> int:
+    """Bytes of a file that are in the page cache, whoever maps them (mincore)."""
+    with mmap.mmap(descriptor, size) as mapped:
         flags = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
         anchor = ctypes.c_char.from_buffer(mapped)
         try:

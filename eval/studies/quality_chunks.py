@@ -17,12 +17,15 @@ USUAL: dict[str, dict[str, Any]] = {
     "tree alone, halves judged": {"cache": _VARIANTS + "DescendingTreeCache", **_ALONE},
     "tree alone, all halves judged": {"cache": _VARIANTS + "AllHalvesTreeCache", **_ALONE},
     "fixed chunks of 64": {"cache": _BASELINES + "FixedChunksCache", "look_ahead": False},
+    "fixed chunks of 64, four times as many": {
+        "cache": _BASELINES + "FixedChunksCache", "num_selected": 1600, "look_ahead": False,
+    },
     "fixed chunks of 64, by bounds": {"cache": _VARIANTS + "BoundsChunksCache", "look_ahead": False},
     "fixed chunks of 16": {"cache": _BASELINES + "FixedChunksCache", "chunk_size": 16, "look_ahead": False},
     "fixed chunks of 16, by bounds": {"cache": _VARIANTS + "BoundsChunksCache", "chunk_size": 16, "look_ahead": False},
     "all keys": {"cache": _BASELINES + "TokenJudgedCache"},
     "all keys, by chunk": {"cache": _BASELINES + "ChunkJudgedCache"},
-}
+}  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

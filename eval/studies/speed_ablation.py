@@ -23,13 +23,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "none": {"cache": "eval.baselines.all_keys:TokenJudgedCache"},
     "abstracts": _FIXED,
     "abstracts, compressed": {**_FIXED, **_COMPRESSED},
+    "abstracts, four times as many": {**_FIXED, "num_selected": 1600},
     "abstracts, halves judged": _DESCENDING,
     "abstracts, tokens judged": _TREE,
     "all": {**_TREE, **_COMPRESSED},
 }
-"""Of LeoAM's parts: abstracts rank chunks, which are attended to whole (LKA); of what is brought, the best tokens are
-found, by halves of chunks as in the paper (IAKM), or by their keys as here; part of what is read comes in 4 bits (DTP).
-All within one budget, but for the first, which brings all keys and judges each token."""
+"""Of LeoAM's parts: abstracts rank chunks, which are attended to whole (LKA), 400 tokens, or all of the 1,600 that the
+others bring; of these the best tokens are found, by halves of chunks as in the paper (IAKM), or by their keys as here;
+part of what is read comes in 4 bits (DTP). All within one budget, but for the first, which brings all keys and judges
+each token."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

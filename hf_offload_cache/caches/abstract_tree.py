@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from ..history.chunk_history import ChunkHistory
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from .abstract_tree_config import AbstractTreeConfig
-from .abstract_tree_fit import fit_abstract_tree
+from .abstract_tree_fit import fit_abstract_tree, tree_shortfalls
 from .abstract_tree_layer import AbstractTreeLayer
 
 
@@ -61,8 +62,9 @@ class AbstractTreeCache(SelectiveCache):
         for resident in self.selective[: self.config.residents]:
             assert isinstance(resident, AbstractTreeLayer)
             resident.keep_all()
-        first = self._selective.get(0)  # no layer is before it
-        if isinstance(first, AbstractTreeLayer) and self.config.keeps_pages:
+        if self.selective and self.config.keeps_pages:
+            first = self.selective[0]  # none is before it
+            assert isinstance(first, AbstractTreeLayer)
             first.begin_look()
 
     def end_step(self, output: Any = None) -> Any:
@@ -70,7 +72,8 @@ class AbstractTreeCache(SelectiveCache):
         if step is not None and step.selects:  # one that failed is made once more
             self._early = max(0, self._early - 1)
         changed = super().end_step(output)
-        if self.config.keeps_replicas and all(map(_has_no_replicas, self.selective)):
+        kept = [layer for layer in self.selective if layer.config.keeps_replicas]  # type: ignore[attr-defined]
+        if kept and all(map(_has_no_replicas, kept)):
             useless = (
                 f"compress={self.config.compress!r} does nothing: in 4 bits chunks of {self.config.chunk_size} tokens "
                 "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
@@ -97,6 +100,11 @@ class AbstractTreeCache(SelectiveCache):
         if wanted is None or given.get("num_opened") is not None:
             return sizes
         return [{**size, **more} for size in sizes for more in ({}, {"num_opened": 8 * wanted})]
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        found = super().shortfalls(config, geometry, given)
+        return found if config.exact else [*found, *tree_shortfalls(config, given)]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -185,7 +185,8 @@ class AbstractTreeConfig(SelectedShareConfig):
         elif index < self.dense_layers:
             own["chunk_size"] = self.dense_size
         if index < self.residents:
-            own.update(reuse_capacity=_ALL, host_memory=None)
+            # all of it is in memory as it is: nothing is read to choose by, and nothing travels in 4 bits
+            own.update(reuse_capacity=_ALL, host_memory=None, abstracts="memory", compress=None)
         if not own and index >= self.dense_layers:
             return self
         own.setdefault("chunk_size", self.chunk_size)

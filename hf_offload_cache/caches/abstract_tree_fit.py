@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..memory.fit import LEAST_SELECTED
+from ..memory.fit import LEAST_SELECTED, LOST_BY
 from ..memory.search import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from ..stores.base import DEVICE_BLOCK
 from .abstract_tree_config import AbstractTreeConfig
@@ -66,6 +66,20 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
             yield {**chunk, **_selecting(fewer, _OPENED[-1])}
         for recent in (SHORT_TAIL // 2, LEAST_RECENT):
             yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
+
+
+def tree_shortfalls(config: AbstractTreeConfig, given: Iterable[str]) -> list[str]:
+    """What of `config` gave way to a budget, and was not so `given`: dense layers, and what is looked into."""
+    context, found = config.max_context or 1 << 40, []
+    wanted, opened = config.attended(context), config.brought(context)
+    if config.dense_layers and config.dense_share == _NONE_DENSE["dense_share"] and "dense_share" not in given:
+        found.append(
+            f"there is no room for dense_layers={config.dense_layers}: they attend to no more tokens than the others"
+        )
+    if opened < _OPENED[0] * wanted and "num_opened" not in given:
+        most = round(_OPENED[0] * wanted)
+        found.append(f"a step looks into {opened} tokens for {wanted}; with {most} fewer facts are lost {LOST_BY}")
+    return found
 
 
 def _selecting(tokens: int, opened: float) -> dict[str, Any]:

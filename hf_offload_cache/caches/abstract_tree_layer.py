@@ -90,16 +90,20 @@ class AbstractTreeLayer(SelectiveLayer):
 
     @property
     def slots(self) -> int:
-        near, history = super().slots, self.history
-        if self.config.keeps_all:
-            near = min(near, history.rows * _room_for_all(history.units))
+        near, history = self._near_slots, self.history
         return near + _host_slots(history.form, self.config, self.num_layers, history.rows, history.units, near)
+
+    @property
+    def _near_slots(self) -> int:
+        """On the device."""
+        near, history = super().slots, self.history
+        return min(near, history.rows * _room_for_all(history.units)) if self.config.keeps_all else near
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Slots on the device and in host memory, which are one on a CPU. What is used often stays in host memory, and
         on a CPU (LeoAM, section 4.3)."""
         form, device, account = self.history.form, self.history.device, self.shared.storage.account
-        near = capacity if device.type == "cpu" else super().slots
+        near = capacity if device.type == "cpu" else self._near_slots
         tiers: list[Tier] = [SlotTier(near, form.payload_width, form.dtype, device, account, policy=MostUsed)]
         if near < capacity:
             host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.dtype)
@@ -139,9 +143,10 @@ class AbstractTreeLayer(SelectiveLayer):
             units = places if there is None else np.where(there, places, -1)
             for start in range(0, units.shape[1], self.budget):
                 fetcher.bring(history, Choice(units[:, start : start + self.budget]))
+            if not self._all_kept:
+                assert self.selecting is not None
+                self.selecting.areas.free_memory()  # the other layers, and what comes to this one, need smaller ones
             self._all_kept = history.units
-            assert self.selecting is not None
-            self.selecting.areas.free_memory()  # the other layers need smaller ones
 
     def prefetch_again(self) -> None:
         if not self._has_all():

@@ -50,7 +50,7 @@ class ClusterLayer(SelectiveLayer):
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
-        return 2 if self.config.centroids == "disk" else 1  # a map keeps its file's descriptor
+        return 3 if self.config.centroids == "disk" else 1  # a map has a descriptor of its own
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         own = self.shared.storage, form, rows, device, self.config, self.name

@@ -227,7 +227,7 @@ class DiskSwapCache(SelectiveCache):
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
         width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
         found = super().shortfalls(config, geometry, given)
-        return found if config.exact or not width else [*found, *shortfalls(config, width, given)]
+        return found if config.exact or not width else [*shortfalls(config, width, given), *found]
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from ..memory.fit import LOST_BY
 from ..predictors.coding import default_summary_bytes, most_bytes
 from ..predictors.low_rank_keys import default_rank
 from .disk_swap_config import DiskSwapConfig
@@ -45,10 +46,9 @@ def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> 
 
 
 def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
-    """What of `config` loses facts, for keys of `key_width` elements: compact keys that are too short, and a selection
-    that gave way to a budget; but not a rank or a selection that the user chose, which are `given`."""
-    chosen, found, usual = set(given), [], DiskSwapConfig.num_selected
-    advice = "(measured on SmolLM2-135M): give more memory, or fewer tokens"
+    """What of `config` loses facts, for keys of `key_width` elements: compact keys that are too short; but not a rank
+    that the user chose, which is `given`."""
+    chosen, found = set(given), []
     if config.summaries == "coded":
         name, most = "compact keys", most_bytes(key_width)
         nbytes = min(config.summary_bytes or default_summary_bytes(key_width), most)
@@ -61,10 +61,8 @@ def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> 
     if nbytes < needed and (config.summaries == "coded" or not chosen & {"rank", "adapter"}):
         found.append(
             f"{name} of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any was lost "
-            f"{advice}"
+            f"{LOST_BY}"
         )
-    if config.num_selected < usual and "num_selected" not in chosen:
-        found.append(f"a step selects {config.num_selected} tokens; with {usual} fewer facts are lost {advice}")
     return found
 
 

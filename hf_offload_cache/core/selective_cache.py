@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..memory.fit import fit_selective
+from ..memory.fit import LOST_BY, fit_selective
 from ..memory.plan import Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
@@ -51,6 +52,14 @@ class SelectiveCache(OffloadCache):
         for layer in self.selective:
             layer.selecting = self.selecting
         self.watch_queries()
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        found, usual = super().shortfalls(config, geometry, given), type(config).num_selected
+        wanted = None if config.exact or "num_selected" in given else config.num_selected
+        if wanted is not None and usual is not None and wanted < usual:
+            found.append(f"a step selects {wanted} tokens; with {usual} fewer facts are lost {LOST_BY}")
+        return found
 
     def watch_queries(self) -> None:
         """Let the look-ahead see how the layers' queries are made."""

@@ -217,7 +217,13 @@ class Fetcher:
         for tier in self.tiers:
             if gone.size:
                 tier.forget(gone)
-            tier.renew(records, ByteRows(payloads))
+        try:
+            for tier in self.tiers:
+                tier.renew(records, ByteRows(payloads))
+        except BaseException:  # the records are read again
+            for tier in self.tiers:
+                tier.forget(records)
+            raise
 
     def forget(self, records: np.ndarray) -> None:
         """These records are free: nothing read of them is valid."""

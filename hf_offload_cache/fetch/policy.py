@@ -12,9 +12,12 @@ import numpy as np
 class Policy(Protocol):
     """Which of a tier's slots are filled anew, and with what. Made with the number of slots; used by one thread."""
 
-    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def place(
+        self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Where records (int64 ids), distinct and in no slot, lie from now on: the positions in `records` of those
-        that get a slot, and distinct slots (int32) for them, none of those `in_use`, which this step takes from."""
+        that get a slot, and distinct slots (int32) for them, none of those `in_use`. They are `wanted` by a step, which
+        takes from the slots in use, or were written anew after it."""
 
     def used(self, slots: np.ndarray) -> None:
         """What lies in these slots was wanted again."""
@@ -55,7 +58,9 @@ class FirstIn:
         """Bytes of the books of `capacity` slots, for a store of `records`."""
         return 4 * capacity
 
-    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def place(
+        self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         order = self._order
         used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
@@ -116,13 +121,16 @@ class MostUsed:
         """Bytes of the books of `capacity` slots, for a store of `records`: a quarter beyond what there is."""
         return 8 * capacity + 4 * max(64, records * 5 // 4) if capacity else 256
 
-    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def place(
+        self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         none = np.empty(0, dtype=np.int32)
         if not self._record_in.size or not records.size:
             return none, none
         self._grow(int(records.max()))
         self._uses[records] += self._one
-        self._age()
+        if wanted:
+            self._age()
         lie = np.where(self._record_in < 0, -1, self._worth(self._record_in))
         lie[in_use] = np.inf
         lie[self._reserved()] = np.inf
@@ -202,11 +210,17 @@ class ClusterAligned(MostUsed):
         """As `MostUsed.planned`."""
         return MostUsed.planned(records, capacity) + 4 * capacity
 
-    def place(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self._steps += 1
-        taken, slots = super().place(records, in_use)
+    def place(
+        self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        self._steps += wanted
+        taken, slots = super().place(records, in_use, wanted=wanted)
         self._renewed[slots] = -self._LATELY
         return taken, slots
+
+    def emptied(self, slots: np.ndarray) -> None:
+        super().emptied(slots)
+        self._renewed[slots] = -self._LATELY
 
     def _worth(self, records: np.ndarray) -> np.ndarray:
         return self._uses[records] / self._sizes(records) ** self._BY_SIZE

@@ -57,13 +57,16 @@ class SlotTable:
             grown[:size] = self._slot_of
             self._slot_of = grown
 
-    def insert(self, records: np.ndarray, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def insert(
+        self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Give slots to distinct records that lie in none, as the policy says, none of those `in_use`: the next step
-        will probably want again what this one does, and where all are in use nothing is copied.
+        will probably want again what this one does, and where all are in use nothing is copied. They are `wanted` by a
+        step, or were written anew.
 
         Returns the positions in `records` that got a slot, and their slots. What lay there before is evicted.
         """
-        taken, slots = self._policy.place(records, in_use)
+        taken, slots = self._policy.place(records, in_use, wanted=wanted)
         if not taken.size:
             return taken, taken
         records = records[taken]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ..stores.encryption import load_key, make_guard
 from ..stores.engines import choose_engine, open_store
 from ..stores.freezable import FreezableStore
 from ..stores.layered import LayeredStore
+from ..stores.mapped_table import MappedTable
 from ..stores.process import Process
 from ..stores.uring.ring import Ring
 from .prefetcher import Prefetcher
@@ -42,6 +44,7 @@ class Storage:
         prefetcher: reads ahead and writes behind.
         write_queue, widest_queue: the most bytes that wait to be written, now and in a prefill.
         stores: those that are open, one a layer.
+        tables: those that lie on the disk beside them.
         torn: a signal's exception came while something was changed: what is held cannot be told, until `reset`.
     """
 
@@ -61,6 +64,7 @@ class Storage:
         self.write_queue = self.widest_queue = parse_size(config.write_queue)
         self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
         self.stores: list[Store] = []
+        self.tables: weakref.WeakSet[MappedTable] = weakref.WeakSet()
         self._units_seen = (0, 0, 0)  # selected, resident, ready: what the timeline was told of
         self.closed = False
         self.torn = False
@@ -100,6 +104,12 @@ class Storage:
             store.close()
         if store in self.stores:
             self.stores.remove(store)
+
+    def open_table(self, name: str, array: np.ndarray) -> MappedTable:
+        """A copy of `array` on the disk, which goes when nobody has it any more; errors call it `name`."""
+        table = MappedTable(self.directory, name, array)
+        self.tables.add(table)
+        return table
 
     # --- reading -----------------------------------------------------------------------------------------------
 

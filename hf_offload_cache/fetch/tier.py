@@ -64,8 +64,13 @@ class SlotTier:
         self.capacity = capacity
         self._table = SlotTable(capacity, policy)
         self._account, self._owner = account, owner
-        account.hold(owner, capacity * width * dtype.itemsize)
-        self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
+        nbytes = capacity * width * dtype.itemsize
+        account.hold(owner, nbytes)
+        try:
+            self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
+        except BaseException:  # a device has less than a budget gives
+            account.release(owner, nbytes)
+            raise
         self._rows = ByteRows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
@@ -87,10 +92,11 @@ class SlotTier:
             self._rows.put(slots, source, rows[taken])
 
     def renew(self, records: np.ndarray, source: ByteRows) -> None:
-        absent = (self.locate(records) < 0).nonzero()[0]
-        if absent.size:
-            self.keep(records[absent], absent[:0], source, absent)
         slots = self.locate(records)
+        absent = (slots < 0).nonzero()[0]
+        if absent.size:
+            self._table.insert(records[absent], slots[slots >= 0], wanted=False)
+            slots = self.locate(records)
         here = (slots >= 0).nonzero()[0]
         if here.size:
             self._rows.put(slots[here], source, here)

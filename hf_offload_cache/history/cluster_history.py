@@ -16,7 +16,6 @@ from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan
 from ..stores.base import Store
 from ..stores.freezable import FreezableStore
-from ..stores.mapped_table import MappedTable
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .base import Block, Sealed, joined
@@ -61,7 +60,7 @@ class ClusterHistory:
         self._before: tuple[torch.Tensor, int] | None = None  # tail and length before clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.capacity, clusters.threshold
-        mapped = partial(MappedTable, storage.directory, f"centroids of {name}") if clusters.mapped else None
+        mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
         self.tail = RollingTail(form, rows, self._tail_of(config), device, storage.account)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)

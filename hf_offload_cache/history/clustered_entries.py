@@ -64,8 +64,7 @@ class ClusteredEntries:
 
     @property
     def stored(self) -> np.ndarray:
-        """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, valid until the next
-        change."""
+        """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, until the next change."""
         return self._stored
 
     @property
@@ -87,7 +86,7 @@ class ClusteredEntries:
         return self._page_counts
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
-        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others anything."""
+        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others, anything."""
         if self._sizes is None:
             pages = in_order(self.page_counts)
             ids = self.pages.records(*pages)
@@ -201,7 +200,7 @@ class ClusteredEntries:
     def _settle(self, job: Settling) -> None:
         row, cluster, group = job.row, job.cluster, self.form.group_size
         self._readers.stale(job.rewrites)
-        split = np.full(job.parts.max(), row)
+        split, points = np.full(job.parts.max(), row), self.points(job.entries)
         self.partition.reserve(split)
         places = self.pages.reserve(split)
         first, step = self.pages.place(row, cluster)
@@ -214,10 +213,6 @@ class ClusteredEntries:
         except Exception:
             self.pages.give(split, places)
             raise
-        if written is not None:
-            self._readers.renewed(*written, np.setdiff1d(job.rewrites, written[0]))
-        self.buffer.drop(row, job.tokens)
-        points = self.points(job.entries)
         if places:
             numbers = self.partition.split(row, cluster, points, job.parts)
             self._widen_labels()
@@ -225,7 +220,12 @@ class ClusteredEntries:
             self.pages.take(split, numbers[1:], places)
         else:
             self.partition.set(row, cluster, points)
-        self._count_stored()
+        try:
+            self.buffer.drop(row, job.tokens)
+        finally:
+            self._count_stored()
+            if written is not None:
+                self._readers.renewed(*written, np.setdiff1d(job.rewrites, written[0]))
 
     def _settling(self, row: int, cluster: int, there: torch.Tensor, split: bool) -> Settling:
         tokens = (self.labels[row] == cluster).nonzero()[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .search import SHORT_TAIL, Config, Search
 
 LEAST_SELECTED = 64
+LOST_BY = "(measured on SmolLM2-135M): give more memory, or fewer tokens"
+"""Of facts that a budget costs."""
 
 
 def fit_stream(search: Search[Config]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from .scratch import open_scratch
 class MappedTable:
     """A copy of `array` in a file without a name in `directory`, mapped: `array` is the copy from then on.
 
-    The file goes with the last view of the array. What is in memory of it belongs to the system's page cache, which may
-    give it up at any time; `rest` lets go of what this process has. A page that the device cannot give back ends the
-    process (SIGBUS), as with the `mapped` engine. Raises `StoreFullError`, `StoreError`, with nothing left behind.
+    The file goes with the last view of the array. What is in memory of it is in the system's page cache; `rest` lets go
+    of that too, but for what is still to be written. A page that the device cannot give back ends the process (SIGBUS),
+    as with the `mapped` engine. Raises `StoreFullError`, `StoreError`, with nothing left behind.
+
+    Attributes:
+        descriptor: of the file, as long as this object is there.
     """
 
     def __init__(self, directory: Path, name: str, array: np.ndarray) -> None:
@@ -31,13 +35,17 @@ class MappedTable:
                 os.ftruncate(descriptor, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
+            os.close(descriptor)
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
                 f"space, raise `ulimit -n` where files are too many, or keep it in memory"
             ) from error  # fmt: skip
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
+        self.descriptor, self.nbytes = descriptor, size
+        weakref.finalize(self, os.close, descriptor)
         self.array = np.frombuffer(self._map, dtype=array.dtype, count=array.size).reshape(array.shape)
         self.array[...] = array
 
@@ -47,6 +55,8 @@ class MappedTable:
             self._map.madvise(mmap.MADV_WILLNEED)
 
     def rest(self) -> None:
-        """It is not read for a while: none of it is this process's memory until it is."""
+        """It is not read for a while: none of it is in memory until it is."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -157,6 +157,7 @@ def test_what_is_left_out_matters() -> None:
 
 FIELDS: dict[str, Any] = {
     "chunk_size": 4, "num_selected": 40, "num_recent": 8, "num_sinks": 3, "block_tokens": 64, "dense_layers": 1,
+    "resident_layers": 0,
 }  # fmt: skip
 
 

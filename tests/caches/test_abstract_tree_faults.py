@@ -35,11 +35,12 @@ def parts(rows: int = 2) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def failing(owner: Any, name: str, number: int, error: Callable[[], Exception]) -> Iterator[list[Any]]:
     """The call `number`, from 1, of the method `name` of `owner` raises; the calls. What is held less than before, or
-    of token ids, which come when a step is over, is not refused."""
+    of token ids, which come when a step is over, is not refused; nor abstracts in memory, without which a layer attends
+    to everything until its next chunk."""
     original, calls = getattr(owner, name), []
 
     def watched(*given: Any, **fields: Any) -> Any:
-        if name == "hold" and (given[1] <= 0 or given[0] == "token ids"):
+        if name == "hold" and (given[1] <= 0 or given[0] in ("token ids", "summaries")):
             return original(*given, **fields)
         calls.append(given)
         if len(calls) == number:
@@ -92,16 +93,18 @@ def sweep(
             number += stride
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_the_nth_read(look_ahead: bool, tmp_path: Path) -> None:
-    """Of chunks or abstracts, for a step or ahead of it."""
-    tried, raised = sweep(
-        tmp_path, {**FIELDS, "look_ahead": look_ahead}, lambda cache: cache.storage.prefetcher, "read", broken, 1
-    )
-    assert tried > 20 and raised > 5
+@pytest.mark.parametrize(("look_ahead", "residents"), [(False, 0), (True, 0), (False, 2)])
+def test_the_nth_read(look_ahead: bool, residents: int, tmp_path: Path) -> None:
+    """Of chunks or abstracts, for a step or ahead of it, or for layers that are to be in memory as a whole."""
+    fields = {**FIELDS, "look_ahead": look_ahead, "resident_layers": residents}
+    tried, raised = sweep(tmp_path, fields, lambda cache: cache.storage.prefetcher, "read", broken, 1)
+    assert tried > (10 if residents else 20) and raised > 3
 
 
-@pytest.mark.parametrize("fields", [{}, {"compress": 1.0, "chunk_size": 64, "dense_layers": 0}], ids=["plain", "int4"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"compress": 1.0, "chunk_size": 64, "dense_layers": 0}, {"resident_layers": 2}],
+    ids=["plain", "int4", "resident"],
+)  # fmt: skip
 def test_the_nth_allocation(fields: dict[str, Any], tmp_path: Path) -> None:
     tried, raised = sweep(
         tmp_path, {**FIELDS, "look_ahead": True, **fields}, lambda cache: cache.storage.account, "hold",

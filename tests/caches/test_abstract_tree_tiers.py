@@ -333,3 +333,21 @@ def test_layers_that_differ_in_a_context(tmp_path: Path) -> None:
         AbstractTreeCache.open(tmp_path / "context", model, chunk_size=64)
     with pytest.raises(ConfigError, match="dense_layers is fixed in a saved context"):
         AbstractTreeCache.open(tmp_path / "context", model, dense_layers=2)
+
+
+def test_a_resident_layer_reads_nothing_to_choose_by_and_has_no_replicas(tmp_path: Path) -> None:
+    """Its abstracts are in memory, wherever the others' are; the others' are read."""
+    model = long_model()
+    fields = {**FIELDS, "abstracts": "disk", "compress": 1.0, "dense_layers": 1, "early_steps": 0, "look_ahead": False}
+    with AbstractTreeCache(model, path=tmp_path, **{**fields, "chunk_size": 64}) as cache, torch.no_grad():
+        ids = prompt(model, 1, LENGTH)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        first, *others = (layer.history for layer in cache.selective)
+        assert first.pages is None and first.replicas is None
+        assert all(history.pages is not None and history.replicas is not None for history in others)
+        looked = cache.report().look_bytes
+        model(ids[:, :1], past_key_values=cache)
+        pages = sum(history.pages.table.num_groups * history.rows for history in others)
+        assert cache.report().look_bytes - looked == pages * others[0].form.record_bytes
+        assert first.store.bytes_read <= sum(store.bytes_read for store in cache.storage.stores)

@@ -69,7 +69,7 @@ def test_each_disk_and_batch_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_each_part_is_compared_with_what_it_is_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time, or in distance to `DynamicCache`, which is asked for; all but the first within the budget."""
-    taken = dict(zip(speed_ablation.ARMS, (8.0, 4.0, 5.0, 3.0, 2.0, 1.0), strict=True))
+    taken = dict(zip(speed_ablation.ARMS, (8.0, 4.0, 5.0, 6.0, 3.0, 2.0, 1.0), strict=True))
     asked = with_times(monkeypatch, speed_ablation, lambda profile, batch, name: taken.get(name, 1.0))
     given = arguments_of(speed_ablation.STUDY, "--tokens", "1000", "--steps", "30", "--batches", "2")
     rows = common.Rows(say=lambda line: None)

@@ -472,7 +472,7 @@ def test_chunks_are_compared(measured: Callable[[str], Any]) -> None:
     """Judging all keys finds most, whole chunks bring what is not important, and the tree judges less than all."""
     _, summary, rows = measured("chunks")
     table = summary["contenders"]
-    assert len(rows.rows) == 2 * len(table) == 22
+    assert len(rows.rows) == 2 * len(table) == 24
     assert table["all keys"]["judged"] == 1 > table["tree alone"]["judged"] > table["fixed chunks of 16"]["judged"] > 0
     assert table["fixed chunks of 16"]["judged"] == pytest.approx(2 / 16, rel=1e-3)
     assert table["all keys"]["important"] == max(row["important"] for row in table.values())

@@ -759,3 +759,34 @@ def test_what_is_written_anew_is_so_in_the_tiers(storage: Storage) -> None:
         assert torch.equal(part, content(record))
     assert (seen.tiers[0].locate(np.array([0, 1, 2, 7])) >= 0).tolist() == [True, True, False, True]
     seen.close()
+
+
+def test_what_is_written_anew_pushes_out_nothing_of_its_own(storage: Storage) -> None:
+    """A full tier: of a page that is new and one that is resident the latter stays, as it is now."""
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 2)
+    seen.gather(source, Choice(units([0, 1])))
+    for other in (1, 0):
+        seen.renew(np.array([other, 7]), torch.stack([content(20 + other), content(27)]).flatten(1), np.array([], int))
+        assert seen.tiers[0].locate(np.array([other]))[0] >= 0
+        store.taken()
+        fetched = seen.gather(source, Choice(units([other])))
+        assert torch.equal(fetched.entries[0, :GROUP], content(20 + other)) and store.taken() == []
+        seen.gather(source, Choice(units([0, 1])))
+    seen.close()
+
+
+def test_a_tier_that_cannot_be_renewed_forgets(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had is not what lies in the store."""
+    store = ReadsSeen(filled(storage))
+    source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
+    seen.gather(source, Choice(units([0, 1])))
+
+    def fail(slots: np.ndarray) -> None:
+        raise MemoryError("made to fail")
+
+    monkeypatch.setattr(seen.tiers[0]._table, "renewed", fail)  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError):
+        seen.renew(np.array([1]), content(27).reshape(1, -1), np.array([], int))
+    assert (seen.tiers[0].locate(np.array([0, 1])) >= 0).tolist() == [True, False]
+    seen.close()

@@ -200,3 +200,23 @@ def test_books_of_the_aligned_policy_are_planned() -> None:
     table = SlotTable(16, aligned)
     step(table, *range(200))
     assert table.nbytes <= SlotTable.planned(200, 16, aligned) + 8
+
+
+def test_an_emptied_slot_is_filled_though_it_was_renewed() -> None:
+    table = SlotTable(8, AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16)))
+    step(table, *range(8))
+    table.renewed(table.locate(np.array([3])))
+    table.forget(np.array([3]))
+    step(table, 50)
+    assert table.locate(np.array([50]))[0] >= 0 and (table.locate(np.array([0, 1, 2, 4])) >= 0).all()
+
+
+def test_what_is_written_anew_is_no_step() -> None:
+    """Counts do not get older by it."""
+    table = SlotTable(2, MostUsed)
+    step(table, 1, 2)
+    one = table._policy._one  # type: ignore[attr-defined]
+    table.insert(np.array([7]), np.array([0, 1]), wanted=False)
+    assert table._policy._one == one  # type: ignore[attr-defined]
+    step(table, 8)
+    assert table._policy._one > one  # type: ignore[attr-defined]
