@@ -132,5 +132,6 @@ class FixedChunksCache(_BaselineCache):
     """Quest-like: chunks of one size, ranked by abstracts in memory, and attended to whole."""
 
     def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
-        fields["num_opened"] = fields.get("num_selected", 400) or 1  # of a share: as many as are attended to
+        wanted = fields.get("num_selected", getattr(config, "num_selected", 400))
+        fields["num_opened"] = wanted or 1  # of a share: as many as are attended to
         super().__init__(model, path, config, **fields)
