@@ -32,6 +32,9 @@ from ..predictors.stored_abstracts import StoredAbstractsPredictor
 from ..stores.freezable import FreezableStore
 from .abstract_tree_config import AbstractTreeConfig
 
+_FEW = 16
+"""Chunks a row that a resident layer reads at a time, once it has all but the latest."""
+
 
 class AbstractTreeLayer(SelectiveLayer):
     """A layer whose chunks are brought by their abstracts, and whose tokens are chosen within them; each key head has
@@ -147,6 +150,7 @@ class AbstractTreeLayer(SelectiveLayer):
                 assert self.selecting is not None
                 self.selecting.areas.free_memory()  # the other layers, and what comes to this one, need smaller ones
             self._all_kept = history.units
+            fetcher.read_at_once = self.read_at_once(fetcher.most_records)
 
     def prefetch_again(self) -> None:
         if not self._has_all():
@@ -155,6 +159,9 @@ class AbstractTreeLayer(SelectiveLayer):
     def _has_all(self) -> bool:
         """There is nothing to read ahead."""
         return self.is_initialized and 0 < self._all_kept == self.history.units
+
+    def read_at_once(self, most: int) -> int:
+        return min(most, _FEW) if self._all_kept else most
 
     def drop_fetcher(self) -> None:
         super().drop_fetcher()

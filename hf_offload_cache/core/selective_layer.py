@@ -167,10 +167,15 @@ class SelectiveLayer(SelectivePlan):
                 self.drop_fetcher()
                 made = self.make_tiers(capacity), 0, self.layer_idx, selecting.looks, self.make_link()
                 self._fetcher = Fetcher(self.shared.storage, selecting.areas, *made)
-            self._fetcher.most_records = self.most_records(selecting.units(None, self.config, group, units * group))
+            most = self.most_records(selecting.units(None, self.config, group, units * group))
+            self._fetcher.most_records, self._fetcher.read_at_once = most, self.read_at_once(most)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True
         return self._fetcher
+
+    def read_at_once(self, most: int) -> int:
+        """See `Fetcher`; a step wants at most so many records a row."""
+        return most
 
     def drop_fetcher(self) -> None:
         """Give the slots back; what is read ahead is waited for."""
@@ -188,15 +193,10 @@ class SelectiveLayer(SelectivePlan):
             call = replace(call, mask=None)
         if visible is not None:
             selecting.see_padding()
-        if storage.stream_buffers:
-            storage.release_stream_buffers()
-        if storage.timeline.on:
-            with storage.timeline.span("rank", self.layer_idx):
-                choice = self.choose_for(call, visible)
-            with storage.timeline.span("gather", self.layer_idx):
-                fetched = self.fetcher.gather(self.history, choice)
-        else:
+        storage.release_stream_buffers()
+        with storage.timeline.span("rank", self.layer_idx):
             choice = self.choose_for(call, visible)
+        with storage.timeline.span("gather", self.layer_idx):
             fetched = self.fetcher.gather(self.history, choice)
         self.fetched(choice, fetched)
         if selecting.watch is not None:

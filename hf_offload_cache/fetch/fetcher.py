@@ -42,6 +42,8 @@ class Fetcher:
     ) -> None:  # fmt: skip
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_records = most_records
+        self.read_at_once = most_records
+        """Records a row that a gather reads at a time, if more are missing: what its area is made for."""
         self._several = len(self.tiers) > 1
         self._missing, self._reads = Missing(storage, areas, layer_idx, link), AreaReads(storage, areas, layer_idx)
         self._weighs, self.layer_idx = link is not None, layer_idx
@@ -161,6 +163,7 @@ class Fetcher:
         latest = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
         (rows, width), behind = wanted.shape, -(-latest // form.group_size)
         room = self._room(history)
+        at_once = min(room, rows * self.read_at_once)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
         found = [(tier, tier.locate(records)) for tier in self.tiers]
         there = records >= 0
@@ -175,7 +178,7 @@ class Fetcher:
             missing, which = distinct(records[places])
             matter = importance_of(importance if self._weighs else None, absent, missing.size, which)
             ready = self._missing.bring(
-                history, view, view.target[places], missing, which, matter, room, lambda: take_resident(found, view)
+                history, view, view.target[places], missing, which, matter, at_once, lambda: take_resident(found, view)
             )
             if not self._several:
                 for tier, lies_in in found:
