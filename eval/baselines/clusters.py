@@ -27,9 +27,9 @@ class StaticPartition(Partition):
         self.most_room = np.inf  # of the prompt's keys there may be as many clusters as others come to have
 
     def join(self, keys: np.ndarray, clusters: np.ndarray) -> None:
-        before = self._centroids.copy()
+        before = self.centroids.copy()
         super().join(keys, clusters)
-        self._centroids[:] = before
+        self.centroids[:] = before
 
     @property
     def to_split(self) -> np.ndarray:
@@ -51,15 +51,15 @@ class StaticPartition(Partition):
         return (np.arange(len(keys)) >= min(self.capacity, len(keys) - 1)).astype(np.int64)
 
     def split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        centroid = self._centroids[row, cluster].copy()
+        centroid = self.centroids[row, cluster].copy()
         numbers = super().split(row, cluster, keys, parts)
-        self._centroids[row, numbers] = centroid
+        self.centroids[row, numbers] = centroid
         return numbers
 
     def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
-        centroid = self._centroids[row, cluster].copy()
+        centroid = self.centroids[row, cluster].copy()
         super().set(row, cluster, keys)
-        self._centroids[row, cluster] = centroid
+        self.centroids[row, cluster] = centroid
 
 
 class StaticClusterHistory(ClusterHistory):

@@ -79,17 +79,14 @@ class Held(CacheOperations):
     def disk_bytes(self) -> int:
         """What lies on the disk for this cache, what it shares with others included."""
         self.storage.check_process()
-        return sum(store.disk_bytes for store in self.storage.stores) + self._table_bytes
+        tables = sum(table.nbytes for table in self.storage.tables)
+        return sum(store.disk_bytes for store in self.storage.stores) + tables
 
     @property
     def own_disk_bytes(self) -> int:
-        """What of `disk_bytes` lies in files that only this cache ever had: nothing of what it was forked or saved
-        with."""
-        return sum(store.own_disk_bytes for store in self.storage.stores) + self._table_bytes
-
-    @property
-    def _table_bytes(self) -> int:
-        return sum(table.nbytes for table in self.storage.tables)
+        """What of `disk_bytes` are records in files that only this cache ever had: nothing of what it was forked or
+        saved with."""
+        return sum(store.own_disk_bytes for store in self.storage.stores)
 
     def account_live(self) -> None:
         """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""

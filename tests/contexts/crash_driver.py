@@ -162,10 +162,11 @@ def check(folder: Path, scenario: Scenario, expected: Expected) -> str:
 
 
 def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expected, step: int) -> Counter[str]:
-    """What was at the target after a kill at every `step`-th point, until the child came to its end."""
+    """What was at the target after a kill at every `step`-th point, until the child came to its end, and at each of the
+    last ones: what comes after the new context is in its place is short."""
     outcomes: Counter[str] = Counter()
-    status, point = -signal.SIGKILL, 1
-    while status:
+
+    def killed(point: int) -> bool:
         here = folder / f"{point}"
         here.mkdir()
         source = base
@@ -174,7 +175,7 @@ def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expe
             source.mkdir(mode=0o700)
             for path in base.iterdir():
                 os.link(path, source / path.name)
-        status = in_child(lambda source=source, here=here, at=point: save_new(source, here / "target", scenario, at))
+        status = in_child(lambda: save_new(source, here / "target", scenario, point))
         assert status in (0, -signal.SIGKILL), f"{scenario.name}: the child ended with {status}"
         try:
             found = check(here, scenario, expected)
@@ -185,7 +186,13 @@ def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expe
             outcomes[found] += 1
         else:
             assert found == "new"
+        return bool(status)
+
+    point = 1
+    while killed(point):
         point += step
+    for missed in range(max(1, point - step + 1), point):
+        killed(missed)
     return outcomes
 
 

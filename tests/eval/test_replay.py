@@ -175,6 +175,7 @@ def test_all_methods_are_compared(tmp_path: Path) -> None:
     """Reloads read all in each step, selective ones a part, those in memory nothing; a row a method and mode."""
     by_method = {name: {"rank": 16, "num_selected": 64} for name in ("InfiniGen", "InfiniGen*", "Loki", "ShadowKV")}
     by_method["InfiniGen*+ru"] = {"rank": 16, "num_selected": 64, "reuse_capacity": 64}
+    by_method["AbstractTreeCache"] = {"dense_layers": 0, "num_selected": 64}  # else both layers are in memory
     setting = setting_of(tmp_path, by_method=by_method, batch=2)
     found = compare.compare(setting, METHODS, steps=2, reload_steps=1, repetitions=2)
     rows = found["rows"]
