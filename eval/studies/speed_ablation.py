@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.sample import sample_ids
-
-from ..bench_text import DYNAMIC, text_rows
-from ..bench_text import run as in_turns
+from ..bench_text import DYNAMIC
 from ..profiles import PROFILES
 from .common import Rows, Study, judged, main
+from .speed_chunks import in_each_setting
 
 _FIXED = {"cache": "eval.baselines.all_keys:FixedChunksCache"}
 _DESCENDING = {"cache": "eval.baselines.tree_variants:DescendingTreeCache"}
@@ -44,20 +39,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """A row for each arm, disk and batch; `loaded`: a model and its tokenizer in the place of the default one."""
-    model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
-    ids = sample_ids(None, tokenizer)[0]
     within = {name: {**fields, "memory": arguments.memory} for name, fields in ARMS.items()}
     within["none"] = ARMS["none"]
-    for profile in arguments.profiles:
-        for batch in arguments.batches:
-            if rows.has(profile=profile, batch=batch):
-                continue
-            text = text_rows(ids, batch, arguments.tokens + arguments.steps + 1)
-            sizes = arguments.tokens, arguments.steps, arguments.tokens
-            options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path, "profile": profile}
-            found = in_turns(model, text, *sizes, within, (DYNAMIC,), **options)
-            for name in ARMS:
-                rows.add(profile=profile, batch=batch, arm=name, **found[name])
+    in_each_setting(arguments, rows, within, (DYNAMIC,), loaded)
     return summary(rows.rows)
 
 
@@ -65,9 +49,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By disk and batch, of each arm: milliseconds a step, MB read and the KL from `DynamicCache`; and what each part
     gains where it is added."""
     table: dict[str, dict[str, dict[str, float]]] = {}
-    for row in rows:
+    for row in (row for row in rows if row["contender"] in ARMS):
         figures = {"ms": 1e3 * row["median_seconds"], "MB": row["bytes_read_a_step"] / 1e6, "kl": row["kl"]}
-        table.setdefault(f"{row['profile']}, batch {row['batch']}", {})[row["arm"]] = figures
+        table.setdefault(f"{row['profile']}, batch {row['batch']}", {})[row["contender"]] = figures
     reached = []
     for setting, arms in table.items():
         for part, before, after, of in (
@@ -89,7 +73,7 @@ def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None
     settings = list(dict.fromkeys((row["profile"], row["batch"]) for row in rows))
     wide = 1 / (len(ARMS) + 1)
     for place, name in enumerate(ARMS):
-        own = [row for row in rows if row["arm"] == name]
+        own = [row for row in rows if row["contender"] == name]
         heights = [1e3 * row["median_seconds"] for row in own]
         left.bar([at + place * wide for at in range(len(settings))], heights, wide, label=name)
         right.bar(place, sum(row["kl"] for row in own) / len(own))

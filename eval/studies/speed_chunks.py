@@ -44,6 +44,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """A row for each contender, disk and batch; `loaded`: a model and its tokenizer in the place of the default one."""
+    in_each_setting(arguments, rows, {**TREES, **OTHERS, **BASELINES}, (), loaded)
+    return summary(rows.rows)
+
+
+def in_each_setting(
+    arguments: argparse.Namespace, rows: Rows, contenders: dict[str, dict[str, Any]], in_memory: tuple[str, ...],
+    loaded: Any = None,
+) -> None:  # fmt: skip
+    """A row for each of `contenders` (and the model alone, and those `in_memory`) on each disk, in each batch."""
     model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
     ids = sample_ids(None, tokenizer)[0]
     for profile in arguments.profiles:
@@ -53,10 +62,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             text = text_rows(ids, batch, arguments.tokens + arguments.steps + 1)
             sizes = arguments.tokens, arguments.steps, arguments.tokens
             options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path, "profile": profile}
-            found = in_turns(model, text, *sizes, {**TREES, **OTHERS, **BASELINES}, (), **options)
-            for name, row in found.items():
+            for name, row in in_turns(model, text, *sizes, contenders, in_memory, **options).items():
                 rows.add(profile=profile, batch=batch, contender=name, **row)
-    return summary(rows.rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

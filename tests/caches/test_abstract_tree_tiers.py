@@ -350,4 +350,20 @@ def test_a_resident_layer_reads_nothing_to_choose_by_and_has_no_replicas(tmp_pat
         model(ids[:, :1], past_key_values=cache)
         pages = sum(history.pages.table.num_groups * history.rows for history in others)
         assert cache.report().look_bytes - looked == pages * others[0].form.record_bytes
-        assert first.store.bytes_read <= sum(store.bytes_read for store in cache.storage.stores)
+
+
+def test_what_a_budget_costs_is_told() -> None:
+    """Fewer that are looked into, fewer that are attended to, a dense layer that is none; not what the user chose."""
+    geometry = Geometry.uniform(30, 9, 3, 64, dtype=torch.bfloat16)
+
+    def told(part: int, **fields: Any) -> list[str]:
+        config = AbstractTreeCache.fit(geometry, geometry.full_kv_bytes(8192, 1) // part, 8192, 1, fields)
+        return AbstractTreeCache.shortfalls(config, geometry, fields)
+
+    assert told(4) == told(13) == []
+    (looks,) = told(20)
+    assert "looks into" in looks and "for 400; with 1600" in looks
+    assert any("a step selects" in line for line in told(34))
+    assert told(20, num_opened=500) == []
+    (dense,) = told(13, dense_layers=2)
+    assert "no room for dense_layers=2" in dense

@@ -70,7 +70,7 @@ def test_each_disk_and_batch_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_each_part_is_compared_with_what_it_is_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time, or in distance to `DynamicCache`, which is asked for; all but the first within the budget."""
     taken = dict(zip(speed_ablation.ARMS, (8.0, 4.0, 5.0, 6.0, 3.0, 2.0, 1.0), strict=True))
-    asked = with_times(monkeypatch, speed_ablation, lambda profile, batch, name: taken.get(name, 1.0))
+    asked = with_times(monkeypatch, speed_chunks, lambda profile, batch, name: taken.get(name, 1.0))
     given = arguments_of(speed_ablation.STUDY, "--tokens", "1000", "--steps", "30", "--batches", "2")
     rows = common.Rows(say=lambda line: None)
     found = speed_ablation.run(given, rows, loaded=(None, None))
@@ -99,7 +99,8 @@ def test_shares_are_compared_on_each_link(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("study", [speed_chunks, speed_compress, speed_ablation])
 def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contender, on a tiny model, and all that the summary is made of."""
-    monkeypatch.setattr(study, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) % 190])
+    runs = speed_chunks if study is speed_ablation else study
+    monkeypatch.setattr(runs, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) % 190])
     words = {"tokens": "1100", "steps": "20"}
     own = {"links": "500", "memory": "none"} if study is speed_compress else {"batches": "2", "profiles": "own"}
     if study is speed_ablation:
@@ -117,7 +118,8 @@ def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @MATPLOTLIB
 @pytest.mark.parametrize("study", [speed_chunks, speed_compress, speed_ablation])
 def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with_times(monkeypatch, study, lambda profile, batch, name: 1.0)
+    runs = speed_chunks if study is speed_ablation else study
+    with_times(monkeypatch, runs, lambda profile, batch, name: 1.0)
     rows = common.Rows(say=lambda line: None)
     found = study.run(arguments_of(study.STUDY, "--tokens", "1000", "--steps", "30"), rows, loaded=(None, None))
     common.draw(study.STUDY, found, rows.rows, tmp_path / "out.png")
