@@ -12,7 +12,7 @@ import torch
 from long_llama import long_model
 
 from eval.profiles import Profile
-from eval.studies import common, long_decode, speed_ablation, speed_chunks, speed_compress
+from eval.studies import common, long_decode, long_growth, speed_ablation, speed_chunks, speed_compress
 
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -165,4 +165,38 @@ def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) 
 def test_long_outputs_are_drawn(decoded: tuple[dict[str, Any], common.Rows], tmp_path: Path) -> None:
     found, rows = decoded
     common.draw(long_decode.STUDY, found, rows.rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], common.Rows]:
+    """Marks of a tiny model's decode."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_growth, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
+        words = ["--prompt", "320", "--marks", "64", "256", "--steps", "16"]
+        words += ["--set", "adaptive:cache=cluster,num_selected=64,reuse_capacity=32,cluster_size=16"]
+        given = arguments_of(long_growth.STUDY, *words)
+        given.path = str(tmp_path_factory.mktemp("growth"))
+        rows = common.Rows(say=lambda line: None)
+        return long_growth.run(given, rows, loaded=(long_model(), None)), rows
+
+
+def test_steps_are_timed_at_each_mark(grown: tuple[dict[str, Any], common.Rows]) -> None:
+    """Clusters become more with the output; the study's summary is of the rows that it has."""
+    found, rows = grown
+    own = rows.where(name="adaptive")
+    for name in ("adaptive", "DynamicCache"):
+        assert [row["generated"] for row in rows.where(name=name)] == [64, 256]
+    assert own[0]["clusters"] < own[1]["clusters"] and all(0 < row["adapting"] < 1 for row in own)
+    assert all(low <= row["ms"] <= high for row in rows.rows for low, high in [row["quartiles"]])
+    first, last = (row["ms"] for row in own)
+    assert found["ms"]["adaptive"]["slope"] == pytest.approx((last - first) / 0.192)
+    verdict = next(one for one in found["must_reach"] if one["figure"].startswith("adaptive"))
+    assert verdict["measured"] == pytest.approx(last / first / 4)
+
+
+@MATPLOTLIB
+def test_growth_is_drawn(grown: tuple[dict[str, Any], common.Rows], tmp_path: Path) -> None:
+    found, rows = grown
+    common.draw(long_growth.STUDY, found, rows.rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,112 @@
+"""What does a step of clusters that follow the output take, as the output grows? (DynaKV, section 8.4)"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.tuning.sample import sample_ids
+
+from ..bench_text import DYNAMIC, text_rows
+from .common import Rows, Study, judged, main
+from .contexts import open_cache
+from .fidelity import contenders_of, setting_argument
+from .long_contender import LongContender, clusters_of
+from .long_decode import ADAPTIVE
+
+USUAL: dict[str, dict[str, Any]] = {ADAPTIVE: {"cache": "cluster"}}
+_CALL = 16
+"""Tokens of a call by which the output grows between two marks: few enough to join clusters as decoded ones do."""
+_TURN = 8
+_SETTLES = 16
+"""Steps of a mark before those that count: slots fill."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", type=int, default=512, help="tokens that are prefilled")
+    parser.add_argument("--marks", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens decoded")
+    parser.add_argument("--steps", type=int, default=64, help="steps that are timed at each mark")
+    setting_argument(parser)
+
+
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    """A row for each contender and mark, `DynamicCache` among them; `loaded`: a model and its tokenizer in the place of
+    the default one. Tokens between marks come in calls of `_CALL`, whose attention is exact: they join clusters, which
+    are read when too much waits for them."""
+    if rows.rows:
+        return summary(rows.rows)
+    model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
+    marks, timed = sorted(arguments.marks), arguments.steps + _SETTLES
+    held = arguments.prompt + marks[-1] + timed
+    ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
+    with contextlib.ExitStack() as stack:
+        each = [LongContender(DYNAMIC, model, DynamicCache(config=model.config), ids, arguments.prompt)]
+        for name, contender in contenders_of(arguments, USUAL).items():
+            cache = stack.enter_context(open_cache(model, contender.fields, held + 8, arguments.path))
+            each.append(LongContender(name, model, cache, ids, arguments.prompt))
+        for mark in marks:
+            for one in each:
+                while one.place < arguments.prompt + mark:
+                    last = min(one.place + _CALL, arguments.prompt + mark)
+                    one.feed(one.place, last)
+                    one.place = last
+            for first in range(0, timed, _TURN):
+                for one in each if first // _TURN % 2 == 0 else each[::-1]:
+                    for step in range(first, min(first + _TURN, timed)):
+                        one.step()
+                        if step == _SETTLES - 1:
+                            one.restart()
+            for one in each:
+                rows.add(name=one.name, generated=mark, **_row(one))
+    return summary(rows.rows)
+
+
+def _row(one: LongContender) -> dict[str, Any]:
+    """Of the steps since `restart`: quartiles of milliseconds, the share of them that adapting took, MB read a step."""
+    low, middle, high = np.quantile(one.seconds, (0.25, 0.5, 0.75)) * 1e3
+    row: dict[str, Any] = {"ms": middle, "quartiles": [low, high]}
+    clusters = [clusters_of(layer, 0)[2] for layer in one.clustered]
+    if clusters:
+        row |= {"adapting": one.settling.seconds / sum(one.seconds), "MB": one.grown("bytes_read") / 1e6}
+        row |= {"clusters": statistics.mean(count for _, count in clusters)}
+        row |= {"tables_MB": sum(layer.history.tables_nbytes for layer in one.clustered) / 1e6}
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By contender ms a step at each mark, and what 1,000 more tokens cost at each end: linear growth has these equal,
+    and less at the last is less than linear."""
+    reached, table = [], dict[str, dict[str, float]]()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = sorted((row for row in rows if row["name"] == name), key=lambda row: row["generated"])
+        at, ms = np.array([row["generated"] for row in own]), np.array([row["ms"] for row in own])
+        table[name] = {str(mark): float(one) for mark, one in zip(at, ms, strict=True)}
+        if len(own) > 1:
+            table[name]["slope"] = float(np.polyfit(at / 1e3, ms, 1)[0])
+            grown = ms[-1] / ms[0] / (at[-1] / at[0])
+            reached += [judged(f"{name}: growth of a step over that of the output", float(grown), most=1.0)]
+    return {"ms": table, "must_reach": reached}
+
+
+def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        middle, (low, high) = [row["ms"] for row in own], zip(*(row["quartiles"] for row in own), strict=True)
+        around = [np.subtract(middle, low), np.subtract(high, middle)]
+        axes.errorbar([row["generated"] for row in own], middle, around, marker="o", capsize=3, label=name)
+    axes.set(xlabel="tokens decoded", ylabel="ms a step", ylim=(0, None))
+    axes.legend()
+
+
+STUDY = Study("long_growth", __doc__, run, plot, arguments, {"prompt": 320, "marks": [64, 128], "steps": 16})
+
+if __name__ == "__main__":
+    main(STUDY)
