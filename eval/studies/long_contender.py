@@ -156,7 +156,7 @@ class Settling:
     def _timed(self, call: Callable[..., Any], own: ClusteredEntries, note: Any, depth: list[int]) -> Any:
         def timed(*given: Any, **named: Any) -> Any:
             if note is not None:
-                note(own, *given[:2])
+                note(own, *given)
             depth[0] += 1
             start = time.perf_counter()
             try:
@@ -168,11 +168,12 @@ class Settling:
 
         return timed
 
-    def _moved(self, own: ClusteredEntries, row: int, cluster: int) -> None:
-        self.moved_bytes += int(own.stored[row, cluster:].sum()) * own.form.entry_bytes
+    def _moved(self, own: ClusteredEntries, pages: Any, rows: np.ndarray, clusters: np.ndarray) -> None:
+        behind = np.cumsum(own.stored[:, ::-1], 1)[:, ::-1]
+        self.moved_bytes += int(behind[rows, clusters].sum()) * own.form.entry_bytes
 
-    def _loaded(self, own: ClusteredEntries, row: int, cluster: int) -> None:
-        self.loaded_bytes += int(own.page_counts[row, cluster]) * own.form.record_bytes
+    def _loaded(self, own: ClusteredEntries, rows: np.ndarray, *_: np.ndarray) -> None:
+        self.loaded_bytes += len(rows) * own.form.record_bytes
 
 
 def clusters_of(layer: SelectiveLayer, row: int) -> tuple[np.ndarray, np.ndarray, tuple[float, int]]:

@@ -163,20 +163,24 @@ class ClusterLayer(SelectiveLayer):
     def _settle(self, choice: Choice, fetched: Fetched) -> None:
         """What waits for a cluster that is at hand does so no longer (DynaKV, algorithm 1)."""
         history, own = self._own, self._own.clustered
-        rows, waiting = own.waiting.nonzero()
-        if not rows.size:
+        waiting = own.waiting > 0
+        if not waiting.any():
             return
-        here = np.zeros(own.partition.counts.shape, dtype=bool)
-        at = np.nonzero(choice.units >= 0)
-        here[at[0], choice.units[at]] = True
-        rows, waiting = rows[here[rows, waiting]], waiting[here[rows, waiting]]
-        extents, stored = history.extents(choice.units), own.stored  # of others than are settled they stay
+        extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None
-        for row, cluster in zip(rows.tolist(), waiting.tolist(), strict=True):
-            column = int((choice.units[row] == cluster).argmax())
-            pages = ((extents.unit[row] == column) & (extents.records[row] >= 0)).nonzero()[0]
-            entries = fetched.records[row, torch.from_numpy(pages)].flatten(0, 1)
-            own.settle(row, cluster, entries[: stored[row, cluster]])
+        begins = np.diff(extents.unit, axis=1, prepend=-1) > 0
+        row, column = (begins & (extents.records >= 0)).nonzero()
+        first = np.full(waiting.shape, -1)  # where what each cluster's first page holds is
+        first[row, choice.units[row, extents.unit[row, column]]] = column
+        rows, clusters = (waiting & (first >= 0)).nonzero()
+        held = fetched.records
+
+        def pages(rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+            at = first[rows, clusters] + numbers
+            return held[torch.from_numpy(rows).to(held.device), torch.from_numpy(at).to(held.device)]
+
+        if rows.size:
+            own.settle(pages, rows, clusters)
 
 
 class ClusterCache(SelectiveCache):

@@ -44,6 +44,15 @@ class AppendBuffer:
         self.places[row, free] = first + np.arange(len(entries))
         self.entries[row, torch.from_numpy(free).to(self._device)] = entries
 
+    def at(self, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """The entries (n, width) at these rows and columns, (n,) each: a copy."""
+        return self.entries[torch.from_numpy(rows).to(self._device), torch.from_numpy(columns).to(self._device)]
+
+    def free(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """What is at these rows and columns, (n,) each, waits no longer."""
+        self.places[rows, columns] = -1
+        self.entries[torch.from_numpy(rows).to(self._device), torch.from_numpy(columns).to(self._device)] = 0
+
     def of(self, row: int, tokens: np.ndarray) -> torch.Tensor:
         """The entries of tokens (n,) of a row, which wait: (n, width)."""
         own = self.places[row]
@@ -52,9 +61,8 @@ class AppendBuffer:
 
     def drop(self, row: int, tokens: np.ndarray) -> None:
         """These tokens of a row wait no longer."""
-        gone = np.isin(self.places[row], tokens) & (self.places[row] >= 0)
-        self.places[row, gone] = -1
-        self.entries[row, torch.from_numpy(gone).to(self._device)] = 0
+        (gone,) = (np.isin(self.places[row], tokens) & (self.places[row] >= 0)).nonzero()
+        self.free(np.full(gone.size, row), gone)
 
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay."""

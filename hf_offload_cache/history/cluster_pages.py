@@ -52,6 +52,10 @@ class ClusterPages:
         """The first record and the step of a cluster of a row."""
         return int(self._first[row, cluster]), int(self._step[row, cluster])
 
+    def places(self, rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first records and the steps, int64, of clusters of rows."""
+        return self._first[rows, clusters].astype(np.int64), self._step[rows, clusters].astype(np.int64)
+
     # --- places ------------------------------------------------------------------------------------------------
 
     def reserve(self, rows: np.ndarray) -> list[tuple[int, int]]:

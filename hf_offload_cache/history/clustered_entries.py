@@ -11,15 +11,15 @@ import torch
 from ..fetch.storage import Storage
 from ..stores.base import Store
 from .append_buffer import AppendBuffer
+from .appending import Appending, PagesOf
 from .arrivals import Arrivals
-from .cluster_bytes import clustering, settling, writing
+from .cluster_bytes import appending, clustering, most_appended, settling, writing
 from .cluster_pages import ClusterPages, in_order
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Moments, Partition, moments
 from .readers import Readers
 from .record_format import RecordFormat
-from .settling import Settling
 
 
 class ClusteredEntries:
@@ -48,14 +48,6 @@ class ClusteredEntries:
         self._unplaced: NewClusters | None = None
         self._count_stored()
         self._storage, self._readers = storage, readers
-
-    @staticmethod
-    def planned(clusters: int, tokens: int, form: RecordFormat, rows: int) -> tuple[int, int]:
-        """The most bytes that books of so many clusters a row take, with room for labels of so many tokens, and that
-        their means do."""
-        tables, means = Partition.planned(clusters, form.key_width, rows)
-        labels = (2 if clusters < 1 << 16 else 4) * tokens
-        return tables + ClusterPages.planned(clusters, rows) + rows * (labels + 8 * clusters), means
 
     @property
     def labels(self) -> np.ndarray:
@@ -96,9 +88,8 @@ class ClusteredEntries:
 
     @property
     def tables_nbytes(self) -> int:
-        own = self._labels.nbytes + self._stored.nbytes + self._page_counts.nbytes
-        own += 0 if self._sizes is None else self._sizes.nbytes
-        return own + self.buffer.places.nbytes + self.partition.nbytes + self.pages.nbytes
+        tables = self._labels, self._stored, self._page_counts, self._sizes, self.buffer.places
+        return sum(0 if one is None else one.nbytes for one in tables) + self.partition.nbytes + self.pages.nbytes
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -127,10 +118,9 @@ class ClusteredEntries:
             self.partition.join(points, np.where(joins[:, None], labels, -1))
             for row in joins.nonzero()[0].tolist():
                 self.buffer.add(row, coming.entries(row, np.arange(coming.count)), self.sealed)
-        stop = self.sealed + labels.shape[1]
         self._widen_labels()
-        self._labels[:, self.sealed : stop] = labels
-        self.sealed = stop
+        first, self.sealed = self.sealed, self.sealed + labels.shape[1]
+        self._labels[:, first : self.sealed] = labels
         self._count_stored()
 
     def _label(self, tokens: int) -> None:
@@ -167,74 +157,85 @@ class ClusteredEntries:
     # --- what waits --------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Let no row have more that waits than the buffer is for: its fullest clusters are read and settled."""
-        while (crowded := (self.buffer.counts > self.buffer.most).nonzero()[0]).size:
-            self.load(crowded, self.waiting[crowded].argmax(1))
+        """Let no row have more that waits than the buffer is for: the fullest clusters are read and settled."""
+        over, waiting = self.buffer.counts - self.buffer.most, self.waiting
+        order = np.argsort(-waiting, 1, kind="stable")
+        falling = np.take_along_axis(waiting, order, 1)
+        rows, places = ((np.cumsum(falling, 1) - falling < over[:, None]) & (falling > 0)).nonzero()
+        self.settle(self.read, rows, order[rows, places])
 
     def settle_all(self) -> None:
         """Let nothing wait any more."""
-        self.load(*self.waiting.nonzero())
+        self.settle(self.read, *self.waiting.nonzero())
 
-    def load(self, rows: np.ndarray, clusters: np.ndarray) -> None:
-        """Read these clusters of these rows one by one, and `settle` them. Raises with those before settled."""
-        for row, cluster in zip(rows.tolist(), clusters.tolist(), strict=True):
-            self.settle(row, cluster, self.read(row, cluster))
+    def read(self, rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+        """What lies in pages of clusters of rows, (n,) each: (n, group_size, width), a copy."""
+        ids, form = self.pages.records(rows, clusters, numbers), self.form
+        found = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
+        streamed = self._storage.stream(self.store, ids, self.pages.largest, found.device)
+        for part, records in zip(found.split(self.pages.largest), streamed, strict=False):
+            part.copy_(form.payload(records).view_as(part))
+        return found
 
-    def read(self, row: int, cluster: int) -> torch.Tensor:
-        """The entries (n, width) of a cluster of a row that lie in its pages: a copy."""
-        count, pages = self.stored[row, cluster], np.arange(self.page_counts[row, cluster])
-        ids = self.pages.records(np.array(row), np.array(cluster), pages)
-        parts = [
-            self.form.payload(records).reshape(-1, self.form.entry_width).clone()
-            for records in self._storage.stream(self.store, ids, self.pages.largest, self.buffer.entries.device)
-        ]
-        return torch.cat(parts)[:count] if parts else self.buffer.entries[0, :0]
+    def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
+        that are to be split are so. `pages`: told what is needed of those, all of one cluster before another's are
+        changed. Raises with nothing changed of those that are not settled."""
+        wide, group = (own := self.partition).to_split[rows, clusters], self.form.group_size
+        most = most_appended(self.form, own.capacity, self._storage.write_queue)
+        for some in Appending.of(rows[~wide], clusters[~wide], self.stored, self.waiting, group, most):
+            with self._storage.account.holding("packing", appending(self.form, some.counts)):
+                self._append(some, pages)
+        for row, cluster in zip(rows[wide].tolist(), clusters[wide].tolist(), strict=True):
+            with self._storage.account.holding("packing", settling(self.form, int(own.counts[row, cluster]))):
+                self._split(row, cluster, pages)
 
-    def settle(self, row: int, cluster: int, stored: torch.Tensor) -> None:
-        """What waits for a cluster of a row lies in its pages from now on, and where it is to be split it is so.
-        `stored`: the entries (n, width) that lie there. Raises with nothing changed."""
-        count = int(self.partition.counts[row, cluster])
-        with self._storage.account.holding("packing", settling(self.form, count)):
-            self._settle(self._settling(row, cluster, stored, bool(self.partition.to_split[row, cluster])))
+    def _append(self, some: Appending, pages: PagesOf) -> None:
+        first, step = self.pages.places(some.rows, some.clusters)
+        writer, at = PageWriter(self._storage, self.store, self.form, at_once=True), self.partition.clusters
+        rows, columns = some.waits_at(self.buffer, self._labels, at)
+        entries = some.entries(pages, self.buffer.at(rows, columns))
+        writer.put(entries, some.counts, first + step * some.kept, step)
+        self._readers.stale(writer.ids)
+        ids, payloads = writer.end()
+        try:
+            self.buffer.free(rows, columns)
+        finally:
+            self._count_stored()
+            self._readers.renewed(ids, payloads, ids[:0])
 
-    def _settle(self, job: Settling) -> None:
-        row, cluster, group = job.row, job.cluster, self.form.group_size
-        self._readers.stale(job.rewrites)
-        split, points = np.full(job.parts.max(), row), self.points(job.entries)
-        self.partition.reserve(split)
+    def _split(self, row: int, cluster: int, pages: PagesOf) -> None:
+        tokens, entries = self._whole(row, cluster, pages)
+        parts = self.partition.parts(row, cluster, points := self.points(entries))
+        held = np.arange(-(-len(tokens) // self.form.group_size))
+        rewrites = self.pages.records(np.array(row), np.array(cluster), held)
+        self._readers.stale(rewrites)
+        self.partition.reserve(split := np.full(parts.max(), row))
         places = self.pages.reserve(split)
-        first, step = self.pages.place(row, cluster)
         try:
             writer = PageWriter(self._storage, self.store, self.form, at_once=True)
-            for part, to in enumerate([(first + step * job.kept, step), *places]):
-                members = torch.from_numpy((job.parts == part).nonzero()[0][job.kept * group :])
-                writer.put(job.entries[members.to(job.entries.device)], np.array([members.numel()]), [to])
+            order = torch.from_numpy(np.argsort(parts, kind="stable")).to(entries.device)
+            writer.put(entries[order], np.bincount(parts), *np.array([self.pages.place(row, cluster), *places]).T)
             written = writer.end()
         except Exception:
             self.pages.give(split, places)
             raise
-        if places:
-            numbers = self.partition.split(row, cluster, points, job.parts)
-            self._widen_labels()
-            self._labels[row, job.tokens] = numbers[job.parts]
-            self.pages.take(split, numbers[1:], places)
-        else:
-            self.partition.set(row, cluster, points)
+        numbers = self.partition.split(row, cluster, points, parts)
+        self._widen_labels()
+        self._labels[row, tokens] = numbers[parts]
+        self.pages.take(split, numbers[1:], places)
         try:
-            self.buffer.drop(row, job.tokens)
+            self.buffer.drop(row, tokens)
         finally:
             self._count_stored()
-            if written is not None:
-                self._readers.renewed(*written, np.setdiff1d(job.rewrites, written[0]))
+            self._readers.renewed(*written, np.setdiff1d(rewrites, written[0]))
 
-    def _settling(self, row: int, cluster: int, there: torch.Tensor, split: bool) -> Settling:
-        tokens = (self.labels[row] == cluster).nonzero()[0]
-        entries = torch.cat([there, self.buffer.of(row, tokens[len(there) :])])
-        parts = self.partition.parts(row, cluster, self.points(entries)) if split else np.zeros(len(tokens), dtype=int)
-        kept = 0 if split else len(there) // self.form.group_size
-        pages = np.arange(kept, -(-len(tokens) // self.form.group_size))  # what was cut there before may still be known
-        rewrites = self.pages.records(np.array(row), np.array(cluster), pages)
-        return Settling(row, cluster, tokens, entries, parts, kept, rewrites)
+    def _whole(self, row: int, cluster: int, pages: PagesOf) -> tuple[np.ndarray, torch.Tensor]:
+        """The tokens (n,) of a cluster of a row, ascending, and their entries (n, width)."""
+        tokens, count = (self.labels[row] == cluster).nonzero()[0], int(self.stored[row, cluster])
+        numbers = np.arange(self.page_counts[row, cluster])
+        there = pages(np.full_like(numbers, row), np.full_like(numbers, cluster), numbers).flatten(0, 1)[:count]
+        return tokens, torch.cat([there, self.buffer.of(row, tokens[count:])])
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -245,10 +246,10 @@ class ClusteredEntries:
         left: list[tuple[int, int, Moments]] = []
         for row, own in enumerate(self.labels[:, keep:]):
             for cluster in np.unique(own).tolist():
-                job = self._settling(row, cluster, self.read(row, cluster), False)
-                there = ((job.tokens >= keep) & (job.tokens < length)).nonzero()[0]
-                taken[row, torch.from_numpy(job.tokens[there] - keep)] = job.entries[torch.from_numpy(there)]
-                left.append((row, cluster, moments(self.points(job.entries[: np.searchsorted(job.tokens, keep)]))))
+                tokens, entries = self._whole(row, cluster, self.read)
+                there = ((tokens >= keep) & (tokens < length)).nonzero()[0]
+                taken[row, torch.from_numpy(tokens[there] - keep)] = entries[torch.from_numpy(there)]
+                left.append((row, cluster, moments(self.points(entries[: np.searchsorted(tokens, keep)]))))
         for row, cluster, those in left:
             self.partition.put(row, cluster, those)
             if not those[0]:
@@ -263,8 +264,7 @@ class ClusteredEntries:
         """Let nothing wait for clusters that several of `rows`, which are about to be selected, have in common. Raises
         with nothing lost."""
         shared = np.bincount(rows.cpu().numpy(), minlength=self.partition.rows) > 1
-        waits, clusters = self.waiting.nonzero()
-        self.load(waits[shared[waits]], clusters[shared[waits]])
+        self.settle(self.read, *(self.waiting * shared[:, None]).nonzero())
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now, as the partition's are: clusters that rows share are closed there. See

@@ -67,9 +67,10 @@ class NewClusters:
                 for some in pieces(counts, writer.piece // form.record_bytes, form.group_size):
                     count = int(counts[some].sum())
                     entries = self.coming.entries(row, tokens[start : start + count])
-                    writer.put(entries, counts[some], [next(left) for _ in counts[some]])
+                    writer.put(entries, counts[some], *np.array([next(left) for _ in counts[some]]).T)
                     start += count
-            writer.end()
+            if writer.packed:
+                writer.end()
         except Exception:
             pages.give(rows, places)
             raise

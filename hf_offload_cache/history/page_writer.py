@@ -31,14 +31,22 @@ class PageWriter:
         self.piece = 1 << 62 if at_once else piece_bytes(storage.write_queue)
         """Bytes that are handed over at a time, or all of one cluster."""
 
-    def put(self, entries: torch.Tensor, counts: np.ndarray, places: list[tuple[int, int]]) -> None:
-        """Of entries (n, width) the first `counts[0]` go to the records `first`, `first + step` and so on of
-        `places[0]`, the next `counts[1]` to those of the next, and so on."""
+    @property
+    def packed(self) -> bool:
+        return bool(self._ids)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The records (n,) that `end` hands over."""
+        return np.concatenate(self._ids)
+
+    def put(self, entries: torch.Tensor, counts: np.ndarray, first: np.ndarray, step: np.ndarray) -> None:
+        """Of entries (n, width) the first `counts[0]` go to the records `first[0]`, `first[0] + step[0]` and so on, the
+        next `counts[1]` to those of the next, and so on."""
         form, group = self._form, self._form.group_size
         each = -(-counts // group)
         which = np.repeat(np.arange(len(counts)), each)
         number = np.arange(which.size) - np.repeat(np.cumsum(each) - each, each)
-        first, step = np.array(places, dtype=np.int64).T
         begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
         pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
         rows = entries.new_zeros(which.size * group, form.entry_width)
@@ -50,14 +58,12 @@ class PageWriter:
         if self._bytes >= self.piece:
             self.end()
 
-    def end(self) -> tuple[np.ndarray, torch.Tensor] | None:
-        """Hand over what is packed. The records (n,) and what they hold, (n, payload width): views; None: nothing was
-        packed."""
-        if not self._ids:
-            return None
-        records = aligned_empty(sum(map(len, self._ids)), self._form.record_bytes)
+    def end(self) -> tuple[np.ndarray, torch.Tensor]:
+        """Hand over what is packed, of which there is some. The records (n,) and what they hold, (n, payload width):
+        views."""
+        ids = self.ids
+        records = aligned_empty(len(ids), self._form.record_bytes)
         torch.cat([pages.view(torch.uint8).cpu() for pages in self._pages], out=records)
-        ids = np.concatenate(self._ids)
         self._ids, self._pages, self._bytes = [], [], 0
         self._storage.prefetcher.write(self._store, ids, records)
         return ids, self._form.payload(records)

@@ -7,8 +7,9 @@ from ..memory.plan import LayerPlan, Planned
 from .append_buffer import AppendBuffer
 from .cluster_bytes import planned_packing
 from .cluster_form import ClusterForm
-from .clustered_entries import ClusteredEntries
+from .cluster_pages import ClusterPages
 from .packing import sealed_groups
+from .partition import Partition
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
@@ -22,9 +23,9 @@ def planned_clusters(
     count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
     tail = RollingTail.planned(form, rows, tail_tokens)
     waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
-    labels = tokens * 5 // 4 + 64 if config.max_context is None else tokens
-    tables, means = ClusteredEntries.planned(count, labels, form, rows)
-    tables += 0 if clusters.mapped else means
+    labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
+    tables, means = Partition.planned(count, form.key_width, rows)
+    tables += ClusterPages.planned(count, rows) + rows * (labels + 8 * count) + (0 if clusters.mapped else means)
     records = rows * 2 * pages * -(-count // 2)
     tables += 2 * records
     own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})

@@ -323,3 +323,36 @@ def test_many_are_clustered_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         for row in labels:
             batches = [set(row[start : start + 64].tolist()) for start in (0, 64, 128)]
             assert [batches[0] & batches[1], batches[1] & batches[2], batches[0] & batches[2]] == [set(), set(), set()]
+
+
+def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are not split the pages that are partly full are read, and all that grows is written at once."""
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40)) as case:
+        own, group = case.history.clustered, FORM.group_size
+        for _ in range(24):
+            case.append(1)
+        rows, clusters = (grows := (own.waiting > 0) & ~own.partition.to_split).nonzero()
+        assert rows.size > 10
+        stored, waiting = own.stored[rows, clusters], own.waiting[rows, clusters]
+        partly = stored % group > 0
+        assert partly.any() and not partly.all()
+        asked, written = list[int](), list[np.ndarray]()
+        read, write = own.read, case.storage.prefetcher.write
+
+        def asks(*which: np.ndarray) -> torch.Tensor:
+            asked.extend(own.pages.records(*which).tolist())
+            return read(*which)
+
+        def writes(store: Any, ids: np.ndarray, records: torch.Tensor) -> None:
+            written.append(ids)
+            write(store, ids, records)
+
+        monkeypatch.setattr(case.storage.prefetcher, "write", writes)
+        monkeypatch.setattr("hf_offload_cache.history.cluster_bytes.piece_bytes", lambda queue: 4 * FORM.record_bytes)
+        own.settle(asks, rows, clusters)
+        case.check()
+        assert not (own.waiting[grows]).any()
+        assert asked == own.pages.records(rows, clusters, stored // group)[partly].tolist()
+        pages = -(-(stored % group + waiting) // group)
+        assert sum(map(len, written)) == pages.sum() == len(set(np.concatenate(written).tolist()))
+        assert max(map(len, written)) <= 4 and len(written) <= 1 + pages.sum() / 3

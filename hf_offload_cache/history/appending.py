@@ -1,0 +1,70 @@
+"""What waits for clusters that are at hand, on its way to the ends of their pages (DynaKV, section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .append_buffer import AppendBuffer
+from .cluster_pages import pieces
+
+PagesOf = Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
+"""Of rows, clusters and numbers of their pages, (n,) each, what lies there: (n, group_size, width)."""
+
+
+@dataclass(frozen=True)
+class Appending:
+    """Some clusters that are not to be split; of each, (n,)."""
+
+    rows: np.ndarray
+    clusters: np.ndarray
+    kept: np.ndarray
+    """Its pages that are full, and stay as they are."""
+    partly: np.ndarray
+    """Entries in the page behind these, which is written anew."""
+    waiting: np.ndarray
+    """Entries that wait."""
+
+    @classmethod
+    def of(
+        cls, rows: np.ndarray, clusters: np.ndarray, stored: np.ndarray, waiting: np.ndarray, group: int, most: int
+    ) -> Iterator[Appending]:
+        """These clusters of these rows, as many at a time as write `most` pages; of all there are so many entries
+        `stored` and `waiting`, (rows, clusters)."""
+        kept, partly = np.divmod(stored[rows, clusters], group)
+        waits = waiting[rows, clusters]
+        for some in pieces(partly + waits, most, group):
+            yield cls(rows[some], clusters[some], kept[some], partly[some], waits[some])
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Entries that are written of each."""
+        return self.partly + self.waiting
+
+    def waits_at(self, buffer: AppendBuffer, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and columns of the buffer where these wait, (w,) each: one cluster's after the other's, in the order
+        of the sequence. `labels`: of all tokens (rows, tokens), numbers below `clusters`."""
+        number = np.full((len(labels), clusters), -1)
+        number[self.rows, self.clusters] = np.arange(len(self.rows))
+        rows, columns = (buffer.places >= 0).nonzero()
+        tokens = buffer.places[rows, columns]
+        whose = number[rows, labels[rows, tokens]]
+        order = np.lexsort((tokens, whose))[(whose < 0).sum() :]
+        return rows[order], columns[order]
+
+    def entries(self, pages: PagesOf, waiting: torch.Tensor) -> torch.Tensor:
+        """What is written of one cluster after the other, (sum of counts, width), new; `waiting`: what waits, (w,
+        width), as `waits_at` has it. Asks for the pages that are partly full."""
+        out, counts = waiting.new_empty(int(self.counts.sum()), waiting.shape[1]), self.counts
+        within = np.arange(len(out)) - np.repeat(np.cumsum(counts) - counts, counts)
+        there = within < np.repeat(self.partly, counts)
+        if there.any():
+            some = self.partly > 0
+            read = pages(self.rows[some], self.clusters[some], self.kept[some])
+            held = np.arange(read.shape[1]) < self.partly[some][:, None]
+            out[torch.from_numpy(there)] = read[torch.from_numpy(held)]
+        out[torch.from_numpy(~there)] = waiting
+        return out
