@@ -161,11 +161,12 @@ class ClusterLayer(SelectiveLayer):
         return output
 
     def _settle(self, choice: Choice, fetched: Fetched) -> None:
-        """What waits for a cluster that is at hand does so no longer (DynaKV, algorithm 1)."""
+        """Of the last step before more comes to wait: what waits for a cluster that is at hand does so no longer
+        (DynaKV, algorithm 1)."""
         history, own = self._own, self._own.clustered
-        waiting = own.waiting > 0
-        if not waiting.any():
+        if history.tail.length + 1 - self.config.num_recent < history.form.group_size:
             return
+        waiting = own.waiting > 0
         extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None
         begins = np.diff(extents.unit, axis=1, prepend=-1) > 0

@@ -151,7 +151,7 @@ def test_clusters_grow_and_are_split_and_the_rest_of_the_disk_is_theirs() -> Non
         own.settle_all()
         case.check()
         assert case.history.units > before + 10 and own.partition.counts.max() <= 12
-        assert not own.partition.to_split.any()
+        assert own.partition.to_split.sum() <= 2, "what is still too wide is so until something joins it"
         pages = own.page_counts
         records = own.pages.records(*in_order(pages))
         assert len(np.unique(records)) == records.size, "no page is of two clusters"
@@ -270,6 +270,7 @@ def test_a_page_that_was_cut_and_is_filled_anew_is_told() -> None:
         own = case.history.clustered
         for _ in range(30):
             case.append(1)
+        own.settle_all()
         there = set(own.pages.records(*in_order(own.page_counts)).tolist())
         case.truncate(100)
         left = set(own.pages.records(*in_order(own.page_counts)).tolist())
