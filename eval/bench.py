@@ -36,6 +36,9 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "chunks, speed": (["-m", "eval.studies.speed_chunks"], ["--quick"]),
     "chunks, parts": (["-m", "eval.studies.speed_ablation"], ["--quick"]),
     "memory, tree": (["-m", "eval.memory", "--cache", "abstract-tree"], ["--tokens", "2048"]),
+    "long outputs": (["-m", "eval.studies.long_decode"], ["--quick"]),
+    "long outputs, growth": (["-m", "eval.studies.long_growth"], ["--quick"]),
+    "memory, clusters": (["-m", "eval.memory", "--cache", "cluster"], ["--tokens", "2048"]),
     "compress": (["-m", "eval.studies.speed_compress"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),
@@ -119,6 +122,7 @@ PROMISES: tuple[Promise, ...] = (
     Promise("8 forks and their answers, of the disk", "< 5%", "contexts", _added_by_forks, lambda v: v < 0.05),
     Promise("checking reads, of a step", "< 3%", "contexts", lambda r: r["checking"]["cost"], lambda v: v < 0.03),
     Promise("account of the tree against process", "within 5%", "memory, tree", _difference, lambda v: abs(v) <= 0.05),
+    Promise("account of clusters, process", "within 5%", "memory, clusters", _difference, lambda v: abs(v) <= 0.05),
     Promise("account against process", "within 5%", "memory", _difference, lambda v: abs(v) <= 0.05),
 )  # fmt: skip
 

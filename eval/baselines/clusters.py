@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
 from hf_offload_cache.history.cluster_history import ClusterHistory
@@ -74,6 +75,13 @@ class LocalClusterHistory(ClusterHistory):
     leave_together = WINDOW
 
 
+class UnplacedClusterHistory(ClusterHistory):
+    """Clusters lie in the order that k-means has them in, whatever wants them together."""
+
+    def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
+        super().place()
+
+
 class StaticClusterLayer(ClusterLayer):
     """See `StaticClusterCache`."""
 
@@ -93,6 +101,12 @@ class LocalClusterLayer(ClusterLayer):
         return max(1, super().budget - waits // group)
 
 
+class UnplacedClusterLayer(ClusterLayer):
+    """See `UnplacedClusterCache`."""
+
+    history_class: ClassVar[type[ClusterHistory]] = UnplacedClusterHistory
+
+
 class StaticClusterCache(ClusterCache):
     """PQCache-like: clusters of the prompt alone, to which what is decoded is added."""
 
@@ -103,3 +117,9 @@ class LocalClusterCache(ClusterCache):
     """ClusterKV-like: what is decoded is clustered by itself, a window at a time; older clusters stay."""
 
     layer_class = LocalClusterLayer
+
+
+class UnplacedClusterCache(ClusterCache):
+    """Clusters that the same queries want lie anywhere."""
+
+    layer_class = UnplacedClusterLayer

@@ -30,7 +30,7 @@ class LongContender:
         self.name, self.model, self.cache, self.ids, self.place = name, model, cache, ids, prompt
         self.seconds: list[float] = []
         self.mass: list[list[tuple[float, float]]] = []
-        self.runs: list[tuple[int, int]] = []
+        self.runs: list[tuple[int, int, int]] = []
         self.settling = Settling()
         self.feed(0, prompt)
         self.pictures = [self._picture()]
@@ -83,8 +83,9 @@ class LongContender:
             extents = history.extents(choice.units)
             there = extents.records >= 0
             held = there * history.form.group_size if extents.count is None else extents.count
-            records = np.sort(extents.records[there])
-            self.runs.append((int(held[there].sum()), 1 + int((np.diff(records) != 1).sum())))
+            places = np.sort(history.positions(choice.units), 1)
+            begins = (np.diff(places, prepend=-1) != 1) & (places >= 0)
+            self.runs.append((int(held[there].sum()), _runs(extents.records[there]), int(begins.sum())))
 
         keys = [layer.rows.unfold(layer.history.whole()[0]) for layer in layers]
         self.cache.selecting.watch = runs
@@ -108,7 +109,8 @@ class LongContender:
     def row(self) -> dict[str, Any]:
         """What was measured: `mass` captured outside sinks and tail, and `oracle`'s, and `ms` a step, by thirds;
         `settling`, what `Settling` counted; of decoding alone bytes, reads and hits a step; `run`, entries that lie
-        side by side; `variance` within `clusters`, those of one centroid together."""
+        side by side, and as many as would in the order of the sequence; `variance` within `clusters`, those of one
+        centroid together."""
         parts = np.array_split(np.array(self.mass), 3) if self.mass else []
         thirds = [np.mean(part, (0, 1)).tolist() for part in parts]
         row: dict[str, Any] = {"ms": [1e3 * statistics.median(part) for part in np.array_split(self.seconds, 3)]}
@@ -120,7 +122,8 @@ class LongContender:
         for name in ("bytes_read", "bytes_written", "reads"):
             row[f"{name}_a_step"] = self.grown(name)
         row |= {"hit_rate": after["hit_rate"], "peak_share": after["peak_memory_bytes"] / after["full_kv_bytes"]}
-        row["run"] = sum(entries for entries, _ in self.runs) / max(1, sum(count for _, count in self.runs))
+        entries, together, in_sequence = np.sum(self.runs or [(0, 1, 1)], 0).tolist()
+        row |= {"run": entries / together, "run_in_sequence": entries / in_sequence}
         row |= {f"settling_{name}": value for name, value in vars(self.settling).items()}
         if layers := self.clustered:
             apart = [clusters_of(layer, each)[2] for layer in layers for each in range(layer.history.rows)]
@@ -174,6 +177,11 @@ class Settling:
 
     def _loaded(self, own: ClusteredEntries, rows: np.ndarray, *_: np.ndarray) -> None:
         self.loaded_bytes += len(rows) * own.form.record_bytes
+
+
+def _runs(records: np.ndarray) -> int:
+    """Of how many pieces of adjacent records these are."""
+    return 1 + int((np.diff(np.sort(records)) != 1).sum())
 
 
 def clusters_of(layer: SelectiveLayer, row: int) -> tuple[np.ndarray, np.ndarray, tuple[float, int]]:

@@ -12,7 +12,7 @@ import torch
 from long_llama import long_model
 
 from eval.profiles import Profile
-from eval.studies import common, long_decode, long_growth, speed_ablation, speed_chunks, speed_compress
+from eval.studies import cluster_reads, common, long_decode, long_growth, speed_ablation, speed_chunks, speed_compress
 
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -200,3 +200,22 @@ def test_growth_is_drawn(grown: tuple[dict[str, Any], common.Rows], tmp_path: Pa
     found, rows = grown
     common.draw(long_growth.STUDY, found, rows.rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_clusters_read_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places that queries chose lie together, places in any order do not; slots answer some of what is wanted."""
+    monkeypatch.setattr(cluster_reads, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
+    words = ["--prompt", "640", "--steps", "24", "--every", "4"]
+    for name, fields in cluster_reads.USUAL.items():
+        own = {**fields, "num_selected": 64, "cluster_size": 8, "reuse_capacity": min(32, fields["reuse_capacity"])}
+        words += ["--set", f"{name}:{','.join(f'{key}={value}' for key, value in own.items())}"]
+    given = arguments_of(cluster_reads.STUDY, *words)
+    given.path = str(tmp_path)
+    rows = common.Rows(say=lambda line: None)
+    found = cluster_reads.run(given, rows, loaded=(long_model(), None))
+    table = found["contenders"]
+    assert table["placed by queries"]["run"] > table["placed anywhere"]["run"]
+    hits = {name: row["hit_rate"] for name, row in table.items()}
+    assert hits["placed by queries"] == 0 < min(hits[name] for name in ("aligned", "lru", "fifo"))
+    assert [one["measured"] > 0 for one in found["must_reach"]] == [True] * 4
+    assert cluster_reads.run(given, rows, loaded=(None, None)) == found, "what was measured is not measured again"
