@@ -107,13 +107,14 @@ class LongContender:
         return {"at": (middle @ plane).round(3).tolist(), "cluster": labels.tolist()}
 
     def row(self) -> dict[str, Any]:
-        """What was measured: `mass` captured outside sinks and tail, and `oracle`'s, and `ms` a step, by thirds;
-        `settling`, what `Settling` counted; of decoding alone bytes, reads and hits a step; `run`, entries that lie
-        side by side, and as many as would in the order of the sequence; `variance` within `clusters`, those of one
+        """What was measured, by thirds: `mass` captured outside sinks and tail, `oracle`'s, and `ms` a step, mean and
+        median; `settling`, what `Settling` counted; of decoding alone bytes, reads and hits a step; `run`, entries that
+        lie side by side, and as many as would in the order of the sequence; `variance` within `clusters`, those of one
         centroid together."""
         parts = np.array_split(np.array(self.mass), 3) if self.mass else []
         thirds = [np.mean(part, (0, 1)).tolist() for part in parts]
-        row: dict[str, Any] = {"ms": [1e3 * statistics.median(part) for part in np.array_split(self.seconds, 3)]}
+        row: dict[str, Any] = {"ms": [1e3 * statistics.mean(part) for part in np.array_split(self.seconds, 3)]}
+        row["median_ms"] = [1e3 * statistics.median(part) for part in np.array_split(self.seconds, 3)]
         row |= {"seconds": sum(self.seconds), "steps": len(self.seconds)}
         row |= {"mass": [one[0] for one in thirds], "oracle": [one[1] for one in thirds]}
         if not isinstance(self.cache, SelectiveCache):
@@ -134,8 +135,8 @@ class LongContender:
 
 class Settling:
     """What adapting clusters took, while it was counted: seconds of joining, settling and splitting; bytes that were
-    read for it; and bytes that a layout without room between clusters would have moved: whenever one grows, all of the
-    row that lie behind it."""
+    read for it; and bytes that a layout without room between clusters would have moved: whenever some grow, all of the
+    row that lie behind the first."""
 
     def __init__(self) -> None:
         self.seconds, self.loaded_bytes, self.moved_bytes = 0.0, 0, 0
@@ -144,22 +145,25 @@ class Settling:
     def counted(self, cache: Any) -> Iterator[None]:
         """While entered, of the clusters of a cache."""
         layers = getattr(cache, "selective", [])
-        owners = [layer.history.clustered for layer in layers if isinstance(layer, ClusterLayer)]
-        depth = [0]
-        for own in owners:
-            for name, note in (("add", None), ("settle", self._moved), ("read", self._loaded)):
-                setattr(own, name, self._timed(getattr(own, name), own, note, depth))
+        depth, patched = [0], list[tuple[Any, str]]()
+        for layer in (layer for layer in layers if isinstance(layer, ClusterLayer)):
+            own = layer.history.clustered  # type: ignore[attr-defined]
+            told = ("settle", self._moved), ("read", self._loaded), ("add", None)
+            for owner, name, note in ((layer, "settle", None), *((own, *each) for each in told)):
+                setattr(owner, name, self._timed(getattr(owner, name), owner, note, depth))
+                patched.append((owner, name))
         try:
             yield
         finally:
-            for own in owners:
-                for name in ("add", "settle", "read"):
-                    delattr(own, name)
+            for owner, name in patched:
+                delattr(owner, name)
 
-    def _timed(self, call: Callable[..., Any], own: ClusteredEntries, note: Any, depth: list[int]) -> Any:
+    def _timed(self, call: Callable[..., Any], own: Any, note: Any, depth: list[int]) -> Any:
         def timed(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
             if note is not None:
                 note(own, *given)
+            self.seconds -= time.perf_counter() - start if depth[0] else 0.0  # of a call that is counted
             depth[0] += 1
             start = time.perf_counter()
             try:
@@ -172,8 +176,8 @@ class Settling:
         return timed
 
     def _moved(self, own: ClusteredEntries, pages: Any, rows: np.ndarray, clusters: np.ndarray) -> None:
-        behind = np.cumsum(own.stored[:, ::-1], 1)[:, ::-1]
-        self.moved_bytes += int(behind[rows, clusters].sum()) * own.form.entry_bytes
+        for row in np.unique(rows):
+            self.moved_bytes += int(own.stored[row, clusters[rows == row].min() :].sum()) * own.form.entry_bytes
 
     def _loaded(self, own: ClusteredEntries, rows: np.ndarray, *_: np.ndarray) -> None:
         self.loaded_bytes += len(rows) * own.form.record_bytes

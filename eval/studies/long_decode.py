@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             cache = stack.enter_context(open_cache(model, fields, held + 8, arguments.path))
             each.append(LongContender(name, model, cache, ids, arguments.prompt))
         for number, first in enumerate(range(0, arguments.steps, TURN)):
+            if number % 8 == 0:
+                rows.say(f"{first:,} of {arguments.steps:,} steps of {len(each)} caches")
             for one in each if number % 2 == 0 else each[::-1]:
                 for step in range(first, min(first + TURN, arguments.steps)):
                     one.look() if step % arguments.every == arguments.every - 1 else one.step()
@@ -74,7 +76,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     shown: dict[str, dict[str, Any]] = {}
     for name, row in table.items():
         flat = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        shown[name] = {**flat, **{f"late {key}": row[key][-1] for key in ("ms", "mass", "oracle") if row[key]}}
+        by_thirds = (key for key in ("ms", "median_ms", "mass", "oracle") if row[key])
+        shown[name] = {**flat, **{f"late {key}": row[key][-1] for key in by_thirds}}
     reached = []
     if {ADAPTIVE, STATIC, LOCAL} <= set(table):
         own, static, local = (table[name] for name in (ADAPTIVE, STATIC, LOCAL))

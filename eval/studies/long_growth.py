@@ -32,7 +32,7 @@ _SETTLES = 16
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens that are prefilled")
     parser.add_argument("--marks", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens decoded")
-    parser.add_argument("--steps", type=int, default=64, help="steps that are timed at each mark")
+    parser.add_argument("--steps", type=int, default=64, help="steps that are timed at each mark, whole groups")
     setting_argument(parser)
 
 
@@ -69,9 +69,10 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
 
 
 def _row(one: LongContender) -> dict[str, Any]:
-    """Of the steps since `restart`: quartiles of milliseconds, the share of them that adapting took, MB read a step."""
-    low, middle, high = np.quantile(one.seconds, (0.25, 0.5, 0.75)) * 1e3
-    row: dict[str, Any] = {"ms": middle, "quartiles": [low, high]}
+    """Of the steps since `restart`: milliseconds, in the mean, since some steps settle clusters and most do not, and
+    quartiles; the share of them that adapting took, MB read a step."""
+    row: dict[str, Any] = {"ms": 1e3 * statistics.mean(one.seconds)}
+    row["quartiles"] = (np.quantile(one.seconds, (0.25, 0.5, 0.75)) * 1e3).tolist()
     clusters = [clusters_of(layer, 0)[2] for layer in one.clustered]
     if clusters:
         row |= {"adapting": one.settling.seconds / sum(one.seconds), "MB": one.grown("bytes_read") / 1e6}
@@ -99,10 +100,11 @@ def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None
     axes = figure.subplots()
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
-        middle, (low, high) = [row["ms"] for row in own], zip(*(row["quartiles"] for row in own), strict=True)
-        around = [np.subtract(middle, low), np.subtract(high, middle)]
-        axes.errorbar([row["generated"] for row in own], middle, around, marker="o", capsize=3, label=name)
-    axes.set(xlabel="tokens decoded", ylabel="ms a step", ylim=(0, None))
+        low, middle, high = np.array([row["quartiles"] for row in own]).T
+        around = [middle - low, high - middle]
+        (line, *_) = axes.errorbar([row["generated"] for row in own], middle, around, marker="o", capsize=3, label=name)
+        axes.plot([row["generated"] for row in own], [row["ms"] for row in own], "--", color=line.get_color())
+    axes.set(xlabel="tokens decoded", ylabel="ms a step: quartiles, dashed the mean", ylim=(0, None))
     axes.legend()
 
 

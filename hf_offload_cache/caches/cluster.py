@@ -157,15 +157,16 @@ class ClusterLayer(SelectiveLayer):
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> tuple[Output, Choice | None]:
         output = super().combine(call, choice, fetched, visible)
-        self._settle(choice, fetched)
+        group, now = self._own.form.group_size, self.length + self.layer_idx  # layers take turns
+        if now // group > (now - call.query.shape[2]) // group:
+            self.settle(choice, fetched)
         return output
 
-    def _settle(self, choice: Choice, fetched: Fetched) -> None:
-        """Of the last step before more comes to wait: what waits for a cluster that is at hand does so no longer
-        (DynaKV, algorithm 1)."""
+    def settle(self, choice: Choice, fetched: Fetched) -> None:
+        """What waits for a cluster of a choice that was fetched does so no longer (DynaKV, algorithm 1). For `combine`,
+        once for as many tokens as leave the tail together: what is then not at hand is read before more comes to wait.
+        """
         history, own = self._own, self._own.clustered
-        if history.tail.length + 1 - self.config.num_recent < history.form.group_size:
-            return
         waiting = own.waiting > 0
         extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None

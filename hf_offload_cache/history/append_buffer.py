@@ -59,10 +59,10 @@ class AppendBuffer:
         order = own.argsort()
         return self.entries[row, torch.from_numpy(order[np.searchsorted(own, tokens, sorter=order)]).to(self._device)]
 
-    def drop(self, row: int, tokens: np.ndarray) -> None:
-        """These tokens of a row wait no longer."""
-        (gone,) = (np.isin(self.places[row], tokens) & (self.places[row] >= 0)).nonzero()
-        self.free(np.full(gone.size, row), gone)
+    def where(self, row: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and columns, (n,) each, at which those of these tokens of a row are that wait."""
+        (columns,) = (np.isin(self.places[row], tokens) & (self.places[row] >= 0)).nonzero()
+        return np.full(columns.size, row), columns
 
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay."""

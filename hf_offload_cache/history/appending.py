@@ -10,9 +10,11 @@ import torch
 
 from .append_buffer import AppendBuffer
 from .cluster_pages import pieces
+from .packing import places_within
 
 PagesOf = Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
-"""Of rows, clusters and numbers of their pages, (n,) each, what lies there: (n, group_size, width)."""
+"""Of rows, clusters and numbers of their pages, (n,) each, what lies there: (n, group_size, width), even if others
+were changed since."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Appending:
     kept: np.ndarray
     """Its pages that are full, and stay as they are."""
     partly: np.ndarray
-    """Entries in the page behind these, which is written anew."""
+    """How many entries are in the page behind these, which is written anew."""
     waiting: np.ndarray
     """Entries that wait."""
 
     @classmethod
-    def of(
+    def in_pieces(
         cls, rows: np.ndarray, clusters: np.ndarray, stored: np.ndarray, waiting: np.ndarray, group: int, most: int
     ) -> Iterator[Appending]:
         """These clusters of these rows, as many at a time as write `most` pages; of all there are so many entries
@@ -43,6 +45,11 @@ class Appending:
     def counts(self) -> np.ndarray:
         """Entries that are written of each."""
         return self.partly + self.waiting
+
+    @property
+    def ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each its row, its number, and which page is written first."""
+        return self.rows, self.clusters, self.kept
 
     def waits_at(self, buffer: AppendBuffer, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows and columns of the buffer where these wait, (w,) each: one cluster's after the other's, in the order
@@ -59,11 +66,10 @@ class Appending:
         """What is written of one cluster after the other, (sum of counts, width), new; `waiting`: what waits, (w,
         width), as `waits_at` has it. Asks for the pages that are partly full."""
         out, counts = waiting.new_empty(int(self.counts.sum()), waiting.shape[1]), self.counts
-        within = np.arange(len(out)) - np.repeat(np.cumsum(counts) - counts, counts)
-        there = within < np.repeat(self.partly, counts)
+        there = places_within(counts) < np.repeat(self.partly, counts)
         if there.any():
             some = self.partly > 0
-            read = pages(self.rows[some], self.clusters[some], self.kept[some])
+            read = pages(*(one[some] for one in self.ends))
             held = np.arange(read.shape[1]) < self.partly[some][:, None]
             out[torch.from_numpy(there)] = read[torch.from_numpy(held)]
         out[torch.from_numpy(~there)] = waiting

@@ -1,4 +1,4 @@
-"""What is held for a while as "packing" when clusters are made, written and settled; in bytes, of one row at a time."""
+"""What is held for a while as "packing" when clusters are made, written, grown and split; in bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .page_writer import piece_bytes
 from .record_format import RecordFormat
 
 FEW_PAGES = 4
+"""Pages that are written together where clusters grow, however little is to be held."""
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
@@ -29,7 +30,7 @@ def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) ->
 def most_appended(form: RecordFormat, capacity: int, write_queue: int) -> int:
     """Pages that are written at a time where clusters grow: as many as take what it takes to split the largest, or a
     few."""
-    size = max(settling(form, capacity) // 4, FEW_PAGES * form.record_bytes)
+    size = max(splitting(form, capacity) // 4, FEW_PAGES * form.record_bytes)
     return max(1, min(size, piece_bytes(write_queue)) // form.record_bytes)
 
 
@@ -39,7 +40,7 @@ def appending(form: RecordFormat, counts: np.ndarray) -> int:
     return 4 * int((-(-counts // form.group_size)).sum()) * form.record_bytes
 
 
-def settling(form: RecordFormat, most: int) -> int:
+def splitting(form: RecordFormat, most: int) -> int:
     """While a cluster of at most so many tokens is split: its entries as they are read, put together and packed, and
     its keys in 32 bits."""
     return (most + form.group_size) * (4 * form.entry_bytes + 2 * 4 * form.key_width)
@@ -52,7 +53,7 @@ def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, writ
         max(clustering(form, own), writing(form, own, count, write_queue))
         for own, count in ((tokens, clusters.most_clusters(tokens)), (form.group_size, few))
     )
-    split = settling(form, clusters.capacity + clusters.append_buffer + form.group_size)
+    split = splitting(form, clusters.capacity + clusters.append_buffer + form.group_size)
     pages = most_appended(form, clusters.capacity, write_queue)
     grown = clusters.append_buffer + 2 * form.group_size  # of one cluster all pages are written at once
     return at_once, max(a_group, split, appending(form, np.array([max(pages * form.group_size, grown)])))

@@ -25,7 +25,7 @@ from .cluster_form import ClusterForm
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
-from .packing import sealed_groups
+from .packing import places_within, sealed_groups
 from .partition import Partition
 from .planned_clusters import planned_clusters
 from .readers import Readers
@@ -162,8 +162,7 @@ class ClusterHistory:
         counts = np.take_along_axis(self.clustered.page_counts, np.maximum(units, 0), 1) if self.units else units * 0
         rows, column, page = in_order(np.where(units >= 0, counts, 0))
         each = np.bincount(rows, minlength=len(units))
-        at = np.arange(rows.size) - np.repeat(np.cumsum(each) - each, each)
-        return rows, page, column, at, int(each.max(initial=0))
+        return rows, page, column, places_within(each), int(each.max(initial=0))
 
     def _members(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Which token each entry of pages of clusters of rows (n,) is, (n, group_size), -1: none."""

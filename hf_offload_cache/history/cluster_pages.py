@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..stores.base import Store
+from .packing import places_within
 
 _ROOM = 16
 
@@ -48,13 +49,9 @@ class ClusterPages:
         """The record ids, int64, of pages of clusters of rows: of one shape."""
         return self._first[rows, clusters].astype(np.int64) + self._step[rows, clusters].astype(np.int64) * pages
 
-    def place(self, row: int, cluster: int) -> tuple[int, int]:
-        """The first record and the step of a cluster of a row."""
-        return int(self._first[row, cluster]), int(self._step[row, cluster])
-
-    def places(self, rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first records and the steps, int64, of clusters of rows."""
-        return self._first[rows, clusters].astype(np.int64), self._step[rows, clusters].astype(np.int64)
+    def steps(self, rows: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+        """By how much the ids of pages of clusters of rows, (n,) each, grow: 1 or -1, int64."""
+        return self._step[rows, clusters].astype(np.int64)
 
     # --- places ------------------------------------------------------------------------------------------------
 
@@ -157,7 +154,7 @@ def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows, clusters = pages.nonzero()
     counts = pages[rows, clusters]
     which = np.repeat(np.arange(counts.size), counts)
-    return rows[which], clusters[which], np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows[which], clusters[which], places_within(counts)
 
 
 def pieces(counts: np.ndarray, most: int, group_size: int) -> Iterator[slice]:

@@ -13,7 +13,7 @@ from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .appending import Appending, PagesOf
 from .arrivals import Arrivals
-from .cluster_bytes import appending, clustering, most_appended, settling, writing
+from .cluster_bytes import appending, clustering, most_appended, splitting, writing
 from .cluster_pages import ClusterPages, in_order
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
@@ -179,43 +179,39 @@ class ClusteredEntries:
 
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
-        that are to be split are so. `pages`: told what is needed of those, all of one cluster before another's are
-        changed. Raises with nothing changed of those that are not settled."""
-        wide, group = (own := self.partition).to_split[rows, clusters], self.form.group_size
-        most = most_appended(self.form, own.capacity, self._storage.write_queue)
-        for some in Appending.of(rows[~wide], clusters[~wide], self.stored, self.waiting, group, most):
+        that are to be split are so. Raises with nothing changed of those that are not settled."""
+        own, grows = self.partition, np.ones(len(rows), dtype=bool)
+        for at in own.to_split[rows, clusters].nonzero()[0].tolist():
+            row, cluster = int(rows[at]), int(clusters[at])
+            if own.to_split[row, cluster]:  # else others have taken the room
+                grows[at] = False
+                with self._storage.account.holding("packing", splitting(self.form, int(own.counts[row, cluster]))):
+                    self._split(row, cluster, pages)
+        group, most = self.form.group_size, most_appended(self.form, own.capacity, self._storage.write_queue)
+        for some in Appending.in_pieces(rows[grows], clusters[grows], self.stored, self.waiting, group, most):
             with self._storage.account.holding("packing", appending(self.form, some.counts)):
                 self._append(some, pages)
-        for row, cluster in zip(rows[wide].tolist(), clusters[wide].tolist(), strict=True):
-            with self._storage.account.holding("packing", settling(self.form, int(own.counts[row, cluster]))):
-                self._split(row, cluster, pages)
 
     def _append(self, some: Appending, pages: PagesOf) -> None:
-        first, step = self.pages.places(some.rows, some.clusters)
-        writer, at = PageWriter(self._storage, self.store, self.form, at_once=True), self.partition.clusters
-        rows, columns = some.waits_at(self.buffer, self._labels, at)
-        entries = some.entries(pages, self.buffer.at(rows, columns))
-        writer.put(entries, some.counts, first + step * some.kept, step)
+        waits = some.waits_at(self.buffer, self._labels, self.partition.clusters)
+        writer = PageWriter(self._storage, self.store, self.form, at_once=True)
+        entries, first = some.entries(pages, self.buffer.at(*waits)), self.pages.records(*some.ends)
+        writer.put(entries, some.counts, first, self.pages.steps(some.rows, some.clusters))
         self._readers.stale(writer.ids)
-        ids, payloads = writer.end()
-        try:
-            self.buffer.free(rows, columns)
-        finally:
-            self._count_stored()
-            self._readers.renewed(ids, payloads, ids[:0])
+        self._settled(waits, writer.end(), first[:0])
 
     def _split(self, row: int, cluster: int, pages: PagesOf) -> None:
         tokens, entries = self._whole(row, cluster, pages)
         parts = self.partition.parts(row, cluster, points := self.points(entries))
-        held = np.arange(-(-len(tokens) // self.form.group_size))
-        rewrites = self.pages.records(np.array(row), np.array(cluster), held)
-        self._readers.stale(rewrites)
+        held, one = np.arange(-(-len(tokens) // self.form.group_size)), (np.array([row]), np.array([cluster]))
+        self._readers.stale(rewrites := self.pages.records(*one, held))
         self.partition.reserve(split := np.full(parts.max(), row))
         places = self.pages.reserve(split)
         try:
             writer = PageWriter(self._storage, self.store, self.form, at_once=True)
             order = torch.from_numpy(np.argsort(parts, kind="stable")).to(entries.device)
-            writer.put(entries[order], np.bincount(parts), *np.array([self.pages.place(row, cluster), *places]).T)
+            first, step = np.array([(int(rewrites[0]), int(self.pages.steps(*one)[0])), *places]).T
+            writer.put(entries[order], np.bincount(parts), first, step)
             written = writer.end()
         except Exception:
             self.pages.give(split, places)
@@ -224,11 +220,15 @@ class ClusteredEntries:
         self._widen_labels()
         self._labels[row, tokens] = numbers[parts]
         self.pages.take(split, numbers[1:], places)
+        self._settled(self.buffer.where(row, tokens), written, np.setdiff1d(rewrites, written[0]))
+
+    def _settled(self, waits: tuple[Any, Any], written: tuple[Any, Any], gone: np.ndarray) -> None:
+        """What waited there does so no longer; records were written, and others hold nothing any more."""
         try:
-            self.buffer.drop(row, tokens)
+            self.buffer.free(*waits)
         finally:
             self._count_stored()
-            self._readers.renewed(*written, np.setdiff1d(rewrites, written[0]))
+            self._readers.renewed(*written, gone)
 
     def _whole(self, row: int, cluster: int, pages: PagesOf) -> tuple[np.ndarray, torch.Tensor]:
         """The tokens (n,) of a cluster of a row, ascending, and their entries (n, width)."""

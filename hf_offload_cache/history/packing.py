@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..config import OffloadConfig
 from .record_format import RecordFormat
 
 PIECE_BYTES = 1 << 20
 """Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
+
+
+def places_within(counts: np.ndarray) -> np.ndarray:
+    """Of some things, `counts` (n,) of them one after the other, the how manieth of its own each is, from 0 on."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:

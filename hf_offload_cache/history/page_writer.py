@@ -7,7 +7,7 @@ import torch
 
 from ..fetch.storage import Storage
 from ..stores.base import Store, aligned_empty
-from .packing import PIECE_BYTES
+from .packing import PIECE_BYTES, places_within
 from .record_format import RecordFormat
 
 
@@ -33,6 +33,7 @@ class PageWriter:
 
     @property
     def packed(self) -> bool:
+        """There is something for `end` to hand over."""
         return bool(self._ids)
 
     @property
@@ -46,7 +47,7 @@ class PageWriter:
         form, group = self._form, self._form.group_size
         each = -(-counts // group)
         which = np.repeat(np.arange(len(counts)), each)
-        number = np.arange(which.size) - np.repeat(np.cumsum(each) - each, each)
+        number = places_within(each)
         begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
         pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
         rows = entries.new_zeros(which.size * group, form.entry_width)

@@ -28,8 +28,9 @@ class Partition:
     """The clusters of each of `rows` rows: numbers from 0 to `used` of the row. Host memory; keys are float32.
 
     Of each it knows how many keys it has, their mean, and their variance: the mean squared distance to that mean. All
-    three are exact after every change but for rounding: means are kept in half precision, and are made anew of all keys
-    where these are at hand (`set`). Holds no keys. For the thread that runs the model.
+    three are exact after every change but for rounding: means are kept in half precision, so that of a component what
+    is less than a four-thousandth of it times the keys that there are is lost as one joins; a split makes them anew
+    (`set`). Holds no keys. For the thread that runs the model.
 
     Args:
         size: keys that a cluster of many at once gets on average.

@@ -14,7 +14,7 @@ from long_llama import feed, long_model
 from transformers import DynamicCache
 
 from hf_offload_cache.caches import cluster
-from hf_offload_cache.caches.cluster import ClusterCache
+from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
 from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.history.cluster_history import ClusterHistory
@@ -193,3 +193,26 @@ def test_other_fields_are_checked_where_a_share_is_selected(fields: dict[str, An
     with pytest.raises(ConfigError, match=next(iter(fields))):
         ClusterConfig(num_selected=None, **fields)
     assert ClusterConfig(num_selected=None).attended(1000) == ClusterConfig(num_selected=None).brought(1000) == 100
+
+
+@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_layers_take_turns_to_settle_what_is_at_hand(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once for as many tokens as leave the tail together, however many a call has; no two in one step."""
+    told: dict[int, list[int]] = {}
+    settle = ClusterLayer.settle
+
+    def noted(layer: ClusterLayer, choice: Any, fetched: Any) -> None:
+        told.setdefault(layer.layer_idx, []).append(layer.length)
+        settle(layer, choice, fetched)
+
+    monkeypatch.setattr(ClusterLayer, "settle", noted)
+    model = long_model()
+    with ClusterCache(model, num_selected=60, **SMALL) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=60, **how)
+        layers = len(cache.layers)
+    assert list(told) == list(range(layers)) and all(len(lengths) >= 5 for lengths in told.values())
+    if not how:
+        for layer_idx, lengths in told.items():
+            turns = (np.array(lengths) + layer_idx) // SMALL["group_size"]
+            assert (np.diff(turns) == 1).all() and len(turns) >= 59 // SMALL["group_size"]
+        assert not set(told[0]) & set(told[1])

@@ -357,3 +357,47 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
         pages = -(-(stored % group + waiting) // group)
         assert sum(map(len, written)) == pages.sum() == len(set(np.concatenate(written).tolist()))
         assert max(map(len, written)) <= 4 and len(written) <= 1 + pages.sum() / 3
+
+
+def test_what_cannot_be_written_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of a batch: those before it are settled, the others as they were."""
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40)) as case:
+        own, write, calls = case.history.clustered, case.storage.prefetcher.write, list[int]()
+        for _ in range(24):
+            case.append(1)
+        waited = own.waiting.copy()
+
+        def fails(store: Any, ids: np.ndarray, records: torch.Tensor) -> None:
+            calls.append(len(ids))
+            if len(calls) == 3:
+                raise StoreError("no space")
+            write(store, ids, records)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(case.storage.prefetcher, "write", fails)
+            with pytest.raises(StoreError, match="no space"):
+                own.settle_all()
+        left = own.waiting
+        assert 0 < (left > 0).sum() < (waited > 0).sum()
+        same = np.zeros(left.shape, dtype=bool)
+        same[:, : waited.shape[1]] = left[:, : waited.shape[1]] == waited
+        assert (same | (left == 0)).all(), "all of a cluster, or nothing"
+        case.check()
+        own.settle_all()
+        assert not own.waiting.any()
+        case.check()
+
+
+def test_splits_of_one_batch_stop_where_there_is_no_room_for_more() -> None:
+    """Each cluster has place for the largest one on the disk: those that are too wide, and not full, wait for room."""
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=0.05, append_buffer=200)) as case:
+        own = case.history.clustered
+        assert own.partition.most_room == 2.5
+        for _ in range(160):
+            case.append(1)
+        own.settle_all()
+        case.check()
+        partition = own.partition
+        full = partition.counts.sum(1) * partition.most_room
+        assert (partition.used * partition.capacity > 0.9 * full).all(), "there was more to split than room"
+        assert (partition.used * partition.capacity <= full + partition.capacity).all()
