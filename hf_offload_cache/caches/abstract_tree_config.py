@@ -48,7 +48,8 @@ class AbstractTreeConfig(SelectedShareConfig):
     dense_share: float = 0.5
     """Of the tokens held, those that dense layers attend to."""
     dense_chunk_size: int | None = None
-    """Tokens a chunk of dense layers. None: 8 where they are resident, else 16."""
+    """Tokens a chunk of dense layers. None: 8 where they are resident, else 16; `chunk_size` where they attend to less
+    than half."""
     resident_layers: int | None = None
     """First layers that are in memory as a whole while steps select: read at the first one after a prompt, and again
     when an eighth to a sixteenth has come to them. None: `dense_layers`, or none where `for_budget` finds that they do

@@ -197,7 +197,6 @@ class AbstractTreeLayer(SelectiveLayer):
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         if not self.widened and not self._has_all():
             super().prefetch_for(states, visible)
-            self.begin_look()  # what was begun was for the guess
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -110,18 +111,17 @@ class SelectiveLayer(SelectivePlan):
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
         """The units that a query attends to."""
-        budget, predictor = self.budget, self.predictor
-        if self.history.records <= budget:
+        if self.history.records <= (budget := self.budget):
             return Choice.all_of(self.history.rows, self.history.units)
-        assert predictor is not None
+        assert (predictor := self.predictor) is not None
         decision = predictor.select(query, budget, guess)
         if isinstance(decision, Choice):
             return decision
-        try:  # what the predictor asks to look at on the way is brought
+        try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come
             asked = next(decision)
             while True:
-                brings, fetcher = isinstance(asked, Choice), self.fetcher
-                asked = decision.send((fetcher.bring if brings else fetcher.look)(self.history, cast(Any, asked)))
+                bring = self.fetcher.bring if isinstance(asked, Choice) else partial(self.fetcher.look, again=guess)
+                asked = decision.send(bring(self.history, cast(Any, asked)))
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:

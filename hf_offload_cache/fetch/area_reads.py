@@ -25,7 +25,10 @@ from .ticket import Ticket
 class Early(Protocol):
     """Reads that were begun for a look: see `EarlyLook`."""
 
-    def come(self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray) -> bool:
+    def come(
+        self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray,
+        *, again: bool,
+    ) -> bool:  # fmt: skip
         """See `EarlyLook.come`."""
 
 
@@ -114,12 +117,13 @@ class AreaReads:
             self._give_back(read)
 
     def finish_guess(
-        self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice
-    ) -> bool:
+        self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
+        *, keep: bool = False,
+    ) -> bool:  # fmt: skip
         """As `finish`; False: the read failed, and a guess that failed is no guess. Raises `StalledError`,
         `CacheClosedError`, `BudgetError`."""
         try:
-            self.finish(history, read, into, target, rows)
+            self.finish(history, read, into, target, rows, keep=keep)
         except OSError:
             if read.stalled:
                 raise
@@ -189,7 +193,9 @@ class AreaReads:
                 here = ((rows >= start) & (rows < start + room)).nonzero()[0]
                 self.finish(history, read, into, target[here], rows[here] - start, keep=start + room < count)
 
-    def look(self, history: Source, extents: Extents, room: int, early: Early | None = None) -> torch.Tensor:
+    def look(
+        self, history: Source, extents: Extents, room: int, early: Early | None = None, *, again: bool = False
+    ) -> torch.Tensor:
         """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
         form = history.form
         (rows, width), records = extents.records.shape, extents.records.reshape(-1)
@@ -197,9 +203,11 @@ class AreaReads:
         out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
         if places.size:
             wanted, which = distinct(records[places])
-            self._storage.counters.look_bytes += wanted.size * form.record_bytes
             each = np.arange(wanted.size) if which is None else which
-            if early is None or not early.come(history, wanted, ByteRows(out), places, each):
+            came = early is not None and early.come(history, wanted, ByteRows(out), places, each, again=again)
+            if not (came and again):  # else the next look counts it, which reads nothing
+                self._storage.counters.look_bytes += wanted.size * form.record_bytes
+            if not came:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
                 first = self.read(history, wanted[:room], area)
                 self.fill(history, ByteRows(out), places, wanted, each, first)

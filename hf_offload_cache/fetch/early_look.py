@@ -33,10 +33,12 @@ class EarlyLook:
             self._begun = self._reads.read(history, records, area, ahead=True)
 
     def come(
-        self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray
-    ) -> bool:
+        self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray,
+        *, again: bool,
+    ) -> bool:  # fmt: skip
         """Bring record `which[i]` of `records` (distinct, ascending) to row `target[i]` of `into`, if these are what
-        was begun. False: nothing of the sort was, or the read failed. Raises `StalledError`, `CacheClosedError`."""
+        was begun; they can come `again`, without a read, if that is said. False: nothing of the sort was, or the read
+        failed. Raises `StalledError`, `CacheClosedError`."""
         read = self._begun
         if read is None:
             return False
@@ -44,11 +46,11 @@ class EarlyLook:
             self.drop()
             return False
         try:
-            came = self._reads.finish_guess(history, read, into, target, which)
+            came = self._reads.finish_guess(history, read, into, target, which, keep=again)
         except Exception:
             self._begun = None
             raise
-        self._begun = None  # but not after a signal's exception: then it is still under way
+        self._begun = read if came and again else None  # but not after a signal's exception: then it is still under way
         return came
 
     def drop(self) -> None:

@@ -190,10 +190,11 @@ class Fetcher:
             keep(found, records, view)
         return Filled(self, wanted, view, count - places.size, ready)
 
-    def look(self, history: Source, extents: Extents) -> torch.Tensor:
+    def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
-        valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are. Raises as `gather`."""
-        return self._reads.look(history, extents, self._room(history), self._early)
+        valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are; what was begun for a look
+        is kept for the next one that will look at it `again`. Raises as `gather`."""
+        return self._reads.look(history, extents, self._room(history), self._early, again=again)
 
     def begin_look(self, history: Source, extents: Extents) -> None:
         """Start to read what the next `look` will probably ask for, where there are areas for that. What it raises has

@@ -279,20 +279,28 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
 
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query of every step finds its layer's read begun, also after a guess has looked."""
+    """Every query of every step finds its layer's read begun; what a guess has looked at is there without a second."""
     came: list[bool] = []
-    come = EarlyLook.come
+    come, read, begun = EarlyLook.come, EarlyLook.begin, list[int]()
 
-    def watched(early: EarlyLook, *given: Any) -> bool:
-        came.append(come(early, *given))
+    def watched(early: EarlyLook, *given: Any, **named: Any) -> bool:
+        came.append(come(early, *given, **named))
         return came[-1]
 
+    def begins(early: EarlyLook, history: Any, extents: Any) -> None:
+        begun.append(extents.records.size)
+        read(early, history, extents)
+
     monkeypatch.setattr(EarlyLook, "come", watched)
+    monkeypatch.setattr(EarlyLook, "begin", begins)
     model = long_model()
     with AbstractTreeCache(model, abstracts="disk", look_ahead=look_ahead, early_steps=0, **FIELDS) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
         looks = cache.selecting.looks  # type: ignore[union-attr]
         assert (looks._borrowed, looks._lent) == ([], 0)
+        size = cache.selective[1].history.form.record_bytes
+        assert cache.report().to_dict()["look_bytes"] == sum(begun) * size
+    assert len(begun) == 5 * 3
     assert len(came) == 5 * (3 + (2 if look_ahead else 0))  # no layer guesses for the first
     assert all(came)
 
