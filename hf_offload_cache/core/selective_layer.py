@@ -111,9 +111,9 @@ class SelectiveLayer(SelectivePlan):
 
     def choose(self, query: Query, *, guess: bool = False) -> Choice:
         """The units that a query attends to."""
-        if self.history.records <= (budget := self.budget):
-            return Choice.all_of(self.history.rows, self.history.units)
-        assert (predictor := self.predictor) is not None
+        budget, history, predictor = self.budget, self.history, self.predictor
+        if predictor is None or history.records <= budget:
+            return Choice.all_of(history.rows, history.units)
         decision = predictor.select(query, budget, guess)
         if isinstance(decision, Choice):
             return decision
