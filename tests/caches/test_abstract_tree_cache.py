@@ -263,7 +263,7 @@ def test_a_crop_whose_page_cannot_be_read_back_costs_the_abstracts_alone(monkeyp
         torch.testing.assert_close(held, torch.cat([keys.amin(3), keys.amax(3)], 1).transpose(1, 2).flatten(2))
 
 
-def failing(*given: Any) -> torch.Tensor:
+def failing(*given: Any, **named: Any) -> torch.Tensor:
     raise StoreError(errno.EIO, "was made to fail")
 
 

@@ -210,7 +210,7 @@ def test_layers_take_turns_to_settle_what_is_at_hand(how: dict[str, Any], monkey
     with ClusterCache(model, num_selected=60, **SMALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=60, **how)
         layers = len(cache.layers)
-    assert list(told) == list(range(layers)) and all(len(lengths) >= 5 for lengths in told.values())
+    assert sorted(told) == list(range(layers)) and all(len(lengths) >= 5 for lengths in told.values())
     if not how:
         for layer_idx, lengths in told.items():
             turns = (np.array(lengths) + layer_idx) // SMALL["group_size"]
