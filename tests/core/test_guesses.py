@@ -63,11 +63,11 @@ def test_a_guess_whose_look_fails_is_dropped(monkeypatch: pytest.MonkeyPatch, ch
         finally:
             guessing[0] = False
 
-    def failing(fetcher: Fetcher, *args: Any) -> torch.Tensor:
+    def failing(fetcher: Fetcher, *args: Any, **named: Any) -> torch.Tensor:
         if guessing[0]:
             failed[0] += 1
             raise StoreError(errno.EIO, "layer 1: read was made to fail")
-        return look(fetcher, *args)
+        return look(fetcher, *args, **named)
 
     logits = []
     for fails in (False, True):

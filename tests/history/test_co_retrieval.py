@@ -70,8 +70,8 @@ def test_what_queries_want_together_is_adjacent(storage: Storage) -> None:
     query = torch.from_numpy(200 * own.sum(0)).reshape(1, 1, 1, -1)
     history.place(query, int(partition.counts[0, [3, 17]].sum()) - 1)
     pages = history.clustered.pages
-    first, step = np.array([pages.place(0, cluster) for cluster in (3, 17)]).T
-    pool = pages.pool
+    which = np.array([0, 0]), np.array([3, 17])
+    first, step, pool = pages.records(*which, np.array([0, 0])), pages.steps(*which), pages.pool
     begins = first - np.where(step < 0, pool - 1, 0)
     assert abs(int(begins[0] - begins[1])) <= pool, "in one pool, or in pools side by side"
     for part, came in zip(history.whole(), (keys, values), strict=True):
@@ -91,8 +91,8 @@ def test_order_changes_places_alone(storage: Storage) -> None:
     mine, other = held.clustered, plain.clustered
     assert np.array_equal(mine.labels, other.labels) and len(places(held)) == len(places(plain))
     assert np.array_equal(mine.pages.pools, other.pages.pools)
-    moved = [mine.pages.place(0, cluster) != other.pages.place(0, cluster) for cluster in range(plain.units)]
-    assert sum(moved) > len(moved) // 2
+    which = np.zeros(plain.units, dtype=int), np.arange(plain.units), np.zeros(plain.units, dtype=int)
+    assert (mine.pages.records(*which) != other.pages.records(*which)).mean() > 0.5
     for one, two in zip(held.whole(), plain.whole(), strict=True):
         assert torch.equal(one, two)
 

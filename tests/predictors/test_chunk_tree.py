@@ -37,7 +37,8 @@ class Scores:
 
 def test_the_worked_example() -> None:
     """32 tokens in 8 chunks of 4, 6 of them important: a whole chunk, and one token of each of two others. As in
-    section 4.2 (figure 10): the chunk is confirmed by its lower bound, two chunks are split, all others are deserts."""
+    section 4.2 (figure 10): the chunk is confirmed by its lower bound, two chunks are split, all others are deserts.
+    Eight chunks and four halves are judged; two tokens of a half are one evaluation, as bounds take two products."""
     scores = np.full((1, 32), 0.01, dtype=np.float32)
     scores[0, [1, 6, 14, 17, 23, 26]] = [0.05, 0.1, 0.08, 0.2, 0.12, 0.15]  # some are less unimportant
     important = [0, 11, 28, 29, 30, 31]
