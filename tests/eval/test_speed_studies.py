@@ -126,21 +126,26 @@ def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def decodes(study: Any, path: Path, *words: str, **contenders: dict[str, Any]) -> tuple[dict[str, Any], common.Rows]:
+    """What a study of long outputs finds with a tiny model, and its rows."""
+    for name, fields in contenders.items():
+        words += "--set", f"{name}:{','.join(f'{key}={value}' for key, value in fields.items())}"
+    given, rows = arguments_of(study.STUDY, *words), common.Rows(say=lambda line: None)
+    given.path = str(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
+        found = study.run(given, rows, loaded=(long_model(), None))
+        assert study.run(given, rows, loaded=(None, None)) == found, "what was measured is not measured again"
+    return found, rows
+
+
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], common.Rows]:
-    """A long decode of a tiny model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_decode, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
-        words = ["--prompt", "640", "--steps", "120", "--every", "20"]
-        small = "num_selected=64,reuse_capacity=32,cluster_size=16"
-        for name, fields in long_decode.USUAL.items():
-            own = [f"{key}={value}" for key, value in fields.items()]
-            own += ["num_selected=64"] if name == long_decode.ROWS else [small]
-            words += ["--set", f"{name}:{','.join(own)}"]
-        given = arguments_of(long_decode.STUDY, *words)
-        given.path = str(tmp_path_factory.mktemp("decode"))
-        rows = common.Rows(say=lambda line: None)
-        return long_decode.run(given, rows, loaded=(long_model(), None)), rows
+    small = {"num_selected": 64, "reuse_capacity": 32, "cluster_size": 16}
+    fields = {name: {**usual, **small} for name, usual in long_decode.USUAL.items()}
+    fields[long_decode.ROWS] = {**long_decode.USUAL[long_decode.ROWS], "num_selected": 64}
+    words = "--prompt", "640", "--steps", "120", "--every", "20"
+    return decodes(long_decode, tmp_path_factory.mktemp("decode"), *words, **fields)
 
 
 def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) -> None:
@@ -170,15 +175,9 @@ def test_long_outputs_are_drawn(decoded: tuple[dict[str, Any], common.Rows], tmp
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], common.Rows]:
-    """Marks of a tiny model's decode."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_growth, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
-        words = ["--prompt", "320", "--marks", "64", "256", "--steps", "16"]
-        words += ["--set", "adaptive:cache=cluster,num_selected=64,reuse_capacity=32,cluster_size=16"]
-        given = arguments_of(long_growth.STUDY, *words)
-        given.path = str(tmp_path_factory.mktemp("growth"))
-        rows = common.Rows(say=lambda line: None)
-        return long_growth.run(given, rows, loaded=(long_model(), None)), rows
+    fields = {"cache": "cluster", "num_selected": 64, "reuse_capacity": 32, "cluster_size": 16}
+    words = "--prompt", "320", "--marks", "64", "256", "--steps", "16"
+    return decodes(long_growth, tmp_path_factory.mktemp("growth"), *words, adaptive=fields)
 
 
 def test_steps_are_timed_at_each_mark(grown: tuple[dict[str, Any], common.Rows]) -> None:
@@ -202,20 +201,16 @@ def test_growth_is_drawn(grown: tuple[dict[str, Any], common.Rows], tmp_path: Pa
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_clusters_read_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_clusters_read_is_compared(tmp_path: Path) -> None:
     """Places that queries chose lie together, places in any order do not; slots answer some of what is wanted."""
-    monkeypatch.setattr(cluster_reads, "sample_ids", lambda texts, tokenizer: [torch.arange(3000) * 7 % 190])
-    words = ["--prompt", "640", "--steps", "24", "--every", "4"]
-    for name, fields in cluster_reads.USUAL.items():
-        own = {**fields, "num_selected": 64, "cluster_size": 8, "reuse_capacity": min(32, fields["reuse_capacity"])}
-        words += ["--set", f"{name}:{','.join(f'{key}={value}' for key, value in own.items())}"]
-    given = arguments_of(cluster_reads.STUDY, *words)
-    given.path = str(tmp_path)
-    rows = common.Rows(say=lambda line: None)
-    found = cluster_reads.run(given, rows, loaded=(long_model(), None))
+    small = {"num_selected": 64, "cluster_size": 8}
+    fields = {
+        name: {**usual, **small, "reuse_capacity": min(32, usual["reuse_capacity"])}
+        for name, usual in cluster_reads.USUAL.items()
+    }
+    found, _ = decodes(cluster_reads, tmp_path, "--prompt", "640", "--steps", "24", "--every", "4", **fields)
     table = found["contenders"]
     assert table["placed by queries"]["run"] > table["placed anywhere"]["run"]
     hits = {name: row["hit_rate"] for name, row in table.items()}
     assert hits["placed by queries"] == 0 < min(hits[name] for name in ("aligned", "lru", "fifo"))
     assert [one["measured"] > 0 for one in found["must_reach"]] == [True] * 4
-    assert cluster_reads.run(given, rows, loaded=(None, None)) == found, "what was measured is not measured again"
