@@ -1,4 +1,5 @@
-"""What does a step of clusters that follow the output take, as the output grows? (DynaKV, section 8.4)"""
+"""What does a step of clusters that follow the output take, as the output grows, beside clusters that do not follow it
+and beside none? (DynaKV, sections 8.2 and 8.4)"""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from .common import Rows, Study, judged, main
 from .contexts import open_cache
 from .fidelity import contenders_of, setting_argument
 from .long_contender import LongContender, clusters_of
-from .long_decode import ADAPTIVE
+from .long_decode import ADAPTIVE, LOCAL, ROWS, STATIC, fields_of
+from .long_decode import USUAL as _DECODED
 
-USUAL: dict[str, dict[str, Any]] = {ADAPTIVE: {"cache": "cluster"}}
-_CALL = 16
+USUAL = {name: _DECODED[name] for name in (ADAPTIVE, STATIC, LOCAL, ROWS)}
+_LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}
+"""How many times longer a step is asked to take, at the last mark."""
+_CALL = 64
 """Tokens of a call by which the output grows between two marks: few enough to join clusters as decoded ones do."""
 _TURN = 8
 _SETTLES = 16
@@ -49,9 +53,11 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     with contextlib.ExitStack() as stack:
         each = [LongContender(DYNAMIC, model, DynamicCache(config=model.config), ids, arguments.prompt)]
         for name, contender in contenders_of(arguments, USUAL).items():
-            cache = stack.enter_context(open_cache(model, contender.fields, held + 8, arguments.path))
+            fields = fields_of(contender.fields, held)
+            cache = stack.enter_context(open_cache(model, fields, held + 8, arguments.path))
             each.append(LongContender(name, model, cache, ids, arguments.prompt))
         for mark in marks:
+            rows.say(f"until {mark:,} tokens are decoded, in calls of {_CALL}")
             for one in each:
                 while one.place < arguments.prompt + mark:
                     last = min(one.place + _CALL, arguments.prompt + mark)
@@ -93,6 +99,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             table[name]["slope"] = float(np.polyfit(at / 1e3, ms, 1)[0])
             grown = ms[-1] / ms[0] / (at[-1] / at[0])
             reached += [judged(f"{name}: growth of a step over that of the output", float(grown), most=1.0)]
+    last = str(max(row["generated"] for row in rows))
+    for name in set(_LEAST) & set(table) if ADAPTIVE in table else ():
+        measured = table[name][last] / table[ADAPTIVE][last]
+        reached += [judged(f"a step of {name} over one of {ADAPTIVE}, {last} tokens", measured, least=_LEAST[name])]
     return {"ms": table, "must_reach": reached}
 
 

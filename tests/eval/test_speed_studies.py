@@ -156,7 +156,6 @@ def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) 
     for row in (adaptive, static, local, at_once, none):
         assert len(row["mass"]) == 3 == len(row["ms"]) and row["steps"] == 114
         assert all(0 < mass <= best + 1e-6 <= 1.001 for mass, best in zip(row["mass"], row["oracle"], strict=True))
-    assert table["DynamicCache"]["mass"] == []
     assert 760 // 32 <= static["clusters"] <= 1.5 * 760 / 32  # and halves of those that are too large
     assert local["settling_loaded_bytes"] == 0 < adaptive["settling_loaded_bytes"] < at_once["settling_loaded_bytes"]
     assert none["run"] < adaptive["run"]
@@ -175,9 +174,10 @@ def test_long_outputs_are_drawn(decoded: tuple[dict[str, Any], common.Rows], tmp
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], common.Rows]:
-    fields = {"cache": "cluster", "num_selected": 64, "reuse_capacity": 32, "cluster_size": 16}
+    small = {"num_selected": 64, "reuse_capacity": 32, "cluster_size": 16}
+    fields = {name: {**long_growth.USUAL[name], **small} for name in ("adaptive", "static")}
     words = "--prompt", "320", "--marks", "64", "256", "--steps", "16"
-    return decodes(long_growth, tmp_path_factory.mktemp("growth"), *words, adaptive=fields)
+    return decodes(long_growth, tmp_path_factory.mktemp("growth"), *words, **fields)
 
 
 def test_steps_are_timed_at_each_mark(grown: tuple[dict[str, Any], common.Rows]) -> None:
@@ -192,6 +192,9 @@ def test_steps_are_timed_at_each_mark(grown: tuple[dict[str, Any], common.Rows])
     assert found["ms"]["adaptive"]["slope"] == pytest.approx((last - first) / 0.192)
     verdict = next(one for one in found["must_reach"] if one["figure"].startswith("adaptive"))
     assert verdict["measured"] == pytest.approx(last / first / 4)
+    static = rows.where(name="static", generated=256)[0]["ms"]
+    verdict = next(one for one in found["must_reach"] if one["figure"].startswith("a step of static"))
+    assert verdict["measured"] == pytest.approx(static / last) and verdict["at_least"] == 1.4
 
 
 @MATPLOTLIB
