@@ -118,13 +118,13 @@ class DiskSwapLayer(SelectiveLayer):
         if self.predictor is not None and not (step is not None and step.selects):  # candidates are no prompt
             self.predictor.watch(call.query, self.length)
 
-    def choose(self, query: Query, *, guess: bool = False) -> Choice:
+    def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
         """As `SelectiveLayer.choose`, or by the paper's rule."""
         if self.follows_guess and not guess and self._fetcher is not None:
             decided = self._fetcher.guess
             if decided is not None:
                 return decided
-        return super().choose(query, guess=guess)
+        return super().choose(query, guess=guess, again=again)
 
     def prefetch_again(self) -> None:
         """Nothing is guessed of a random choice; by the paper's rule the first layer, which nobody looks ahead for,

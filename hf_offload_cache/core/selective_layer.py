@@ -109,8 +109,8 @@ class SelectiveLayer(SelectivePlan):
         """A query of states (B, H, D)."""
         return Query(states, self.scaling, visible, lambda: self.history.form.split(self.history.recent)[0])
 
-    def choose(self, query: Query, *, guess: bool = False) -> Choice:
-        """The units that a query attends to."""
+    def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
+        """The units that a query attends to; `again`: another query comes to the same keys."""
         budget, history, predictor = self.budget, self.history, self.predictor
         if predictor is None or history.records <= budget:
             return Choice.all_of(history.rows, history.units)
@@ -118,21 +118,21 @@ class SelectiveLayer(SelectivePlan):
         if isinstance(decision, Choice):
             return decision
         try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come
-            asked = next(decision)
+            asked, look = next(decision), partial(self.fetcher.look, again=guess or again)
             while True:
-                bring = self.fetcher.bring if isinstance(asked, Choice) else partial(self.fetcher.look, again=guess)
-                asked = decision.send(bring(self.history, cast(Any, asked)))
+                bring: Any = self.fetcher.bring if isinstance(asked, Choice) else look
+                asked = decision.send(bring(self.history, asked))
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:
             decision.close()  # what it holds while it waits for a look that failed
 
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
-        """What a step attends to: of several queries (candidates that are verified) the union of their choices, cut to
-        twice the budget."""
+        """What a step attends to: of several queries (candidates) the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
             return self.choose(self.query_of(call.query[:, :, 0], visible))
-        choices = [self.choose(self.query_of(states, visible)) for states in call.query.unbind(2)]
+        *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
+        choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
         return Choice.union(choices, (1 if self.widened else 2) * self.budget)
 
     def _attend(self, call: AttentionCall) -> Output:

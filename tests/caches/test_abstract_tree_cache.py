@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from pathlib import Path
@@ -217,6 +218,32 @@ def test_contexts_keep_abstracts_on_the_disk(tmp_path: Path) -> None:
         assert planned.report().selected_fraction < 1
 
 
+@pytest.mark.parametrize("residents", [(0, 2), (2, 0)])
+def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int], tmp_path: Path) -> None:
+    """Abstracts of layers whose place is another are made of what is stored, when the next chunk is: until then these
+    layers attend to everything, and from then on steps are those of a cache that had these fields from the beginning.
+    """
+    model, found = long_model(), []
+    ids = prompt(model, 1, LENGTH)
+    saved, now = ({**FIELDS, "abstracts": "disk", "resident_layers": count} for count in residents)
+    with AbstractTreeCache(model, path=tmp_path, **saved) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "context")
+    with contextlib.ExitStack() as stack:
+        opened = AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, resident_layers=residents[1])
+        first = stack.enter_context(AbstractTreeCache(model, path=tmp_path, **now))
+        with torch.no_grad():
+            model(ids, past_key_values=first)
+            for cache in (stack.enter_context(opened), first):
+                ready = [[layer.can_choose() for layer in cache.selective]]
+                model(ids[:, :7], past_key_values=cache)  # attends to everything in both; chunks are of four
+                ready.append([layer.can_choose() for layer in cache.selective])
+                found.append([model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(7, 20)])
+                places = range(len(cache.selective))
+                assert ready == [[place >= 2 or cache is first for place in places], [True for _ in places]]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
     """And nothing stays in the account of what it held; the next step is as if it had not been."""
     model, logits = long_model(), []
@@ -278,8 +305,10 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query of every step finds its layer's read begun; what a guess has looked at is there without a second."""
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_abstracts_are_read_a_layer_early(look_ahead: bool, candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query of every step finds its layer's read begun; what a guess has looked at is there without a second, and
+    so it is for candidates."""
     came: list[bool] = []
     come, read, begun = EarlyLook.come, EarlyLook.begin, list[int]()
 
@@ -295,13 +324,17 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, monkeypatch: pytest.
     monkeypatch.setattr(EarlyLook, "begin", begins)
     model = long_model()
     with AbstractTreeCache(model, abstracts="disk", look_ahead=look_ahead, early_steps=0, **FIELDS) as cache:
-        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
+        ids = harness.repetitive_prompt(model, LENGTH)
+        generate(model, cache, ids, max_new_tokens=6, prompt_lookup_num_tokens=candidates or None)
         looks = cache.selecting.looks  # type: ignore[union-attr]
         assert (looks._borrowed, looks._lent) == ([], 0)
         size = cache.selective[1].history.form.record_bytes
         assert cache.report().to_dict()["look_bytes"] == sum(begun) * size
-    assert len(begun) == 5 * 3
-    assert len(came) == 5 * (3 + (2 if look_ahead else 0))  # no layer guesses for the first
+    if candidates:
+        assert len(came) > len(begun) * (5 / 3 if look_ahead else 1)  # of a guess, and of more queries than one
+    else:
+        assert len(begun) == 5 * 3
+        assert len(came) == 5 * (3 + (2 if look_ahead else 0))  # no layer guesses for the first
     assert all(came)
 
 
