@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, rows: Rows, **loaded: Any) -> dict[str, A
                 alone["important"] / fixed["important"], least=1.3,
             ),
             judged("judged, over judging all tokens", alone["judged"], most=0.4),
+            judged("perplexity of the tree over that of DynamicCache", table["tree"]["perplexity"], most=1.01),
         ]  # fmt: skip
     return {"contenders": table, "must_reach": reached}
 

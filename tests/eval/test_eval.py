@@ -197,12 +197,16 @@ def test_promises_are_judged() -> None:
         "decode": {"must_reach": [own]},
         "study": {"summary": {"must_reach": [{"figure": "share", "measured": 0.1, "at_most": 0.15, "met": True}]}},
         "memory": {"error": "broken"},
+        "chunks, one fact": {"summary": {"contenders": {"tree, a tenth": {"lost_share": 0.04}}}},
+        "chunks, one of four": {"summary": {"contenders": {"tree, a tenth": {"lost_share": None}}}},
     }
     rows = {row["figure"]: row for row in bench.judge(results)}
     assert rows["needles lost"]["met"] is True
     assert rows["needles lost, paper's selection"] == {
         "figure": "needles lost, paper's selection", "target": "-", "measured": 0.4, "met": None
     }  # fmt: skip
+    assert (rows["one fact, found by the tree"]["measured"], rows["one fact, found by the tree"]["met"]) == (0.96, True)
+    assert rows["one among four"]["met"] is rows["one among four"]["measured"] is None  # DynamicCache answered none
     assert (rows["store time"]["target"], rows["store time"]["met"]) == (">= 17", False)
     assert (rows["share"]["target"], rows["share"]["met"]) == ("<= 0.15", True)
     assert rows["peak memory over full KV"]["measured"] is None

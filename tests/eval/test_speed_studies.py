@@ -1,4 +1,4 @@
-"""The studies of `AbstractTreeCache`'s steps: what they run, and what they make of it."""
+"""The studies of `AbstractTreeCache`'s steps and of long outputs: what they run, and what they make of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ import pytest
 import torch
 from long_llama import long_model
 
+from eval import compare
 from eval.profiles import Profile
-from eval.studies import cluster_reads, common, long_decode, long_growth, speed_ablation, speed_chunks, speed_compress
+from eval.studies import (
+    cluster_reads,
+    common,
+    long_decode,
+    long_growth,
+    speed_ablation,
+    speed_chunks,
+    speed_compress,
+    speed_growth,
+)
+from eval.synthetic import Shape
 
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -124,6 +135,33 @@ def test_their_plots_are_drawn(study: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     found = study.run(arguments_of(study.STUDY, "--tokens", "1000", "--steps", "30"), rows, loaded=(None, None))
     common.draw(study.STUDY, found, rows.rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_timed_at_each_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside the model alone; what was measured is not measured again."""
+    tiny = Shape(layers=3, heads=4, kv_heads=4, head_dim=64, hidden=32, intermediate=64, vocabulary=128)
+    monkeypatch.setitem(compare.SHAPES, "smollm2", tiny)
+    small = "--context", "2048", "4096", "--steps", "1", "--repetitions", "1", "--memory", "1/2"
+    given, rows = arguments_of(speed_growth.STUDY, *small), common.Rows(say=lambda line: None)
+    given.path = str(tmp_path)
+    found = speed_growth.run(given, rows)
+    methods = "AbstractTreeCache", "DiskSwapCache"
+    kinds = [(row["tokens"], row["method"]) for row in rows.rows]
+    assert sorted(kinds) == [(64, "the model alone"), *((tokens, name) for tokens in (2048, 4096) for name in methods)]
+    assert all(row["ms"] > 0 for row in rows.rows)
+    assert found["alone_ms"] == rows.rows[0]["ms"] and set(found["beyond_ms"]) == set(methods)
+    monkeypatch.setattr(speed_growth, "measured", None)
+    assert speed_growth.run(given, rows) == found
+
+
+def test_growth_is_of_what_a_step_takes_beyond_the_model() -> None:
+    rows = [{"tokens": 64, "method": "the model alone", "ms": 20.0}]
+    ms = {131072: 120.0, 8192: 60.0}
+    rows += [{"tokens": tokens, "method": "AbstractTreeCache", "ms": taken} for tokens, taken in ms.items()]
+    found = speed_growth.summary([*rows, {"tokens": 8192, "method": "DiskSwapCache", "left_out": "no memory"}])
+    assert found["beyond_ms"] == {"AbstractTreeCache": {"8192": 40.0, "131072": 100.0}}
+    (verdict,) = found["must_reach"]
+    assert (verdict["measured"], verdict["at_most"], verdict["met"]) == (2.5, 3.0, True)
 
 
 def decodes(study: Any, path: Path, *words: str, **contenders: dict[str, Any]) -> tuple[dict[str, Any], common.Rows]:
