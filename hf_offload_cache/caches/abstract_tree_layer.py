@@ -61,6 +61,11 @@ class AbstractTreeLayer(SelectiveLayer):
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
         return ChunkHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
 
+    @property
+    def replica_bytes(self) -> int:
+        replicas = self.history.replicas if isinstance(self.history, ChunkHistory) else None
+        return 0 if replicas is None else replicas.store.disk_bytes
+
     @classmethod
     def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         plan = super().plan_history(kind, config, context)

@@ -57,6 +57,11 @@ class OffloadLayer(LayerOperations):
         """What `DynamicCache` would hold for this layer now."""
         return self.history.rows * self.length * self.history.form.entry_bytes if self.is_initialized else 0
 
+    @property
+    def replica_bytes(self) -> int:
+        """What of the disk holds copies, in fewer bits, of what lies there as it is."""
+        return 0
+
     # --- taking in ---------------------------------------------------------------------------------------------
 
     @classmethod

@@ -24,6 +24,7 @@ def report_of(cache: Held) -> CacheReport:
         memory_bytes=cache.memory_bytes,  # before the account's peak is read
         account=storage.account,
         disk_bytes=cache.disk_bytes,
+        replica_bytes=sum(layer.replica_bytes for layer in offloaded if layer.is_initialized),
         counters=storage.counters,
         stores=storage.stores,
         store=storage.description,

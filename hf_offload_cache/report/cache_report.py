@@ -42,6 +42,8 @@ class CacheReport:
     peak_memory_bytes: int
     memory_by_owner: dict[str, int]
     disk_bytes: int
+    replica_bytes: int
+    """Of `disk_bytes`, the 4-bit replicas of what is stored."""
     bytes_read: int
     """From the device, alignment included."""
     bytes_written: int
@@ -132,7 +134,8 @@ class CacheReport:
             "memory peak": size_text(self.peak_memory_bytes),
             "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
             "  of it now": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
-            "on disk": size_text(self.disk_bytes),
+            "on disk": size_text(self.disk_bytes)
+            + (f"; {size_text(self.replica_bytes)} of it in 4 bits" if self.replica_bytes else ""),
             "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}"
             + (f"; {size_text(self.look_bytes)} read to choose by" if self.look_bytes else ""),
             "resident before prefetch": share_text(self.hit_rate),

@@ -133,7 +133,11 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
         cache.save(tmp_path / "context")
         with cache.fork() as twin:
             expected = follow(twin)
-            assert twin.report().compressed_fraction == 1
+            told = twin.report()
+            assert told.compressed_fraction == 1
+            whole = sum(layer.history.store.disk_bytes for layer in twin.offloaded)
+            assert whole / 3 < told.replica_bytes < 0.6 * whole and whole + told.replica_bytes <= told.disk_bytes
+            assert "of it in 4 bits" in str(told)
         assert torch.equal(follow(cache), expected)
     assert not verify(tmp_path / "context").findings
     with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path) as opened:
@@ -147,7 +151,7 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
         assert torch.equal(follow(opened), more)
     with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path, compress=None) as plain:
         other = follow(plain)
-        assert plain.report().compressed_fraction is None
+        assert plain.report().compressed_fraction is None and plain.report().replica_bytes == 0
         plain.save(tmp_path / "again")
     with AbstractTreeCache(model, path=tmp_path, **FIELDS) as cache:
         feed(cache, prompt(model, 1, LENGTH))
