@@ -135,11 +135,13 @@ class LongContender:
 
 class Settling:
     """What adapting clusters took, while it was counted: seconds of joining, settling and splitting; bytes that were
-    read for it; and bytes that a layout without room between clusters would have moved: whenever some grow, all of the
-    row that lie behind the first."""
+    read for it; `rewritten_bytes` of what lay on the disk already; and what a layout without room between clusters
+    would have moved in their place, all of a row that lies behind what grows: `moved_bytes`, whenever some grow
+    together, and `moved_singly_bytes`, for each entry, as it would be moved without entries that wait."""
 
     def __init__(self) -> None:
-        self.seconds, self.loaded_bytes, self.moved_bytes = 0.0, 0, 0
+        self.seconds, self.loaded_bytes, self.rewritten_bytes = 0.0, 0, 0
+        self.moved_bytes, self.moved_singly_bytes = 0, 0
 
     @contextlib.contextmanager
     def counted(self, cache: Any) -> Iterator[None]:
@@ -162,7 +164,7 @@ class Settling:
         def timed(*given: Any, **named: Any) -> Any:
             start = time.perf_counter()
             if note is not None:
-                note(own, *given)
+                given = note(own, *given)
             self.seconds -= time.perf_counter() - start if depth[0] else 0.0  # of a call that is counted
             depth[0] += 1
             start = time.perf_counter()
@@ -175,12 +177,24 @@ class Settling:
 
         return timed
 
-    def _moved(self, own: ClusteredEntries, pages: Any, rows: np.ndarray, clusters: np.ndarray) -> None:
+    def _moved(self, own: ClusteredEntries, pages: Any, rows: np.ndarray, clusters: np.ndarray) -> tuple[Any, ...]:
+        """Of a call of `settle` with these arguments; with which it is to be made."""
+        size, group = own.form.entry_bytes, own.form.group_size
+        behind = own.stored[:, ::-1].cumsum(1)[:, ::-1] - own.stored
+        self.moved_singly_bytes += int((behind[rows, clusters] * own.waiting[rows, clusters]).sum()) * size
         for row in np.unique(rows):
-            self.moved_bytes += int(own.stored[row, clusters[rows == row].min() :].sum()) * own.form.entry_bytes
+            self.moved_bytes += int(behind[row, clusters[rows == row].min()]) * size
 
-    def _loaded(self, own: ClusteredEntries, rows: np.ndarray, *_: np.ndarray) -> None:
+        def read(rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> Any:
+            there = np.minimum(group, own.stored[rows, clusters] - numbers * group)
+            self.rewritten_bytes += int(there.sum()) * size
+            return pages(rows, clusters, numbers)
+
+        return read, rows, clusters
+
+    def _loaded(self, own: ClusteredEntries, rows: np.ndarray, *given: np.ndarray) -> tuple[Any, ...]:
         self.loaded_bytes += len(rows) * own.form.record_bytes
+        return rows, *given
 
 
 def _runs(records: np.ndarray) -> int:

@@ -84,8 +84,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             judged("variance over local", own["variance"] / local["variance"], most=1.0),
             judged("share of the decode spent adapting", own["settling_seconds"] / own["seconds"], most=0.05),
             judged(
-                "bytes written, over moving all that lies behind",
-                own["bytes_written_a_step"] * own["steps"] / own["settling_moved_bytes"], most=1e-3,
+                "bytes written again, over moving all that lies behind each entry",
+                own["settling_rewritten_bytes"] / own["settling_moved_singly_bytes"], most=1e-3,
             ),
         ]  # fmt: skip
     if ADAPTIVE in table:

@@ -144,6 +144,7 @@ class ClusterLayer(SelectiveLayer):
     def end_step(self) -> None:
         if self.is_initialized:
             self._own.place()
+            self._own.clustered.partition.rest()  # where no attention came that asked for means
         super().end_step()
 
     # --- attention ---------------------------------------------------------------------------------------------

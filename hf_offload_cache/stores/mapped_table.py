@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -18,8 +19,9 @@ class MappedTable:
     """A copy of `array` in a file without a name in `directory`, mapped: `array` is the copy from then on.
 
     The file goes with the last view of the array. What is in memory of it is in the system's page cache; `rest` lets go
-    of that too, but for what is still to be written. A page that the device cannot give back ends the process (SIGBUS),
-    as with the `mapped` engine. Raises `StoreFullError`, `StoreError`, with nothing left behind.
+    of that too, the first time all of it, later on all but what has changed and is still to be written. A page that the
+    device cannot give back ends the process (SIGBUS), as with the `mapped` engine. Raises `StoreFullError`,
+    `StoreError`, with nothing left behind.
 
     Attributes:
         descriptor: of the file, as long as this object is there.
@@ -44,7 +46,7 @@ class MappedTable:
         except BaseException:
             os.close(descriptor)
             raise
-        self.descriptor, self.nbytes = descriptor, size
+        self.descriptor, self.nbytes, self._fresh = descriptor, size, True
         weakref.finalize(self, os.close, descriptor)
         self.array = np.frombuffer(self._map, dtype=array.dtype, count=array.size).reshape(array.shape)
         self.array[...] = array
@@ -55,7 +57,14 @@ class MappedTable:
             self._map.madvise(mmap.MADV_WILLNEED)
 
     def rest(self) -> None:
-        """It is not read for a while: none of it is in memory until it is."""
+        """It is not read for a while: none of it is in memory until it is. The first time this waits until it is
+        written; where that fails it stays in memory."""
+        if self._fresh:
+            with contextlib.suppress(OSError):
+                self._map.flush()
+                self._fresh = False
+        if self._fresh:
+            return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if hasattr(os, "posix_fadvise"):

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,38 @@ def test_what_was_put_in_comes_back_after_it_rested(tmp_path: Path) -> None:
     assert np.array_equal(table.array, values) and table.array.dtype == values.dtype
     table.array[1, 5] += 1
     assert mapped_bytes(table) >= SIZE
-    os.fdatasync(table.descriptor)  # what is to be written stays until it is
-    table.rest()
+    table.rest()  # which waits until all of it is written, once
     assert mapped_bytes(table) == 0 == resident_bytes(table.descriptor, table.nbytes)
     table.will_need()
     values[1, 5] += 1
     assert np.array_equal(table.array, values)
+    table.array[2, 7] = values[2, 7] = 1
+    table.rest()
+    assert np.array_equal(table.array, values)
+
+
+def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it can be: there is another time."""
+    table = MappedTable(tmp_path, "a table", np.ones(SIZE, dtype=np.uint8))
+    flushed: list[bool] = []
+
+    class Refusing:
+        def __init__(self, mapped: Any) -> None:
+            self.madvise, self._flush = mapped.madvise, mapped.flush
+
+        def flush(self) -> None:
+            flushed.append(bool(flushed))
+            if not flushed[-1]:
+                raise OSError(errno.EIO, "was made to fail")
+            self._flush()
+
+    monkeypatch.setattr(table, "_map", Refusing(table._map))
+    table.rest()
+    assert flushed == [False] and mapped_bytes(table) >= SIZE
+    table.rest()
+    assert flushed == [False, True] and mapped_bytes(table) == 0
+    table.rest()
+    assert flushed == [False, True] and table.array.all()
 
 
 def test_nothing_stays(tmp_path: Path) -> None:
