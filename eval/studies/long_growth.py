@@ -100,9 +100,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             grown = ms[-1] / ms[0] / (at[-1] / at[0])
             reached += [judged(f"{name}: growth of a step over that of the output", float(grown), most=1.0)]
     last = str(max(row["generated"] for row in rows))
-    for name in set(_LEAST) & set(table) if ADAPTIVE in table else ():
-        measured = table[name][last] / table[ADAPTIVE][last]
-        reached += [judged(f"a step of {name} over one of {ADAPTIVE}, {last} tokens", measured, least=_LEAST[name])]
+    for name, least in _LEAST.items():
+        if {ADAPTIVE, name} <= set(table):
+            measured = table[name][last] / table[ADAPTIVE][last]
+            reached += [judged(f"a step of {name} over one of {ADAPTIVE}, {last} tokens", measured, least=least)]
     return {"ms": table, "must_reach": reached}
 
 

@@ -20,6 +20,7 @@ from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
 from ..fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
 from ..fetch.tier import SlotTier, Tier
+from ..history.appending import fullest
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
 from ..history.record_format import RecordFormat
@@ -164,24 +165,32 @@ class ClusterLayer(SelectiveLayer):
         return output
 
     def settle(self, choice: Choice, fetched: Fetched) -> None:
-        """What waits for a cluster of a choice that was fetched does so no longer (DynaKV, algorithm 1). For `combine`,
-        once for as many tokens as leave the tail together: what is then not at hand is read before more comes to wait.
-        """
+        """What waits for a cluster of a choice that was fetched does so no longer (DynaKV, algorithm 1); if more waits
+        for others than may, the fullest of these are read for it. For `combine`, once for as many tokens as leave the
+        tail together."""
         history, own = self._own, self._own.clustered
-        waiting = own.waiting > 0
         extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None
         begins = np.diff(extents.unit, axis=1, prepend=-1) > 0
         row, column = (begins & (extents.records >= 0)).nonzero()
-        first = np.full(waiting.shape, -1)  # where what each cluster's first page holds is
+        first = np.full(own.stored.shape, -1)  # where what each cluster's first page holds is
         first[row, choice.units[row, extents.unit[row, column]]] = column
-        rows, clusters = (waiting & (first >= 0)).nonzero()
+        leaving = (own.waiting > 0) & (first >= 0)
         held = fetched.records
 
         def pages(rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
-            at = first[rows, clusters] + numbers
-            return held[torch.from_numpy(rows).to(held.device), torch.from_numpy(at).to(held.device)]
+            begin = first[rows, clusters]
+            if (absent := begin < 0).all():
+                return own.read(rows, clusters, numbers)
+            found = held[torch.from_numpy(rows).to(held.device), torch.from_numpy(begin + numbers).to(held.device)]
+            if absent.any():
+                found[torch.from_numpy(absent).to(held.device)] = own.read(
+                    rows[absent], clusters[absent], numbers[absent]
+                )
+            return found
 
+        others = fullest(np.where(leaving, 0, own.waiting), own.buffer.most)
+        rows, clusters = map(np.concatenate, zip(leaving.nonzero(), others, strict=True))
         if rows.size:
             own.settle(pages, rows, clusters)
 

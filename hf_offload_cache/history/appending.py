@@ -17,6 +17,16 @@ PagesOf = Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 were changed since."""
 
 
+def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (n,) and numbers (n,) of the fullest clusters of each row, of which so much waits (rows, clusters), without
+    which no more than `most` does."""
+    order = np.argsort(-waiting, 1, kind="stable")
+    falling = np.take_along_axis(waiting, order, 1)
+    over = falling.sum(1, keepdims=True) - most
+    rows, places = ((np.cumsum(falling, 1) - falling < over) & (falling > 0)).nonzero()
+    return rows, order[rows, places]
+
+
 @dataclass(frozen=True)
 class Appending:
     """Some clusters that are not to be split; of each, (n,)."""

@@ -56,4 +56,4 @@ def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, writ
     split = splitting(form, clusters.capacity + clusters.append_buffer + form.group_size)
     pages = most_appended(form, clusters.capacity, write_queue)
     grown = clusters.append_buffer + 2 * form.group_size  # of one cluster all pages are written at once
-    return at_once, max(a_group, split, appending(form, np.array([max(pages * form.group_size, grown)])))
+    return at_once, max(a_group, split + appending(form, np.array([max(pages * form.group_size, grown)])))

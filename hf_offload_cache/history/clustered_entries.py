@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,16 @@ import torch
 from ..fetch.storage import Storage
 from ..stores.base import Store
 from .append_buffer import AppendBuffer
-from .appending import Appending, PagesOf
+from .appending import Appending, PagesOf, fullest
 from .arrivals import Arrivals
 from .cluster_bytes import appending, clustering, most_appended, splitting, writing
-from .cluster_pages import ClusterPages, in_order
+from .cluster_pages import ClusterPages
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Moments, Partition, moments
 from .readers import Readers
 from .record_format import RecordFormat
+from .stored_counts import StoredCounts
 
 
 class ClusteredEntries:
@@ -27,8 +30,7 @@ class ClusteredEntries:
 
     A cluster's first members, in the order of the sequence, lie in its pages, of `group_size` entries each; what has
     joined since waits in the `buffer` until the cluster is at hand and `settle` is told what lies there: then a page
-    that was not full is written anew, and a cluster that has become too wide is split. For the thread that runs the
-    model.
+    that was not full is written anew, and a cluster that has become too wide is split. For the model's thread.
 
     Args:
         readers: told which records are written anew.
@@ -43,7 +45,6 @@ class ClusteredEntries:
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
         self.pages = ClusterPages(store, partition.rows, -(-partition.capacity // form.group_size))
         self.sealed = 0
-        self._stored = np.zeros((partition.rows, 0), dtype=np.int32)
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._unplaced: NewClusters | None = None
         self._count_stored()
@@ -57,39 +58,30 @@ class ClusteredEntries:
     @property
     def stored(self) -> np.ndarray:
         """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, until the next change."""
-        return self._stored
+        return self._counts.entries
 
     @property
     def waiting(self) -> np.ndarray:
         """How many members of each cluster wait, (rows, clusters)."""
-        return self.partition.counts - self._stored
+        return self.partition.counts - self._counts.entries
 
     def _count_stored(self) -> None:
-        """Have `stored` as partition and buffer are now."""
-        rows, columns = (self.buffer.places >= 0).nonzero()
-        stored = self.partition.counts.copy()
-        np.subtract.at(stored, (rows, self._labels[rows, self.buffer.places[rows, columns]]), 1)
-        self._stored, self._page_counts = stored, -(-stored // self.form.group_size)
-        self._sizes: np.ndarray | None = None
+        """Know what lies in pages, as partition and buffer are now."""
+        self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
 
     @property
     def page_counts(self) -> np.ndarray:
         """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
-        return self._page_counts
+        return self._counts.pages
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
-        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others, anything."""
-        if self._sizes is None:
-            pages = in_order(self.page_counts)
-            ids = self.pages.records(*pages)
-            self._sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
-            self._sizes[ids] = self.page_counts[pages[0], pages[1]]
-        return self._sizes[np.minimum(records, self._sizes.size - 1)]
+        """See `StoredCounts`."""
+        return self._counts.sizes(records, self.pages)
 
     @property
     def tables_nbytes(self) -> int:
-        tables = self._labels, self._stored, self._page_counts, self._sizes, self.buffer.places
-        return sum(0 if one is None else one.nbytes for one in tables) + self.partition.nbytes + self.pages.nbytes
+        own = self._labels, self._counts, self.buffer.places, self.partition, self.pages
+        return sum(one.nbytes for one in own)
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +92,7 @@ class ClusteredEntries:
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         self._label(self.sealed + coming.count)  # what can fail comes first
         if coming.count <= self.form.group_size:
-            self._make_room()
+            self.settle(self.read, *fullest(self.waiting, self.buffer.most))
             points = np.stack([coming.points(row) for row in range(coming.rows)])
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
@@ -156,14 +148,6 @@ class ClusteredEntries:
 
     # --- what waits --------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Let no row have more that waits than the buffer is for: the fullest clusters are read and settled."""
-        over, waiting = self.buffer.counts - self.buffer.most, self.waiting
-        order = np.argsort(-waiting, 1, kind="stable")
-        falling = np.take_along_axis(waiting, order, 1)
-        rows, places = ((np.cumsum(falling, 1) - falling < over[:, None]) & (falling > 0)).nonzero()
-        self.settle(self.read, rows, order[rows, places])
-
     def settle_all(self) -> None:
         """Let nothing wait any more."""
         self.settle(self.read, *self.waiting.nonzero())
@@ -180,35 +164,51 @@ class ClusteredEntries:
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
         that are to be split are so. Raises with nothing changed of those that are not settled."""
-        own, grows = self.partition, np.ones(len(rows), dtype=bool)
-        for at in own.to_split[rows, clusters].nonzero()[0].tolist():
+        own, account = self.partition, self._storage.account
+        wide = own.to_split[rows, clusters]
+        growing = self._growing(rows[~wide], clusters[~wide])
+        for at in wide.nonzero()[0]:
             row, cluster = int(rows[at]), int(clusters[at])
-            if own.to_split[row, cluster]:  # else others have taken the room
-                grows[at] = False
-                with self._storage.account.holding("packing", splitting(self.form, int(own.counts[row, cluster]))):
-                    self._split(row, cluster, pages)
-        group, most = self.form.group_size, most_appended(self.form, own.capacity, self._storage.write_queue)
-        for some in Appending.in_pieces(rows[grows], clusters[grows], self.stored, self.waiting, group, most):
-            with self._storage.account.holding("packing", appending(self.form, some.counts)):
-                self._append(some, pages)
+            if not own.to_split[row, cluster]:  # others have taken the room
+                growing = chain(growing, self._growing(rows[at : at + 1], clusters[at : at + 1]))
+                continue
+            some = next(growing, None)
+            packing = 0 if some is None else appending(self.form, some.counts)
+            with account.holding("packing", packing + splitting(self.form, int(own.counts[row, cluster]))):
+                self._split(row, cluster, pages, some)
+        for some in growing:
+            with account.holding("packing", appending(self.form, some.counts)):
+                writer = PageWriter(self._storage, self.store, self.form, at_once=True)
+                waits = self._append(some, pages, writer)
+                self._readers.stale(writer.ids)
+                self._settled(waits, writer.end(), rows[:0])
 
-    def _append(self, some: Appending, pages: PagesOf) -> None:
+    def _growing(self, rows: np.ndarray, clusters: np.ndarray) -> Iterator[Appending]:
+        """These, as many at a time as are written together."""
+        most = most_appended(self.form, self.partition.capacity, self._storage.write_queue)
+        return Appending.in_pieces(rows, clusters, self.stored, self.waiting, self.form.group_size, most)
+
+    def _append(self, some: Appending, pages: PagesOf, writer: PageWriter) -> tuple[np.ndarray, np.ndarray]:
+        """Give the writer what waits for some clusters, and what it is put behind; where in the buffer that is."""
         waits = some.waits_at(self.buffer, self._labels, self.partition.clusters)
-        writer = PageWriter(self._storage, self.store, self.form, at_once=True)
         entries, first = some.entries(pages, self.buffer.at(*waits)), self.pages.records(*some.ends)
         writer.put(entries, some.counts, first, self.pages.steps(some.rows, some.clusters))
-        self._readers.stale(writer.ids)
-        self._settled(waits, writer.end(), first[:0])
+        return waits
 
-    def _split(self, row: int, cluster: int, pages: PagesOf) -> None:
+    def _split(self, row: int, cluster: int, pages: PagesOf, some: Appending | None) -> None:
+        """And let others grow, in the same write."""
         tokens, entries = self._whole(row, cluster, pages)
         parts = self.partition.parts(row, cluster, points := self.points(entries))
         held, one = np.arange(-(-len(tokens) // self.form.group_size)), (np.array([row]), np.array([cluster]))
-        self._readers.stale(rewrites := self.pages.records(*one, held))
+        writer, waits = PageWriter(self._storage, self.store, self.form, at_once=True), self.buffer.where(row, tokens)
+        if some is not None:
+            more = self._append(some, pages, writer)
+            waits = np.concatenate([waits[0], more[0]]), np.concatenate([waits[1], more[1]])
+        rewrites = self.pages.records(*one, held)
+        self._readers.stale(np.concatenate([rewrites, writer.ids]))
         self.partition.reserve(split := np.full(parts.max(), row))
         places = self.pages.reserve(split)
         try:
-            writer = PageWriter(self._storage, self.store, self.form, at_once=True)
             order = torch.from_numpy(np.argsort(parts, kind="stable")).to(entries.device)
             first, step = np.array([(int(rewrites[0]), int(self.pages.steps(*one)[0])), *places]).T
             writer.put(entries[order], np.bincount(parts), first, step)
@@ -220,7 +220,7 @@ class ClusteredEntries:
         self._widen_labels()
         self._labels[row, tokens] = numbers[parts]
         self.pages.take(split, numbers[1:], places)
-        self._settled(self.buffer.where(row, tokens), written, np.setdiff1d(rewrites, written[0]))
+        self._settled(waits, written, np.setdiff1d(rewrites, written[0]))
 
     def _settled(self, waits: tuple[Any, Any], written: tuple[Any, Any], gone: np.ndarray) -> None:
         """What waited there does so no longer; records were written, and others hold nothing any more."""

@@ -39,7 +39,7 @@ class PageWriter:
     @property
     def ids(self) -> np.ndarray:
         """The records (n,) that `end` hands over."""
-        return np.concatenate(self._ids)
+        return np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int64)
 
     def put(self, entries: torch.Tensor, counts: np.ndarray, first: np.ndarray, step: np.ndarray) -> None:
         """Of entries (n, width) the first `counts[0]` go to the records `first[0]`, `first[0] + step[0]` and so on, the

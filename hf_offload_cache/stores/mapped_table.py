@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -46,7 +45,9 @@ class MappedTable:
         except BaseException:
             os.close(descriptor)
             raise
-        self.descriptor, self.nbytes, self._fresh = descriptor, size, True
+        self.descriptor, self.nbytes = descriptor, size
+        self._name, self._fresh = name, True
+        self._failed: tuple[int, str] | None = None
         weakref.finalize(self, os.close, descriptor)
         self.array = np.frombuffer(self._map, dtype=array.dtype, count=array.size).reshape(array.shape)
         self.array[...] = array
@@ -58,13 +59,19 @@ class MappedTable:
 
     def rest(self) -> None:
         """It is not read for a while: none of it is in memory until it is. The first time this waits until it is
-        written; where that fails it stays in memory."""
-        if self._fresh:
-            with contextlib.suppress(OSError):
+        written, as long as the system does. Raises `StoreError` where it cannot be, then and from then on: what the
+        system still has of it may be lost at any time."""
+        if self._fresh and self._failed is None:
+            try:
                 self._map.flush()
-                self._fresh = False
-        if self._fresh:
-            return
+            except OSError as error:
+                self._failed = error.errno or 0, str(error.strerror)
+            self._fresh = False
+        if self._failed is not None:
+            raise StoreError(
+                self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); what is cached is "
+                "still on the disk: `reset` the cache, or keep the table in memory"
+            )  # fmt: skip
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if hasattr(os, "posix_fadvise"):

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,28 +47,23 @@ def test_what_was_put_in_comes_back_after_it_rested(tmp_path: Path) -> None:
     assert np.array_equal(table.array, values)
 
 
-def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it can be: there is another time."""
+def test_what_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on, since a second attempt would succeed with nothing written; nothing is let go of."""
     table = MappedTable(tmp_path, "a table", np.ones(SIZE, dtype=np.uint8))
-    flushed: list[bool] = []
+    flushed: list[int] = []
 
     class Refusing:
-        def __init__(self, mapped: Any) -> None:
-            self.madvise, self._flush = mapped.madvise, mapped.flush
-
         def flush(self) -> None:
-            flushed.append(bool(flushed))
-            if not flushed[-1]:
+            flushed.append(1)
+            if len(flushed) == 1:
                 raise OSError(errno.EIO, "was made to fail")
-            self._flush()
 
-    monkeypatch.setattr(table, "_map", Refusing(table._map))
-    table.rest()
-    assert flushed == [False] and mapped_bytes(table) >= SIZE
-    table.rest()
-    assert flushed == [False, True] and mapped_bytes(table) == 0
-    table.rest()
-    assert flushed == [False, True] and table.array.all()
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_map", Refusing())
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"a table: its table could not be written .*reset"):
+                table.rest()
+    assert flushed == [1] and mapped_bytes(table) >= SIZE and table.array.all()
 
 
 def test_nothing_stays(tmp_path: Path) -> None:
