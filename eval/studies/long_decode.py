@@ -31,11 +31,11 @@ come to have; or makes clusters of its own, a window at a time. And joins cluste
 """
 
 
-def fields_of(fields: dict[str, Any] | None, held: int) -> dict[str, Any] | None:
-    """A contender's fields for `held` tokens: clusters of a prompt are from the beginning as many as others come to
-    have."""
+def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str, Any] | None:
+    """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
+    as many as others come to have, as far as there are three keys for each."""
     if fields is not None and fields.get("cache", "").endswith("StaticClusterCache"):
-        return {"num_clusters": held // 32, **fields}
+        return {"num_clusters": min(held // 32, prompt // 3), **fields}
     return fields
 
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     for name, contender in contenders_of(arguments, USUAL).items():
         if rows.has(name=name):
             continue
-        with open_cache(model, fields_of(contender.fields, held), held + 8, arguments.path) as cache:
+        with open_cache(model, fields_of(contender.fields, arguments.prompt, held), held + 8, arguments.path) as cache:
             one = LongContender(name, model, cache, ids, arguments.prompt)
             for step in range(arguments.steps):
                 one.look() if step % arguments.every == arguments.every - 1 else one.step()

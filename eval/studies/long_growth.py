@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     with contextlib.ExitStack() as stack:
         each = [LongContender(DYNAMIC, model, DynamicCache(config=model.config), ids, arguments.prompt)]
         for name, contender in contenders_of(arguments, USUAL).items():
-            fields = fields_of(contender.fields, held)
+            fields = fields_of(contender.fields, arguments.prompt, held)
             cache = stack.enter_context(open_cache(model, fields, held + 8, arguments.path))
             each.append(LongContender(name, model, cache, ids, arguments.prompt))
         for mark in marks:
