@@ -4,11 +4,11 @@ chunks alone where what is known of a whole one does not decide.
 A node of size s is tokens [j s, (j + 1) s) of a row, and is judged by two bounds of the importance of its tokens. All
 rows are judged a level at a time.
 
-Steps use the queue's `front` alone, and where no lower bound tells anything what is first in the queue. On text (SmolLM2-135M, 400 of 1,000 tokens of 4K) bounds of a half decide nothing
-that those of the whole chunk did not: to descend through halves of what was brought, 32 or 16 tokens and then pairs,
-took 1.06 and 1.13 times as many evaluations as judging each token by its key, through all halves 1.84 times, and took
-longer. `important_tokens` is the whole of section 4.2, exact where bounds are attained, and what that was measured
-with.
+Steps use the queue's `front` alone, and where no lower bound tells anything what is first in the queue. On text
+(SmolLM2-135M, 400 of 1,000 tokens of 4K) bounds of a half decide nothing that those of the whole chunk did not: to
+descend through halves of what was brought, 32 or 16 tokens and then pairs, took 1.06 and 1.13 times as many evaluations
+as judging each token by its key, through all halves 1.84 times, and took longer. `important_tokens` is the whole of
+section 4.2, exact where bounds are attained, and what that was measured with.
 """
 
 from __future__ import annotations
