@@ -26,8 +26,8 @@ from .long_decode import USUAL as _DECODED
 USUAL = {name: _DECODED[name] for name in (ADAPTIVE, STATIC, LOCAL, ROWS)}
 _LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}
 """How many times longer a step is asked to take, at the last mark."""
-_CALL = 64
-"""Tokens of a call by which the output grows between two marks: few enough to join clusters as decoded ones do."""
+_CALL = 16
+"""Tokens of a call by which the output grows between two marks: as many as join clusters as decoded ones do."""
 _TURN = 8
 _SETTLES = 16
 """Steps of a mark before those that count: slots fill."""
