@@ -133,7 +133,7 @@ def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: G
     chosen: list[np.ndarray] = []
     number = iter(range(1000))
 
-    def distinct(layer: Any, query: Any, *, guess: bool = False) -> Choice:
+    def distinct(layer: Any, query: Any, *, guess: bool = False, again: bool = False) -> Choice:
         units = np.arange(BUDGET)[None] + BUDGET * (next(number) % 8)
         return Choice(units, importance=np.full(units.shape, float(units[0, 0]), dtype=np.float32))
 
