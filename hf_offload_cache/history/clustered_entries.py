@@ -165,18 +165,18 @@ class ClusteredEntries:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
         that are to be split are so. Raises with nothing changed of those that are not settled."""
         own, account = self.partition, self._storage.account
-        wide = own.to_split[rows, clusters]
+        wide, late = own.to_split[rows, clusters], list[int]()
         growing = self._growing(rows[~wide], clusters[~wide])
-        for at in wide.nonzero()[0]:
+        for at in wide.nonzero()[0].tolist():
             row, cluster = int(rows[at]), int(clusters[at])
             if not own.to_split[row, cluster]:  # others have taken the room
-                growing = chain(growing, self._growing(rows[at : at + 1], clusters[at : at + 1]))
+                late.append(at)
                 continue
             some = next(growing, None)
             packing = 0 if some is None else appending(self.form, some.counts)
             with account.holding("packing", packing + splitting(self.form, int(own.counts[row, cluster]))):
                 self._split(row, cluster, pages, some)
-        for some in growing:
+        for some in chain(growing, self._growing(rows[late], clusters[late])):
             with account.holding("packing", appending(self.form, some.counts)):
                 writer = PageWriter(self._storage, self.store, self.form, at_once=True)
                 waits = self._append(some, pages, writer)

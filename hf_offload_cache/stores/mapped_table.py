@@ -61,12 +61,12 @@ class MappedTable:
         """It is not read for a while: none of it is in memory until it is. The first time this waits until it is
         written, as long as the system does. Raises `StoreError` where it cannot be, then and from then on: what the
         system still has of it may be lost at any time."""
-        if self._fresh and self._failed is None:
+        if self._fresh:
+            self._fresh = False
             try:
                 self._map.flush()
             except OSError as error:
                 self._failed = error.errno or 0, str(error.strerror)
-            self._fresh = False
         if self._failed is not None:
             raise StoreError(
                 self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); what is cached is "

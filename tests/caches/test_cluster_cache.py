@@ -184,8 +184,11 @@ def test_centroids_on_the_disk_are_in_memory_while_they_are_used(
         told.clear()
         feed(cache, prompt(model, 1, 1))
         tables = [id(layer.history.clustered.partition._table) for layer in cache.offloaded]
-    order = [("will_need", tables[1]), ("rest", tables[0]), ("will_need", tables[2]), ("rest", tables[1])]
-    assert told == [*order, ("rest", tables[2])]
+        order = [("will_need", tables[1]), ("rest", tables[0]), ("will_need", tables[2]), ("rest", tables[1])]
+        assert told == [*order, ("rest", tables[2])]
+        told.clear()
+        cache.offloaded[1].end_step()  # of a layer that no attention came to
+        assert told == [("rest", tables[1])]
 
 
 @pytest.mark.parametrize("fields", [{"num_recent": 0}, {"look_ahead": "sometimes"}])
@@ -199,17 +202,23 @@ def test_other_fields_are_checked_where_a_share_is_selected(fields: dict[str, An
 def test_layers_take_turns_to_settle_what_is_at_hand(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once for as many tokens as leave the tail together, however many a call has; no two in one step."""
     told: dict[int, list[int]] = {}
+    crowded: list[bool] = []
     settle = ClusterLayer.settle
 
     def noted(layer: ClusterLayer, choice: Any, fetched: Any) -> None:
         told.setdefault(layer.layer_idx, []).append(layer.length)
+        before = layer.history.clustered.buffer.counts  # type: ignore[attr-defined]
         settle(layer, choice, fetched)
+        buffer = layer.history.clustered.buffer  # type: ignore[attr-defined]
+        crowded.append(int(before.max()) > buffer.most)
+        assert buffer.counts.max() <= buffer.most
 
     monkeypatch.setattr(ClusterLayer, "settle", noted)
     model = long_model()
     with ClusterCache(model, num_selected=60, **SMALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=60, **how)
         layers = len(cache.layers)
+    assert any(crowded), "some of what waited was not at hand, or too much of it was"
     assert sorted(told) == list(range(layers)) and all(len(lengths) >= 5 for lengths in told.values())
     if not how:
         for layer_idx, lengths in told.items():

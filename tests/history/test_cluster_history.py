@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history import new_clusters
+from hf_offload_cache.history import clustered_entries, new_clusters
+from hf_offload_cache.history.appending import fullest
 from hf_offload_cache.history.base import History
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
@@ -357,6 +358,39 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
         pages = -(-(stored % group + waiting) // group)
         assert sum(map(len, written)) == pages.sum() == len(set(np.concatenate(written).tolist()))
         assert max(map(len, written)) <= 4 and len(written) <= 1 + pages.sum() / 3
+
+
+def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many writes as splits, all that grows with the first, and one of what is too wide and cannot be split."""
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=40)) as case:
+        own, write, written = case.history.clustered, case.storage.prefetcher.write, list[np.ndarray]()
+        for _ in range(24):
+            case.append(1)
+        rows, clusters = own.waiting.nonzero()
+        wide, used = own.partition.to_split[rows, clusters], own.partition.used.sum()
+        assert wide.any() and not wide.all()
+        ends = own.pages.records(rows, clusters, own.stored[rows, clusters] // FORM.group_size)[~wide]
+
+        def writes(store: Any, ids: np.ndarray, records: torch.Tensor) -> None:
+            written.append(ids)
+            write(store, ids, records)
+
+        monkeypatch.setattr(case.storage.prefetcher, "write", writes)
+        monkeypatch.setattr(clustered_entries, "most_appended", lambda *given: 1000)
+        own.settle(own.read, rows, clusters)
+        case.check()
+        assert not own.waiting.any()
+        split = int(own.partition.used.sum() - used)
+        assert 0 < split < wide.sum(), "there was room for some alone"
+        assert len(written) <= split + 1, "what had no room to be split grows together"  # one may give several parts
+        assert np.isin(ends, written[0]).all()
+
+
+def test_the_fullest_leave_until_the_rest_has_room() -> None:
+    waiting = np.array([[0, 3, 1, 2], [1, 0, 0, 0]])
+    for most, expected in ((0, [(0, 1), (0, 2), (0, 3), (1, 0)]), (2, [(0, 1), (0, 3)]), (3, [(0, 1)]), (6, [])):
+        rows, clusters = fullest(waiting, most)
+        assert sorted(zip(rows.tolist(), clusters.tolist(), strict=True)) == expected
 
 
 def test_what_cannot_be_written_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
