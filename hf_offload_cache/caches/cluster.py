@@ -20,10 +20,10 @@ from ..fetch.choice import Choice
 from ..fetch.fetched import Fetched
 from ..fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
 from ..fetch.tier import SlotTier, Tier
-from ..history.appending import fullest
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
 from ..history.record_format import RecordFormat
+from ..history.settling import fullest
 from ..memory.plan import LayerPlan, Planned
 from ..memory.search import Search
 from ..model.attention_call import AttentionCall

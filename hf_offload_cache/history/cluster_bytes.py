@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from .cluster_form import ClusterForm
 from .clustering import BATCH
 from .co_retrieval import ORDERED
 from .page_writer import piece_bytes
 from .record_format import RecordFormat
 
-FEW_PAGES = 4
-"""Pages that are written together where clusters grow, however little is to be held."""
+MOST_SETTLED = 24
+"""Pages that are written together where clusters grow and are split: those of six clusters of the usual capacity."""
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
@@ -27,23 +25,15 @@ def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) ->
     return max(pages, 2 * 4 * min(clusters, ORDERED) ** 2)
 
 
-def most_appended(form: RecordFormat, capacity: int, write_queue: int) -> int:
-    """Pages that are written at a time where clusters grow: as many as take what it takes to split the largest, or a
-    few."""
-    size = max(splitting(form, capacity) // 4, FEW_PAGES * form.record_bytes)
-    return max(1, min(size, piece_bytes(write_queue)) // form.record_bytes)
+def most_settled(form: RecordFormat, write_queue: int) -> int:
+    """Pages that are written at a time where clusters grow and are split, or all of one cluster."""
+    return max(1, min(MOST_SETTLED, piece_bytes(write_queue) // form.record_bytes))
 
 
-def appending(form: RecordFormat, counts: np.ndarray) -> int:
-    """While so many entries of clusters (n,) are put at the ends of their pages: these as they are read and put
-    together, in pages, and packed."""
-    return 4 * int((-(-counts // form.group_size)).sum()) * form.record_bytes
-
-
-def splitting(form: RecordFormat, most: int) -> int:
-    """While a cluster of at most so many tokens is split: its entries as they are read, put together and packed, and
-    its keys in 32 bits."""
-    return (most + form.group_size) * (4 * form.entry_bytes + 2 * 4 * form.key_width)
+def settling(form: RecordFormat, pages: int) -> int:
+    """While so many pages are written anew, of clusters that grow or are split: what goes into them as it is read and
+    put together, and its keys in 32 bits, twice; then the pages, and these packed."""
+    return pages * (2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width))
 
 
 def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
@@ -53,7 +43,5 @@ def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, writ
         max(clustering(form, own), writing(form, own, count, write_queue))
         for own, count in ((tokens, clusters.most_clusters(tokens)), (form.group_size, few))
     )
-    split = splitting(form, clusters.capacity + clusters.append_buffer + form.group_size)
-    pages = most_appended(form, clusters.capacity, write_queue)
-    grown = clusters.append_buffer + 2 * form.group_size  # of one cluster all pages are written at once
-    return at_once, max(a_group, split + appending(form, np.array([max(pages * form.group_size, grown)])))
+    largest = -(-(clusters.capacity + clusters.append_buffer + 2 * form.group_size) // form.group_size)
+    return at_once, max(a_group, settling(form, max(largest, most_settled(form, write_queue))))

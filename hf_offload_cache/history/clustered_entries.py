@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,19 @@ import torch
 from ..fetch.storage import Storage
 from ..stores.base import Store
 from .append_buffer import AppendBuffer
-from .appending import Appending, PagesOf, fullest
 from .arrivals import Arrivals
-from .cluster_bytes import appending, clustering, most_appended, splitting, writing
+from .cluster_bytes import clustering, most_settled, settling, writing
 from .cluster_pages import ClusterPages
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Moments, Partition, moments
 from .readers import Readers
 from .record_format import RecordFormat
+from .settling import PagesOf, Settling, fullest
 from .stored_counts import StoredCounts
+
+Split = tuple[int, int, np.ndarray, np.ndarray]
+"""A row, a cluster of it, its keys (n, D), and into which part each is to go, (n,)."""
 
 
 class ClusteredEntries:
@@ -164,71 +165,69 @@ class ClusteredEntries:
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
         that are to be split are so. Raises with nothing changed of those that are not settled."""
-        own, account = self.partition, self._storage.account
-        wide, late = own.to_split[rows, clusters], list[int]()
-        growing = self._growing(rows[~wide], clusters[~wide])
-        for at in wide.nonzero()[0].tolist():
-            row, cluster = int(rows[at]), int(clusters[at])
-            if not own.to_split[row, cluster]:  # others have taken the room
-                late.append(at)
-                continue
-            some = next(growing, None)
-            packing = 0 if some is None else appending(self.form, some.counts)
-            with account.holding("packing", packing + splitting(self.form, int(own.counts[row, cluster]))):
-                self._split(row, cluster, pages, some)
-        for some in chain(growing, self._growing(rows[late], clusters[late])):
-            with account.holding("packing", appending(self.form, some.counts)):
-                writer = PageWriter(self._storage, self.store, self.form, at_once=True)
-                waits = self._append(some, pages, writer)
-                self._readers.stale(writer.ids)
-                self._settled(waits, writer.end(), rows[:0])
+        form, wide = self.form, self.partition.to_split[rows, clusters]
+        most = most_settled(form, self._storage.write_queue)
+        for some in Settling.in_pieces(rows, clusters, wide, self.stored, self.waiting, form.group_size, most):
+            with self._storage.account.holding("packing", settling(form, some.written_pages(form.group_size))):
+                self._settle(pages, some)
 
-    def _growing(self, rows: np.ndarray, clusters: np.ndarray) -> Iterator[Appending]:
-        """These, as many at a time as are written together."""
-        most = most_appended(self.form, self.partition.capacity, self._storage.write_queue)
-        return Appending.in_pieces(rows, clusters, self.stored, self.waiting, self.form.group_size, most)
-
-    def _append(self, some: Appending, pages: PagesOf, writer: PageWriter) -> tuple[np.ndarray, np.ndarray]:
-        """Give the writer what waits for some clusters, and what it is put behind; where in the buffer that is."""
-        waits = some.waits_at(self.buffer, self._labels, self.partition.clusters)
-        entries, first = some.entries(pages, self.buffer.at(*waits)), self.pages.records(*some.ends)
-        writer.put(entries, some.counts, first, self.pages.steps(some.rows, some.clusters))
-        return waits
-
-    def _split(self, row: int, cluster: int, pages: PagesOf, some: Appending | None) -> None:
-        """And let others grow, in the same write."""
-        tokens, entries = self._whole(row, cluster, pages)
-        parts = self.partition.parts(row, cluster, points := self.points(entries))
-        held, one = np.arange(-(-len(tokens) // self.form.group_size)), (np.array([row]), np.array([cluster]))
-        writer, waits = PageWriter(self._storage, self.store, self.form, at_once=True), self.buffer.where(row, tokens)
-        if some is not None:
-            more = self._append(some, pages, writer)
-            waits = np.concatenate([waits[0], more[0]]), np.concatenate([waits[1], more[1]])
-        rewrites = self.pages.records(*one, held)
-        self._readers.stale(np.concatenate([rewrites, writer.ids]))
-        self.partition.reserve(split := np.full(parts.max(), row))
-        places = self.pages.reserve(split)
+    def _settle(self, pages: PagesOf, some: Settling) -> None:
+        """In one write."""
+        own, group = self.partition, self.form.group_size
+        waits = some.waits_at(self.buffer, self._labels, own.clusters)
+        entries = some.entries(pages, self.buffer.at(*waits), group)
+        parts, splits = self._parts(some, entries)
+        owner = np.repeat(np.arange(len(some.counts)), some.counts)
+        width = int(parts.max(initial=0)) + 1
+        each, counts = np.unique(owner * width + parts, return_counts=True)  # of each part, one cluster after the other
+        of, part = np.divmod(each, width)
+        first, step = self.pages.records(*some.ends)[of], self.pages.steps(some.rows, some.clusters)[of]
+        fresh = some.rows[of[part > 0]]
+        own.reserve(fresh)
+        places = self.pages.reserve(fresh)
+        before = self.pages.records(*some.pages(group))
+        writer = PageWriter(self._storage, self.store, self.form, at_once=True)
         try:
-            order = torch.from_numpy(np.argsort(parts, kind="stable")).to(entries.device)
-            first, step = np.array([(int(rewrites[0]), int(self.pages.steps(*one)[0])), *places]).T
-            writer.put(entries[order], np.bincount(parts), first, step)
+            if places:
+                first[part > 0], step[part > 0] = np.array(places).T
+            order = torch.from_numpy(np.lexsort((parts, owner))).to(entries.device)
+            writer.put(entries[order], counts, first, step)
+            self._readers.stale(np.concatenate([before, writer.ids]))
             written = writer.end()
         except Exception:
-            self.pages.give(split, places)
+            self.pages.give(fresh, places)
             raise
-        numbers = self.partition.split(row, cluster, points, parts)
-        self._widen_labels()
-        self._labels[row, tokens] = numbers[parts]
-        self.pages.take(split, numbers[1:], places)
-        self._settled(waits, written, np.setdiff1d(rewrites, written[0]))
-
-    def _settled(self, waits: tuple[Any, Any], written: tuple[Any, Any], gone: np.ndarray) -> None:
-        """What waited there does so no longer; records were written, and others hold nothing any more."""
+        new = [self._split(*split) for split in splits]
+        self.pages.take(fresh, np.concatenate([*new, fresh[:0]]), places)
         try:
             self.buffer.free(*waits)
         finally:
             self._count_stored()
-            self._readers.renewed(*written, gone)
+            self._readers.renewed(*written, before[~np.isin(before, written[0])])
+
+    def _parts(self, some: Settling, entries: torch.Tensor) -> tuple[np.ndarray, list[Split]]:
+        """The part of its cluster that each of these entries is to be in, (n,): 0 where it stays; and what is to be
+        split, as far as there is room."""
+        own, ends = self.partition, np.cumsum(some.counts)
+        parts, new, splits = np.zeros(len(entries), dtype=np.int64), np.zeros(own.rows, dtype=np.int64), list[Split]()
+        for at in some.wide.nonzero()[0].tolist():
+            row, cluster = int(some.rows[at]), int(some.clusters[at])
+            if own.counts[row, cluster] <= own.capacity and not own.roomy(new)[row]:
+                continue  # others have taken the room
+            members = slice(ends[at] - some.counts[at], ends[at])
+            keys = self.points(entries[members])
+            parts[members] = own.parts(row, cluster, keys)
+            new[row] += parts[members].max()
+            splits.append((row, cluster, keys, parts[members]))
+        return parts, splits
+
+    def _split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """A cluster of a row is split, of which these are all keys. The new numbers, (n,)."""
+        numbers = self.partition.split(row, cluster, keys, parts)
+        self._widen_labels()
+        labels = self._labels[row, : self.sealed]
+        labels[labels == cluster] = numbers[parts]
+        return numbers[1:]
 
     def _whole(self, row: int, cluster: int, pages: PagesOf) -> tuple[np.ndarray, torch.Tensor]:
         """The tokens (n,) of a cluster of a row, ascending, and their entries (n, width)."""

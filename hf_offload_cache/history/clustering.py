@@ -39,7 +39,7 @@ def halves(keys: np.ndarray) -> np.ndarray:
     second = keys[_distances(keys, first).argmax()]
     found = np.zeros(len(keys), dtype=bool)
     for _ in range(_ITERATIONS):
-        before, found = found, _distances(keys, second) < _distances(keys, first)
+        before, found = found, keys @ (second - first) > (second @ second - first @ first) / 2
         if found.all() or not found.any():
             return np.arange(len(keys)) >= len(keys) // 2
         if np.array_equal(before, found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 ORDERED = 512
 """Clusters that are put in an order at a time: what is counted is of all pairs."""
@@ -15,14 +16,14 @@ def co_retrieved(queries: np.ndarray, centroids: np.ndarray, counts: np.ndarray,
     Each of these tokens, with scaled `queries` (heads, n, D), wants the clusters that have most of the attention of its
     heads, a key, if keys were their centroids (C, D), until there are `wanted` keys: `counts` (C,) have so many.
     """
-    products = queries @ centroids.T + np.log(counts, dtype=np.float32)
+    products = (torch.from_numpy(queries) @ torch.from_numpy(centroids).T).numpy() + np.log(counts, dtype=np.float32)
     held = np.exp(products - products.max(2, keepdims=True))
     shares = (held / held.sum(2, keepdims=True)).sum(0) / counts
     order = np.argsort(-shares, 1, kind="stable")
     keys = counts[order]
     wants = np.zeros(shares.shape, dtype=np.float32)
     np.put_along_axis(wants, order, (np.cumsum(keys, 1) - keys < wanted).astype(np.float32), 1)
-    together = wants.T @ wants
+    together: np.ndarray = (torch.from_numpy(wants).T @ torch.from_numpy(wants)).numpy()
     np.fill_diagonal(together, 0)
     return together
 

@@ -122,7 +122,8 @@ class Partition:
         centroids = self.centroids.astype(np.float32)
         apart = np.einsum("rcd,rcd->rc", centroids, centroids)
         apart[self.closed | (self.counts == 0)] = np.inf
-        distances = apart[:, None] - 2 * keys @ centroids.transpose(0, 2, 1)
+        products = torch.from_numpy(keys) @ torch.from_numpy(centroids).transpose(1, 2)
+        distances = apart[:, None] - 2 * products.numpy()
         found = distances.argmin(2)
         found[np.isinf(np.take_along_axis(distances, found[..., None], 2)[..., 0])] = -1
         return found
@@ -188,9 +189,12 @@ class Partition:
         """(rows, clusters) bool: those whose variance is beyond their row's limit, and those that have more than there
         is room for; of what may be joined alone."""
         counts = self.counts
-        roomy = self.used * self.capacity < self.most_room * counts.sum(1)
-        wide = (self.variances > self.limits[:, None]) & (counts > 1) & roomy[:, None]
+        wide = (self.variances > self.limits[:, None]) & (counts > 1) & self.roomy(0)[:, None]
         return (wide | (counts > self.capacity)) & ~self.closed
+
+    def roomy(self, more: np.ndarray | int) -> np.ndarray:
+        """(rows,) bool: with so many `more` clusters (rows,) there is room for another that is not full."""
+        return (self.used + more) * self.capacity < self.most_room * self.counts.sum(1)
 
     def parts(self, row: int, cluster: int, keys: np.ndarray) -> np.ndarray:
         """Into which parts a cluster is to be split, of which these are all its keys (n, D): (n,) int64, 0 for those
@@ -279,8 +283,11 @@ class Partition:
 
 def moments(keys: np.ndarray) -> Moments:
     """Of keys (n, D)."""
-    mean = keys.mean(0) if len(keys) else np.zeros(keys.shape[1], dtype=np.float32)
-    return len(keys), mean, float(_squares(keys - mean).mean()) if len(keys) else 0.0
+    if not (count := len(keys)):
+        return 0, np.zeros(keys.shape[1], dtype=np.float32), 0.0
+    mean = np.add.reduce(keys, 0) / count
+    apart = keys - mean
+    return count, mean, float(np.einsum("nd,nd->", apart, apart)) / count
 
 
 def _wider(table: np.ndarray, more: int) -> np.ndarray:

@@ -81,7 +81,8 @@ class ClusterPredictor:
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
         recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu().numpy()
-        products = states.cpu().numpy() @ self.clustered.partition.centroids.astype(np.float32).transpose(0, 2, 1)
+        centroids = torch.from_numpy(self.clustered.partition.centroids.astype(np.float32))
+        products = (states.cpu() @ centroids.transpose(1, 2)).numpy()
         with np.errstate(divide="ignore"):
             held = products + np.log(counts, dtype=np.float32)[:, None]
         everything = np.concatenate([held, recent], 2)

@@ -135,7 +135,7 @@ def test_a_context_that_does_not_fit_keeps_its_clusters(tmp_path: Path) -> None:
         ids = prompt(model, 1, LENGTH)
         feed(cache, ids)
         cache.save(tmp_path / "one")
-    with ClusterCache.open(tmp_path / "one", model, memory="3/4", max_context=1000) as cache:
+    with ClusterCache.open(tmp_path / "one", model, memory="9/10", max_context=1000) as cache:
         assert (cache.config.cluster_size, cache.config.cluster_capacity) == (40, 100)
         assert cache.config.num_selected < 4000
         assert generate(model, cache, torch.cat([ids, ids[:, :1]], 1), max_new_tokens=3).tokens.shape[1] == LENGTH + 4

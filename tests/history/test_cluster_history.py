@@ -16,12 +16,12 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history import clustered_entries, new_clusters
-from hf_offload_cache.history.appending import fullest
 from hf_offload_cache.history.base import History
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
 from hf_offload_cache.history.cluster_pages import in_order
 from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.settling import fullest
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
 
@@ -376,7 +376,7 @@ def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatc
             write(store, ids, records)
 
         monkeypatch.setattr(case.storage.prefetcher, "write", writes)
-        monkeypatch.setattr(clustered_entries, "most_appended", lambda *given: 1000)
+        monkeypatch.setattr(clustered_entries, "most_settled", lambda *given: 1000)
         own.settle(own.read, rows, clusters)
         case.check()
         assert not own.waiting.any()

@@ -1,4 +1,4 @@
-"""What waits for clusters that are at hand, on its way to the ends of their pages (DynaKV, section 5.3)."""
+"""What waits for clusters, on its way to the ends of their pages, or to their parts' (DynaKV, sections 4.2, 5.2)."""
 
 from __future__ import annotations
 
@@ -28,38 +28,53 @@ def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Appending:
-    """Some clusters that are not to be split; of each, (n,)."""
+class Settling:
+    """Some clusters of which something is written anew: the page that is not full, or, of those that are to be split,
+    all of them. Of each, (n,)."""
 
     rows: np.ndarray
     clusters: np.ndarray
+    wide: np.ndarray
+    """It is to be split."""
     kept: np.ndarray
-    """Its pages that are full, and stay as they are."""
-    partly: np.ndarray
-    """How many entries are in the page behind these, which is written anew."""
+    """Its pages that stay as they are: those that are full, none of what is to be split."""
+    read: np.ndarray
+    """How many entries are in the pages behind these, which are read and written anew."""
     waiting: np.ndarray
     """Entries that wait."""
 
     @classmethod
     def in_pieces(
-        cls, rows: np.ndarray, clusters: np.ndarray, stored: np.ndarray, waiting: np.ndarray, group: int, most: int
-    ) -> Iterator[Appending]:
-        """These clusters of these rows, as many at a time as write `most` pages; of all there are so many entries
-        `stored` and `waiting`, (rows, clusters)."""
-        kept, partly = np.divmod(stored[rows, clusters], group)
+        cls, rows: np.ndarray, clusters: np.ndarray, wide: np.ndarray, stored: np.ndarray, waiting: np.ndarray,
+        group: int, most: int,
+    ) -> Iterator[Settling]:  # fmt: skip
+        """These clusters of these rows, of which some are `wide`, as many at a time as write `most` pages; of all there
+        are so many entries `stored` and `waiting`, (rows, clusters)."""
+        kept = np.where(wide, 0, stored[rows, clusters] // group)
+        read = stored[rows, clusters] - kept * group
         waits = waiting[rows, clusters]
-        for some in pieces(partly + waits, most, group):
-            yield cls(rows[some], clusters[some], kept[some], partly[some], waits[some])
+        for some in pieces(read + waits, most, group):
+            yield cls(rows[some], clusters[some], wide[some], kept[some], read[some], waits[some])
 
     @property
     def counts(self) -> np.ndarray:
         """Entries that are written of each."""
-        return self.partly + self.waiting
+        return self.read + self.waiting
 
     @property
     def ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each its row, its number, and which page is written first."""
         return self.rows, self.clusters, self.kept
+
+    def written_pages(self, group: int) -> int:
+        """How many are written, but for those that parts do not fill."""
+        return int((-(-self.counts // group)).sum())
+
+    def pages(self, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, clusters and numbers of the pages that are read."""
+        each = -(-self.read // group)
+        number = np.repeat(self.kept, each) + places_within(each)
+        return np.repeat(self.rows, each), np.repeat(self.clusters, each), number
 
     def waits_at(self, buffer: AppendBuffer, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows and columns of the buffer where these wait, (w,) each: one cluster's after the other's, in the order
@@ -72,15 +87,14 @@ class Appending:
         order = np.lexsort((tokens, whose))[(whose < 0).sum() :]
         return rows[order], columns[order]
 
-    def entries(self, pages: PagesOf, waiting: torch.Tensor) -> torch.Tensor:
-        """What is written of one cluster after the other, (sum of counts, width), new; `waiting`: what waits, (w,
-        width), as `waits_at` has it. Asks for the pages that are partly full."""
+    def entries(self, pages: PagesOf, waiting: torch.Tensor, group: int) -> torch.Tensor:
+        """What is written of one cluster after the other, each in the order of the sequence, (sum of counts, width),
+        new; `waiting`: what waits, (w, width), as `waits_at` has it."""
         out, counts = waiting.new_empty(int(self.counts.sum()), waiting.shape[1]), self.counts
-        there = places_within(counts) < np.repeat(self.partly, counts)
+        there = places_within(counts) < np.repeat(self.read, counts)
         if there.any():
-            some = self.partly > 0
-            read = pages(*(one[some] for one in self.ends))
-            held = np.arange(read.shape[1]) < self.partly[some][:, None]
-            out[torch.from_numpy(there)] = read[torch.from_numpy(held)]
+            each = -(-self.read // group)
+            held = places_within(each)[:, None] * group + np.arange(group) < np.repeat(self.read, each)[:, None]
+            out[torch.from_numpy(there)] = pages(*self.pages(group))[torch.from_numpy(held)]
         out[torch.from_numpy(~there)] = waiting
         return out
