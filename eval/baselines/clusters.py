@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
+from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
 from hf_offload_cache.history.partition import Partition
+from hf_offload_cache.history.record_format import RecordFormat
 
 WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""
@@ -72,7 +74,9 @@ class StaticClusterHistory(ClusterHistory):
 class LocalClusterHistory(ClusterHistory):
     """Tokens wait in the tail until there is a window of them, which is made into clusters of its own."""
 
-    leave_together = WINDOW
+    @classmethod
+    def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:
+        return max(WINDOW, super().leave_together(form, clusters))
 
 
 class UnplacedClusterHistory(ClusterHistory):

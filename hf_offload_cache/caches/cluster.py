@@ -110,7 +110,9 @@ class ClusterLayer(SelectiveLayer):
     @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         assert isinstance(config, ClusterConfig)
-        return config.append_buffer + kind.form.group_size
+        group = kind.form.group_size
+        together = cls.history_class.leave_together(kind.form, config.clusters)
+        return config.append_buffer + config.clusters.together(group) + together - group
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
@@ -159,8 +161,8 @@ class ClusterLayer(SelectiveLayer):
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> tuple[Output, Choice | None]:
         output = super().combine(call, choice, fetched, visible)
-        group, now = self._own.form.group_size, self.length + self.layer_idx  # layers take turns
-        if now // group > (now - call.query.shape[2]) // group:
+        together, now = self._own.together, self.length + self.layer_idx  # layers take turns
+        if now // together > (now - call.query.shape[2]) // together:
             self.settle(choice, fetched)
         return output
 

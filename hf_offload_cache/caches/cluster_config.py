@@ -35,6 +35,8 @@ class ClusterConfig(SelectedShareConfig):
     such as were just written anew; "lru", those that were not wanted for longest; "fifo", those that came first."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read anyhow."""
+    join_every: int = 32
+    """Tokens that leave the latest ones together and join clusters, in whole pages of `group_size`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +59,7 @@ class ClusterConfig(SelectedShareConfig):
         if self.num_clusters is not None:
             self._at_least("num_clusters", 1)
         self._at_least("append_buffer", 0)
+        self._at_least("join_every", 1)
         self._one_of("centroids", ("memory", "disk"))
         self._one_of("replacement", ("aligned", "lru", "fifo"))
         if self.centroids == "disk" and self.encryption_key is not None:
@@ -71,5 +74,5 @@ class ClusterConfig(SelectedShareConfig):
     def clusters(self) -> ClusterForm:
         """How a history makes clusters."""
         assert self.cluster_size is not None and self.cluster_capacity is not None
-        how = self.split_threshold, self.append_buffer, self.num_clusters, self.centroids == "disk"
+        how = self.split_threshold, self.append_buffer, self.join_every, self.num_clusters, self.centroids == "disk"
         return ClusterForm(self.cluster_size, self.cluster_capacity, *how)

@@ -17,9 +17,9 @@ _SIZES = (32, 64, 128)
 def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
     """The best configuration that fits: all that is to be attended to, and what is left for slots.
 
-    Where that does not fit, these give way, one after another: the queue and the buffers of streams, the centroids,
-    which are on the disk then, the latest tokens, small clusters, what may wait, and what is attended to. Raises
-    `BudgetError` with the least memory that would do.
+    Where that does not fit, these give way, one after another: the queue and the buffers of streams, how many
+    tokens join clusters together, the centroids, which are on the disk then, the latest tokens, small clusters, what
+    may wait, and what is attended to. Raises `BudgetError` with the least memory that would do.
     """
     tried = []
     for chosen in _tried(search):
@@ -32,7 +32,9 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
     wanted = search.config({}).brought(search.max_context)
     chosen: dict[str, Any] = {"num_selected": wanted, "reuse_capacity": 0}
-    places = [{}, {"centroids": "disk"}] if search.fields.get("encryption_key") is None else [{}]
+    places: list[dict[str, Any]] = [{}, {"join_every": 1}]
+    if search.fields.get("encryption_key") is None:
+        places.append({"join_every": 1, "centroids": "disk"})
     for place in places:
         yield from ({**chosen, **place, **search.streams(share)} for share in STREAM_SHARES)
     for place in places:

@@ -11,26 +11,26 @@ from .record_format import RecordFormat
 
 
 class AppendBuffer:
-    """At most `most` entries a row to wait, and room for `group_size` more that have just come. Rows may hold different
+    """At most `most` entries a row to wait, and room for `joining` more that have just come. Rows may hold different
     numbers of entries. On the layer's device, in the account as "append buffer". For the thread that runs the model."""
 
     def __init__(
-        self, form: RecordFormat, rows: int, most: int, device: torch.device, account: MemoryAccount
+        self, form: RecordFormat, rows: int, most: int, joining: int, device: torch.device, account: MemoryAccount
     ) -> None:
-        self.form, self.most, self._account, self._device = form, most, account, device
-        self.places = np.full((rows, most + form.group_size), -1, dtype=np.int64)
+        self.form, self.most, self.joining, self._account, self._device = form, most, joining, account, device
+        self.places = np.full((rows, most + joining), -1, dtype=np.int64)
         """Which token of its row each is, -1: none."""
         self.entries = self._empty(rows)
-        """(rows, most + group_size, entry width): those where there is none are zeros."""
+        """(rows, most + joining, entry width): those where there is none are zeros."""
 
     @staticmethod
-    def planned(form: RecordFormat, rows: int, most: int) -> int:
-        """Bytes of the entries."""
-        return rows * (most + form.group_size) * form.entry_bytes
+    def planned(form: RecordFormat, rows: int, places: int) -> int:
+        """Bytes of so many entries a row."""
+        return rows * places * form.entry_bytes
 
     def _empty(self, rows: int) -> torch.Tensor:
-        self._account.hold("append buffer", self.planned(self.form, rows, self.most))
-        shape = rows, self.most + self.form.group_size, self.form.entry_width
+        self._account.hold("append buffer", self.planned(self.form, rows, self.most + self.joining))
+        shape = rows, self.most + self.joining, self.form.entry_width
         return lasting_empty(*shape, dtype=self.form.dtype, device=self._device).zero_()
 
     @property

@@ -38,10 +38,11 @@ def settling(form: RecordFormat, pages: int) -> int:
 
 def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
     """The most of these while so many tokens come at once, and in steps."""
-    few = -(-2 * form.group_size // clusters.size)
+    joining = clusters.together(form.group_size)
+    few = -(-2 * joining // clusters.size)
     at_once, a_group = (
         max(clustering(form, own), writing(form, own, count, write_queue))
-        for own, count in ((tokens, clusters.most_clusters(tokens)), (form.group_size, few))
+        for own, count in ((tokens, clusters.most_clusters(tokens)), (joining, few))
     )
-    largest = -(-(clusters.capacity + clusters.append_buffer + 2 * form.group_size) // form.group_size)
+    largest = -(-(clusters.capacity + clusters.append_buffer + joining + form.group_size) // form.group_size)
     return at_once, max(a_group, settling(form, max(largest, most_settled(form, write_queue))))

@@ -15,9 +15,15 @@ class ClusterForm:
     capacity: int = 64
     threshold: float = 1.25
     append_buffer: int = 16
+    join_every: int = 32
+    """Tokens that leave the tail together, at least."""
     number: int | None = None
     mapped: bool = False
     """Means lie in a file."""
+
+    def together(self, group_size: int) -> int:
+        """Tokens that leave the tail together: `join_every`, in whole groups."""
+        return -(-max(1, self.join_every) // group_size) * group_size
 
     def most_clusters(self, tokens: int) -> int:
         """Clusters that so many tokens of a row are in at most, but for keys that lie as no model's do: many in one

@@ -45,8 +45,6 @@ class ClusterHistory:
     """
 
     partition_class: ClassVar[type[Partition]] = Partition
-    leave_together: ClassVar[int] = 1
-    """Tokens beyond the latest ones leave the tail when there are so many."""
 
     def __init__(
         self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: OffloadConfig, name: str,
@@ -62,21 +60,27 @@ class ClusterHistory:
         sizes = clusters.size, clusters.capacity, clusters.threshold
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
+        self.together = self.leave_together(form, clusters)
         self.tail = RollingTail(form, rows, self._tail_of(config), device, storage.account)
-        buffer = AppendBuffer(form, rows, clusters.append_buffer, device, storage.account)
+        joining = clusters.together(form.group_size)
+        buffer = AppendBuffer(form, rows, clusters.append_buffer, joining, device, storage.account)
         most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
         self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, most)
 
     @classmethod
-    def _tail_of(cls, config: OffloadConfig) -> int:
-        return config.num_recent + cls.leave_together - 1
+    def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:
+        """Tokens beyond the latest ones leave the tail when there are so many: whole groups."""
+        return clusters.together(form.group_size)
+
+    def _tail_of(self, config: OffloadConfig) -> int:
+        return config.num_recent + self.together - self.form.group_size
 
     @classmethod
     def planned(
         cls, form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
     ) -> tuple[LayerPlan, int]:
         """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
-        return planned_clusters(form, config, clusters, context, rows, cls._tail_of(config))
+        return planned_clusters(form, config, clusters, context, rows, cls.leave_together(form, clusters))
 
     @property
     def units(self) -> int:
@@ -106,14 +110,14 @@ class ClusterHistory:
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
         count, told = max(0, total - self._num_recent) // group * group, list[torch.Tensor]()
-        if count < max(group, self.leave_together):
+        if count < self.together:
             self.tail.append(keys, values)
         else:
             old = self.tail.entries.clone()
             coming = Arrivals(self.form, old, keys, values, count)
             rest = count + np.arange(total - count)
             tail = torch.stack([coming.entries(row, rest) for row in range(self.rows)])  # what can fail comes first
-            hold_back = self.holds_back and count >= HELD_BACK > group
+            hold_back = self.holds_back and count >= HELD_BACK > self.clustered.buffer.joining
             self.clustered.add(coming, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
             self.tail.replace(tail)
@@ -291,8 +295,8 @@ class ClusterHistory:
         history.clustered.restore(tree["clusters"])
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            least = cls._tail_of(config)
-            history.tail = RollingTail(form, len(tail), least, device, storage.account, tail.shape[1])
+            own = form, len(tail), history._tail_of(config), device, storage.account
+            history.tail = RollingTail(*own, tail.shape[1])
         history.tail.replace(tail)
         history.length = length
         return history

@@ -87,12 +87,13 @@ class ClusteredEntries:
     # --- in ----------------------------------------------------------------------------------------------------
 
     def add(self, coming: Arrivals, *, hold_back: bool = False) -> None:
-        """The next tokens. At most a group of them joins the nearest clusters, where there are some that may be joined,
-        and waits; more make clusters of their own, in the store, or, to `hold_back`, in none until `place`. Raises
-        `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries lie."""
+        """The next tokens. At most as many as the buffer has room for join the nearest clusters, where there are some
+        that may be joined, and wait; more make clusters of their own, in the store, or, to `hold_back`, in none until
+        `place`. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries
+        lie."""
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         self._label(self.sealed + coming.count)  # what can fail comes first
-        if coming.count <= self.form.group_size:
+        if coming.count <= self.buffer.joining:
             self.settle(self.read, *fullest(self.waiting, self.buffer.most))
             points = np.stack([coming.points(row) for row in range(coming.rows)])
             labels = self.partition.nearest(points)

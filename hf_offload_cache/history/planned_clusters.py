@@ -15,14 +15,14 @@ from .rolling_tail import RollingTail
 
 
 def planned_clusters(
-    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int, tail_tokens: int
+    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int, together: int
 ) -> tuple[LayerPlan, int]:
-    """What `rows` rows of `context` tokens, the latest `tail_tokens` of them in a tail, take at most, and how many
-    records of a store they have."""
+    """What `rows` rows of `context` tokens, which leave the tail `together`, take at most, and how many records of a
+    store they have."""
     tokens = sealed_groups(form, config, context) * form.group_size
     count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
-    tail = RollingTail.planned(form, rows, tail_tokens)
-    waiting = AppendBuffer.planned(form, rows, clusters.append_buffer)
+    tail = RollingTail.planned(form, rows, config.num_recent + together - form.group_size)
+    waiting = AppendBuffer.planned(form, rows, clusters.append_buffer + clusters.together(form.group_size))
     labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
     tables, means = Partition.planned(count, form.key_width, rows)
     tables += ClusterPages.planned(count, rows) + rows * (labels + 8 * count) + (0 if clusters.mapped else means)

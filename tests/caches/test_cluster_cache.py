@@ -22,7 +22,8 @@ from hf_offload_cache.stores.mapped_table import MappedTable
 
 LENGTH = 300
 SMALL: dict[str, Any] = {
-    "cluster_size": 8, "cluster_capacity": 16, "append_buffer": 6, "num_recent": 8, "group_size": 4, "engine": "memory",
+    "cluster_size": 8, "cluster_capacity": 16, "append_buffer": 6, "join_every": 4, "num_recent": 8, "group_size": 4,
+    "engine": "memory",
 }  # fmt: skip
 
 

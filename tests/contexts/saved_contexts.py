@@ -37,8 +37,8 @@ TREE: dict[str, Any] = {
 }  # fmt: skip
 """Of `AbstractTreeCache`, with abstracts and replicas on the disk. A record is 8 KiB and its replica 4."""
 CLUSTERS: dict[str, Any] = {
-    "cluster_size": 16, "append_buffer": 8, "group_size": 16, "num_recent": 8, "block_tokens": 256, "num_selected": 64,
-    "reuse_capacity": 64, "engine": "mapped",
+    "cluster_size": 16, "append_buffer": 8, "join_every": 16, "group_size": 16, "num_recent": 8, "block_tokens": 256,
+    "num_selected": 64, "reuse_capacity": 64, "engine": "mapped",
 }  # fmt: skip
 """Of `ClusterCache`. A record is half payload and half padding."""
 LONG = 600

@@ -45,6 +45,7 @@ PACKED: dict[str, Any] = {
 """With replicas, as which everything travels: so forks read what the cache does that they were made of."""
 CLUSTERS: dict[str, Any] = {
     **SMALL, "num_selected": 32, "reuse_capacity": 16, "block_tokens": 64, "cluster_size": 8, "append_buffer": 6,
+    "join_every": 8,
 }  # fmt: skip
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""

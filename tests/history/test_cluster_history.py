@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from hf_offload_cache.history.settling import fullest
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
 
-CLUSTERS = ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=5)
+CLUSTERS = ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=5, join_every=4)
 
 
 class NobodyReads:
@@ -94,8 +95,9 @@ class Case:
         for part, came in zip(history.whole(), (self.keys, self.values), strict=True):
             assert torch.equal(part, came)
         partition, points = own.partition, self.keys.transpose(1, 2).flatten(2).numpy()
-        assert (own.buffer.counts <= own.buffer.most + FORM.group_size).all() and (own.stored >= 0).all()
-        assert (partition.counts.sum(1) == own.sealed).all() and (partition.counts <= partition.capacity + 9).all()
+        assert (own.buffer.counts <= own.buffer.most + own.buffer.joining).all() and (own.stored >= 0).all()
+        most = partition.capacity + 5 + own.buffer.joining
+        assert (partition.counts.sum(1) == own.sealed).all() and (partition.counts <= most).all()
         assert (own.page_counts <= own.pages.largest).all()
         for row in range(history.rows):
             for cluster in range(partition.used[row]):
@@ -119,9 +121,9 @@ CHANGES = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(CHANGES, min_size=1, max_size=8))
-def test_whatever_happens(changes: list[tuple[str, Any]]) -> None:
-    with filled(2, 60) as case:
+@given(st.lists(CHANGES, min_size=1, max_size=8), st.sampled_from((4, 10)))
+def test_whatever_happens(changes: list[tuple[str, Any]], join_every: int) -> None:
+    with filled(2, 60, replace(CLUSTERS, join_every=join_every)) as case:
         for name, how in changes:
             if name == "append":
                 case.append(how)
@@ -329,7 +331,7 @@ def test_many_are_clustered_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are not split the pages that are partly full are read, and all that grows is written at once."""
-    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40)) as case:
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40, join_every=4)) as case:
         own, group = case.history.clustered, FORM.group_size
         for _ in range(24):
             case.append(1)
@@ -362,7 +364,7 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
 
 def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many writes as splits, all that grows with the first, and one of what is too wide and cannot be split."""
-    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=40)) as case:
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=40, join_every=4)) as case:
         own, write, written = case.history.clustered, case.storage.prefetcher.write, list[np.ndarray]()
         for _ in range(24):
             case.append(1)
@@ -395,7 +397,7 @@ def test_the_fullest_leave_until_the_rest_has_room() -> None:
 
 def test_what_cannot_be_written_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the middle of a batch: those before it are settled, the others as they were."""
-    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40)) as case:
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40, join_every=4)) as case:
         own, write, calls = case.history.clustered, case.storage.prefetcher.write, list[int]()
         for _ in range(24):
             case.append(1)
@@ -424,7 +426,7 @@ def test_what_cannot_be_written_waits_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_splits_of_one_batch_stop_where_there_is_no_room_for_more() -> None:
     """Each cluster has place for the largest one on the disk: those that are too wide, and not full, wait for room."""
-    clusters = ClusterForm(size=6, capacity=15, threshold=0.05, append_buffer=200)
+    clusters = ClusterForm(size=6, capacity=15, threshold=0.05, append_buffer=200, join_every=4)
     with filled(2, 300, clusters) as case:
         own = case.history.clustered
         for _ in range(160):
