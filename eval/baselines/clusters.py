@@ -65,6 +65,19 @@ class StaticPartition(Partition):
         self.centroids[row, cluster] = centroid
 
 
+class ShuffledPartition(Partition):
+    """Clusters are numbered in any order, and so they lie where no queries place them; k-means has them in the order of
+    the sequence, from which it begins."""
+
+    def add(self, row: int, keys: np.ndarray) -> np.ndarray:
+        first = int(self.used[row])
+        found = super().add(row, keys)
+        order = np.random.default_rng(first).permutation(int(self.used[row]) - first)
+        for table in (self._counts, self._variances, self._centroids):
+            table[row, first + order] = table[row, first : self.used[row]].copy()
+        return first + order[found - first]
+
+
 class StaticClusterHistory(ClusterHistory):
     """See `StaticPartition`."""
 
@@ -84,6 +97,12 @@ class UnplacedClusterHistory(ClusterHistory):
 
     def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
         super().place()
+
+
+class ShuffledClusterHistory(UnplacedClusterHistory):
+    """See `ShuffledPartition`."""
+
+    partition_class = ShuffledPartition
 
 
 class StaticClusterLayer(ClusterLayer):
@@ -111,6 +130,12 @@ class UnplacedClusterLayer(ClusterLayer):
     history_class: ClassVar[type[ClusterHistory]] = UnplacedClusterHistory
 
 
+class ShuffledClusterLayer(ClusterLayer):
+    """See `ShuffledClusterCache`."""
+
+    history_class: ClassVar[type[ClusterHistory]] = ShuffledClusterHistory
+
+
 class StaticClusterCache(ClusterCache):
     """PQCache-like: clusters of the prompt alone, to which what is decoded is added."""
 
@@ -124,6 +149,12 @@ class LocalClusterCache(ClusterCache):
 
 
 class UnplacedClusterCache(ClusterCache):
-    """Clusters that the same queries want lie anywhere."""
+    """Clusters lie in the order of the sequence, as far as they have one, whatever wants them together."""
 
     layer_class = UnplacedClusterLayer
+
+
+class ShuffledClusterCache(ClusterCache):
+    """Clusters lie anywhere."""
+
+    layer_class = ShuffledClusterLayer

@@ -26,7 +26,7 @@ from .long_decode import USUAL as _DECODED
 USUAL = {name: _DECODED[name] for name in (ADAPTIVE, STATIC, LOCAL, ROWS)}
 _LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}
 """How many times longer a step is asked to take, at the last mark."""
-_CALL = 16
+_CALL = 32
 """Tokens of a call by which the output grows between two marks: as many as join clusters as decoded ones do."""
 _TURN = 8
 _SETTLES = 16

@@ -20,9 +20,9 @@ def clustering(form: RecordFormat, tokens: int) -> int:
 
 def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
     """While so many tokens, in `clusters` new clusters, are put in order and written: which are wanted together, of as
-    many as are ordered at a time, twice; then pages with what goes into them."""
+    many as are ordered at a time, three times; then pages with what goes into them."""
     pages = 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
-    return max(pages, 2 * 4 * min(clusters, ORDERED) ** 2)
+    return max(pages, 3 * 4 * min(clusters, ORDERED) ** 2)
 
 
 def most_settled(form: RecordFormat, write_queue: int) -> int:

@@ -55,6 +55,10 @@ class ClusterPages:
 
     # --- places ------------------------------------------------------------------------------------------------
 
+    def half_empty(self, row: int) -> int:
+        """Pools with one cluster of a row, which its next ones become partners of."""
+        return len(self._single[row])
+
     def reserve(self, rows: np.ndarray) -> list[tuple[int, int]]:
         """Places (first record, step) for one new cluster in each of `rows` (n,), a row as often as it has new ones.
         They are `take`n, or `give`n back. Raises `StoreFullError` with nothing changed."""

@@ -10,6 +10,9 @@ PIECE = 1024
 """Keys of which what is only looked at once is made."""
 _ITERATIONS = 5
 """At most, of two-means."""
+_POWERS = 6
+"""Of the power method. From the sides of this direction clusters vary .99 times as much in the end as from two keys far
+apart (SmolLM2-135M, 4K tokens decoded)."""
 _FROM_EVEN = 3
 """Of k-means from keys at even distances in the sequence: on text these reach .99 times the variance that
 five from random keys do (SmolLM2-135M, 8K tokens, 32 a cluster), in .6 times as long."""
@@ -33,22 +36,20 @@ def k_means(keys: np.ndarray, size: float) -> np.ndarray:
 def halves(keys: np.ndarray) -> np.ndarray:
     """Which of keys (n, D), n at least 2, are in the second of two clusters, (n,) bool; neither is empty.
 
-    Two-means from two keys far apart. Where all are alike, the later half.
+    Two-means, from the two sides of the mean in the direction in which keys vary most. Where all are alike, the later
+    half.
     """
-    first = keys[_distances(keys, keys.mean(0)).argmax()]
-    second = keys[_distances(keys, first).argmax()]
-    found = np.zeros(len(keys), dtype=bool)
+    apart = keys - keys.mean(0)
+    most = apart[np.einsum("nd,nd->n", apart, apart).argmax()]
+    for _ in range(_POWERS):
+        most = (apart @ most) @ apart
+        most /= np.sqrt(most @ most) or 1.0
+    found = apart @ most > 0
     for _ in range(_ITERATIONS):
-        before, found = found, keys @ (second - first) > (second @ second - first @ first) / 2
         if found.all() or not found.any():
             return np.arange(len(keys)) >= len(keys) // 2
+        first, second = keys[~found].mean(0), keys[found].mean(0)
+        before, found = found, keys @ (second - first) > (second @ second - first @ first) / 2
         if np.array_equal(before, found):
             break
-        first, second = keys[~found].mean(0), keys[found].mean(0)
-    return found
-
-
-def _distances(keys: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """Squared, (n,)."""
-    apart = keys - centre
-    return np.einsum("nd,nd->n", apart, apart)
+    return before

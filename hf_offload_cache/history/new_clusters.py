@@ -9,7 +9,7 @@ from ..stores.base import Store
 from .arrivals import Arrivals
 from .cluster_pages import ClusterPages, pieces
 from .clustering import BATCH
-from .co_retrieval import ORDERED, chain, co_retrieved
+from .co_retrieval import ORDERED, co_retrieved, in_pools
 from .page_writer import PageWriter
 from .partition import Partition
 from .record_format import RecordFormat
@@ -53,7 +53,7 @@ class NewClusters:
         """Hand them to the writer, in places of their own; those that the same queries (rows, heads, n, D) want, each
         `wanted` keys, lie side by side, as far as there are queries. Raises `StoreFullError`, or an earlier write's
         `StoreError`, with no cluster placed."""
-        orders = {row: self._order(row, queries, wanted) for row in self._rows.tolist()}
+        orders = {row: self._order(row, pages.half_empty(row), queries, wanted) for row in self._rows.tolist()}
         rows = np.repeat(self._rows, [len(order) for order in orders.values()])
         places = pages.reserve(rows)
         try:
@@ -76,17 +76,22 @@ class NewClusters:
             raise
         pages.take(rows, np.concatenate(list(orders.values())), places)
 
-    def _order(self, row: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
-        """The numbers of a row's new clusters, in the order that they are to lie in."""
+    def _order(self, row: int, half_empty: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
+        """The numbers of a row's new clusters, in the order that they are to lie in: as partners of others, as far as
+        there are pools that are `half_empty`, and in new ones."""
         new = np.arange(self._used[row], self._partition.used[row])
         if queries is None or len(new) < FEWEST_TO_ORDER:
             return new
-        parts = (new[start : start + ORDERED] for start in range(0, len(new), ORDERED))
-        return np.concatenate([part[self._chain(row, part, queries[row], wanted)] for part in parts])
+        parts = [new[start : start + ORDERED] for start in range(0, len(new), ORDERED)]
+        leads = [half_empty + 1, *((start - half_empty + 1) % 2 for start in range(ORDERED, len(new), ORDERED))]
+        ordered = (
+            part[self._in_pools(row, part, lead, queries[row], wanted)] for part, lead in zip(parts, leads, strict=True)
+        )
+        return np.concatenate(list(ordered))
 
-    def _chain(self, row: int, some: np.ndarray, queries: np.ndarray, wanted: int) -> np.ndarray:
+    def _in_pools(self, row: int, some: np.ndarray, lead: int, queries: np.ndarray, wanted: int) -> np.ndarray:
         """In which order some clusters of a row are to lie. Of what is wanted they have their part."""
         counts = self._partition.counts[row, some]
         new = int(self._partition.counts[row, self._used[row] : self._partition.used[row]].sum())
         centroids = self._partition.centroids[row, some].astype(np.float32)
-        return chain(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // new)))
+        return in_pools(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // new)), lead)

@@ -11,7 +11,7 @@ from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import HELD_BACK, ClusterHistory
 from hf_offload_cache.history.cluster_pages import in_order
-from hf_offload_cache.history.co_retrieval import chain, co_retrieved
+from hf_offload_cache.history.co_retrieval import chain, co_retrieved, in_pools, pairs
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 TOKENS = HELD_BACK + 80
@@ -40,6 +40,58 @@ def test_a_chain_goes_on_with_whom_the_last_is_wanted_with() -> None:
     order = chain(together)
     assert order.tolist()[:3] == [1, 4, 2], "1 is wanted most often, 4 most often with it"
     assert order.tolist()[3:5] == [0, 5] and sorted(order) == list(range(6))
+
+
+def wanted_together(count: int, often: dict[tuple[int, int], int]) -> np.ndarray:
+    together = np.zeros((count, count), dtype=np.float32)
+    for pair, times in often.items():
+        together[pair] = together[pair[::-1]] = times
+    return together
+
+
+def test_pairs_are_those_wanted_together_most_often() -> None:
+    """The most frequent pair of all, then of those that are left; of equal ones each cluster is in one."""
+    two, alone = pairs(wanted_together(7, {(0, 1): 5, (1, 2): 9, (2, 3): 7, (3, 4): 1, (0, 6): 4}))
+    assert two.tolist() == [[1, 2], [0, 6], [3, 4]] and alone.tolist() == [5]
+    alike = np.ones((9, 9), dtype=np.float32) - np.eye(9, dtype=np.float32)
+    two, alone = pairs(alike)
+    assert sorted([*two.reshape(-1).tolist(), *alone.tolist()]) == list(range(9)) and len(two) == 4
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 3, 8])
+def test_pairs_begin_behind_those_that_lead(lead: int) -> None:
+    together = wanted_together(8, {(0, 5): 5, (3, 4): 4, (1, 7): 3, (4, 1): 2})
+    order = in_pools(together, lead)
+    assert sorted(order.tolist()) == list(range(8))
+    found = {frozenset(pair) for pair in order[lead:].reshape(-1)[: (8 - lead) // 2 * 2].reshape(-1, 2).tolist()}
+    strongest = [frozenset(pair) for pair in ((0, 5), (3, 4), (1, 7))]
+    kept = [pair for pair in strongest if pair in found]
+    assert kept == strongest[: len(kept)] and len(kept) >= min(3, (8 - lead) // 2), "the weakest lead, if any must"
+    if lead == 2:
+        places = {int(cluster): place for place, cluster in enumerate(order)}
+        assert abs(places[4] - places[1]) <= 3, "pairs that are wanted together are partners"
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_pair_is_adjacent_on_the_disk(storage: Storage, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the row has a pool already that is half empty."""
+    history = history_of(storage, 1)
+    pages, fewest = history.clustered.pages, 2 * HELD_BACK
+    if before:
+        pages.give(np.array([0]), pages.reserve(np.array([0, 0]))[1:])
+    assert pages.half_empty(0) == before
+    history.holds_back = True
+    history.append(*some_keys_and_values(1, fewest, 1))
+    count = history.units // 2 * 2
+    paired = wanted_together(history.units, {(a, a + count // 2): 1 for a in range(count // 2)})
+    monkeypatch.setattr("hf_offload_cache.history.new_clusters.co_retrieved", lambda *given: paired)
+    history.place(torch.zeros(1, 1, 1, FORM.key_width), 8)
+    one = np.arange(count // 2)
+    rows, none = np.zeros_like(one), np.zeros_like(one)
+    first = [pages.records(rows, clusters, none) for clusters in (one, one + count // 2)]
+    adjacent = np.abs(first[0] - first[1]) == 1
+    assert adjacent.sum() >= count // 2 - before - 1, "all but those that lead"
+    history.close()
 
 
 def history_of(storage: Storage, rows: int = 2) -> ClusterHistory:
