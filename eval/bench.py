@@ -45,6 +45,8 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "memory, tree": (["-m", "eval.memory", "--cache", "abstract-tree"], ["--tokens", "2048"]),
     "long outputs": (["-m", "eval.studies.long_decode"], ["--quick"]),
     "long outputs, growth": (["-m", "eval.studies.long_growth"], ["--quick"]),
+    "long outputs, equal mass": (["-m", "eval.studies.long_equal_mass"], ["--quick"]),
+    "long outputs, reads": (["-m", "eval.studies.cluster_reads"], ["--quick"]),
     "memory, clusters": (["-m", "eval.memory", "--cache", "cluster"], ["--tokens", "2048"]),
     "compress": (["-m", "eval.studies.speed_compress"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),

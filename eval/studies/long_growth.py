@@ -29,7 +29,7 @@ _LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}
 _CALL = 32
 """Tokens of a call by which the output grows between two marks: as many as join clusters as decoded ones do."""
 _TURN = 8
-_SETTLES = 16
+SETTLES = 16
 """Steps of a mark before those that count: slots fill."""
 
 
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     if rows.rows:
         return summary(rows.rows)
     model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
-    marks, timed = sorted(arguments.marks), arguments.steps + _SETTLES
-    held = arguments.prompt + marks[-1] + timed
+    marks = sorted(arguments.marks)
+    held = arguments.prompt + marks[-1] + arguments.steps + SETTLES
     ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
     with contextlib.ExitStack() as stack:
         each = [LongContender(DYNAMIC, model, DynamicCache(config=model.config), ids, arguments.prompt)]
@@ -58,23 +58,34 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             each.append(LongContender(name, model, cache, ids, arguments.prompt))
         for mark in marks:
             rows.say(f"until {mark:,} tokens are decoded, in calls of {_CALL}")
+            grow_to(each, arguments.prompt + mark)
+            in_turns(each, arguments.steps)
             for one in each:
-                while one.place < arguments.prompt + mark:
-                    last = min(one.place + _CALL, arguments.prompt + mark)
-                    one.feed(one.place, last)
-                    one.place = last
-            for first in range(0, timed, _TURN):
-                for one in each if first // _TURN % 2 == 0 else each[::-1]:
-                    for step in range(first, min(first + _TURN, timed)):
-                        one.step()
-                        if step == _SETTLES - 1:
-                            one.restart()
-            for one in each:
-                rows.add(name=one.name, generated=mark, **_row(one))
+                rows.add(name=one.name, generated=mark, **timed_row(one))
     return summary(rows.rows)
 
 
-def _row(one: LongContender) -> dict[str, Any]:
+def grow_to(each: list[LongContender], length: int) -> None:
+    """Let each hold so many tokens, which come in calls of `_CALL`."""
+    for one in each:
+        while one.place < length:
+            last = min(one.place + _CALL, length)
+            one.feed(one.place, last)
+            one.place = last
+
+
+def in_turns(each: list[LongContender], steps: int) -> None:
+    """So many steps of each, after those in which slots fill, a few at a time."""
+    timed = steps + SETTLES
+    for first in range(0, timed, _TURN):
+        for one in each if first // _TURN % 2 == 0 else each[::-1]:
+            for step in range(first, min(first + _TURN, timed)):
+                one.step()
+                if step == SETTLES - 1:
+                    one.restart()
+
+
+def timed_row(one: LongContender) -> dict[str, Any]:
     """Of the steps since `restart`: milliseconds, in the mean, since some steps settle clusters and most do not, and
     quartiles; the share of them that adapting took, MB read a step."""
     row: dict[str, Any] = {"ms": 1e3 * statistics.mean(one.seconds)}

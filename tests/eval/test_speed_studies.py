@@ -17,6 +17,7 @@ from eval.studies import (
     cluster_reads,
     common,
     long_decode,
+    long_equal_mass,
     long_growth,
     speed_ablation,
     speed_chunks,
@@ -244,6 +245,40 @@ def test_growth_is_drawn(grown: tuple[dict[str, Any], common.Rows], tmp_path: Pa
     found, rows = grown
     common.draw(long_growth.STUDY, found, rows.rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_are_compared_at_equal_mass(tmp_path: Path) -> None:
+    """Those that attend to more take in more of the attention; what each takes is told at the mass of the first."""
+    usual, small = long_equal_mass.USUAL, {"reuse_capacity": 32, "cluster_size": 16}
+    fields = {"adaptive, 64": {**usual["adaptive, 400"], **small, "num_selected": 64}}
+    for count in (16, 400):
+        fields[f"static, {count}"] = {**usual["static, 400"], **small, "num_selected": count}
+    fields["token rows, 4"] = {**usual["token rows, 100"], "num_selected": 4}
+    words = "--prompt", "320", "--generated", "200", "--steps", "16", "--looks", "2"
+    found, rows = decodes(long_equal_mass, tmp_path, *words, **fields)
+    table = found["contenders"]
+    assert table["static, 16"]["mass"] < table["static, 400"]["mass"]
+    assert all(row["mass"] <= row["oracle"] + 1e-6 for row in rows.rows)
+    verdicts = {one["figure"]: one for one in found["must_reach"]}
+    reached = {"static": "at equal mass", "token rows": "with less mass"}
+    assert list(verdicts) == [f"a step of {name} over one of adaptive, {how}" for name, how in reached.items()]
+
+
+def test_time_at_equal_mass_lies_between_those_measured() -> None:
+    rows = [
+        {"name": name, "mass": mass, "ms": ms, "MB": 1.0}
+        for name, mass, ms in [
+            ("adaptive, 400", 0.7, 100.0), ("static, 400", 0.5, 90.0), ("static, 800", 0.6, 110.0),
+            ("static, 1600", 0.8, 190.0), ("local, 800", 0.6, 120.0), ("token rows, 100", 0.9, 210.0),
+        ]
+    ]  # fmt: skip
+    verdicts = long_equal_mass.summary(rows)["must_reach"]
+    measured = {one["figure"].partition(" of ")[2]: one["measured"] for one in verdicts}
+    assert measured == {
+        "static over one of adaptive, at equal mass": pytest.approx(1.5),
+        "local over one of adaptive, with less mass": pytest.approx(1.2),
+        "token rows over one of adaptive, at equal mass": pytest.approx(2.1),
+    }
 
 
 def test_what_clusters_read_is_compared(tmp_path: Path) -> None:
