@@ -92,10 +92,11 @@ def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, A
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_step_attends_to_what_is_named(padded: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_attends_to_what_is_named(device: str, padded: bool) -> None:
     """Gather by gather, while clusters are joined and split; each key head as many tokens."""
-    cls, model = checked(ClusterCache), long_model()
-    ids = prompt(model, 2, LENGTH)
+    cls, model = checked(ClusterCache), long_model().to(device)
+    ids = prompt(model, 2, LENGTH).to(device)
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :40] = 0
