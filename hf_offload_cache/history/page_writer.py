@@ -60,11 +60,13 @@ class PageWriter:
             self.end()
 
     def end(self) -> tuple[np.ndarray, torch.Tensor]:
-        """Hand over what is packed, of which there is some. The records (n,) and what they hold, (n, payload width):
-        views."""
-        ids = self.ids
+        """Hand over what is packed, of which there is some, in the order of the records, so that those side by side are
+        written at once. The records (n,) and what they hold, (n, payload width): views."""
+        order = np.argsort(self.ids)
+        ids, place = self.ids[order], torch.from_numpy(np.argsort(order))
         records = aligned_empty(len(ids), self._form.record_bytes)
-        torch.cat([pages.view(torch.uint8).cpu() for pages in self._pages], out=records)
+        for pages, places in zip(self._pages, place.split([len(pages) for pages in self._pages]), strict=True):
+            records.index_copy_(0, places, pages.view(torch.uint8).cpu())
         self._ids, self._pages, self._bytes = [], [], 0
         self._storage.prefetcher.write(self._store, ids, records)
         return ids, self._form.payload(records)

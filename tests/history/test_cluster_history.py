@@ -360,6 +360,7 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
         pages = -(-(stored % group + waiting) // group)
         assert sum(map(len, written)) == pages.sum() == len(set(np.concatenate(written).tolist()))
         assert max(map(len, written)) <= 4 and len(written) <= 1 + pages.sum() / 3
+        assert all((np.diff(ids) > 0).all() for ids in written), "those side by side go in one request"
 
 
 def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
