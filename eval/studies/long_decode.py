@@ -35,7 +35,7 @@ def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str
     """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
     as many as others come to have, as far as there are three keys for each."""
     if fields is not None and fields.get("cache", "").endswith("StaticClusterCache"):
-        return {"num_clusters": min(held // 32, prompt // 3), **fields}
+        return {"num_clusters": min(held // 16, prompt // 3), **fields}
     return fields
 
 

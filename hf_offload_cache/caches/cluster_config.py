@@ -20,7 +20,8 @@ class ClusterConfig(SelectedShareConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.kept_on_open, "cluster_size", "cluster_capacity")
 
     cluster_size: int | None = None
-    """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 32."""
+    """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 16:
+    of larger ones hidden facts and the next token's distribution suffer, smaller ones take longer (README)."""
     num_clusters: int | None = None
     """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`; no more than there
     is room for. None: by `cluster_size`."""
@@ -43,7 +44,7 @@ class ClusterConfig(SelectedShareConfig):
         if self.cluster_size is None:
             if self.cluster_capacity is not None:
                 self._at_least("cluster_capacity", 4)
-            half = 32 if self.cluster_capacity is None else self.cluster_capacity // 2
+            half = 16 if self.cluster_capacity is None else self.cluster_capacity // 2
             object.__setattr__(self, "cluster_size", half)
         self._at_least("cluster_size", 2)
         assert self.cluster_size is not None

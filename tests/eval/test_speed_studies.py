@@ -197,7 +197,7 @@ def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) 
     for row in (adaptive, static, local, at_once, none):
         assert len(row["mass"]) == 3 == len(row["ms"]) and row["steps"] == 114
         assert all(0 < mass <= best + 1e-6 <= 1.001 for mass, best in zip(row["mass"], row["oracle"], strict=True))
-    assert 760 // 32 <= static["clusters"] <= 1.5 * 760 / 32  # and halves of those that are too large
+    assert 760 // 16 <= static["clusters"] <= 1.5 * 760 / 16  # and halves of those that are too large
     assert local["settling_loaded_bytes"] == 0 < adaptive["settling_loaded_bytes"] < at_once["settling_loaded_bytes"]
     assert none["run"] < adaptive["run"]
     moved = [adaptive[f"settling_{name}_bytes"] for name in ("loaded", "rewritten", "moved", "moved_singly")]
