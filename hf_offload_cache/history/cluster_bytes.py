@@ -9,7 +9,7 @@ from .page_writer import piece_bytes
 from .record_format import RecordFormat
 
 MOST_SETTLED = 24
-"""Pages that are written together where clusters grow and are split: those of six clusters of the usual capacity."""
+"""Pages that are written together where clusters grow and are split: those of twelve clusters of the usual capacity."""
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
