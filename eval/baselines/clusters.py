@@ -73,7 +73,7 @@ class ShuffledPartition(Partition):
         first = int(self.used[row])
         found = super().add(row, keys)
         order = np.random.default_rng(first).permutation(int(self.used[row]) - first)
-        for table in (self._counts, self._variances, self._centroids):
+        for table in (self.counts, self.variances, self.centroids):
             table[row, first + order] = table[row, first : self.used[row]].copy()
         return first + order[found - first]
 

@@ -61,7 +61,8 @@ class ClusterHistory:
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
         self.together = self.leave_together(form, clusters)
-        self.tail = RollingTail(form, rows, self._tail_of(config), device, storage.account)
+        self._tail_tokens = config.num_recent + self.together - form.group_size
+        self.tail = RollingTail(form, rows, self._tail_tokens, device, storage.account)
         joining = clusters.together(form.group_size)
         buffer = AppendBuffer(form, rows, clusters.append_buffer, joining, device, storage.account)
         most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
@@ -71,9 +72,6 @@ class ClusterHistory:
     def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:
         """Tokens beyond the latest ones leave the tail when there are so many: whole groups."""
         return clusters.together(form.group_size)
-
-    def _tail_of(self, config: OffloadConfig) -> int:
-        return config.num_recent + self.together - self.form.group_size
 
     @classmethod
     def planned(
@@ -295,7 +293,7 @@ class ClusterHistory:
         history.clustered.restore(tree["clusters"])
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            own = form, len(tail), history._tail_of(config), device, storage.account
+            own = form, len(tail), history._tail_tokens, device, storage.account
             history.tail = RollingTail(*own, tail.shape[1])
         history.tail.replace(tail)
         history.length = length

@@ -14,9 +14,10 @@ from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_bytes import clustering, most_settled, settling, writing
 from .cluster_pages import ClusterPages
+from .moments import Moments, moments
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
-from .partition import Moments, Partition, moments
+from .partition import Partition
 from .readers import Readers
 from .record_format import RecordFormat
 from .settling import PagesOf, Settling, fullest
@@ -87,10 +88,9 @@ class ClusteredEntries:
     # --- in ----------------------------------------------------------------------------------------------------
 
     def add(self, coming: Arrivals, *, hold_back: bool = False) -> None:
-        """The next tokens. At most as many as the buffer has room for join the nearest clusters, where there are some
-        that may be joined, and wait; more make clusters of their own, in the store, or, to `hold_back`, in none until
-        `place`. Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries
-        lie."""
+        """The next tokens. As many as the buffer has room for, or fewer, join the nearest clusters, where some may be
+        joined, and wait; more make clusters of their own, in the store, or, to `hold_back`, in none until `place`.
+        Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries lie."""
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         self._label(self.sealed + coming.count)  # what can fail comes first
         if coming.count <= self.buffer.joining:

@@ -11,6 +11,7 @@ import torch
 
 from ..stores.mapped_table import MappedTable
 from .clustering import PIECE, halves, k_means
+from .moments import Moments, moments, squares, sums
 
 FEWEST = 8
 """Clusters of a row of which a distribution of variances can be told."""
@@ -18,10 +19,6 @@ MOST_ROOM = 2.5
 """How many times what the keys take their clusters' places may take until these are split where they are full alone."""
 _ROOM = 16
 """Clusters that tables grow by, and a quarter."""
-
-
-Moments = tuple[int, np.ndarray, float]
-"""How many keys, their mean (D,), and their variance."""
 
 
 class Partition:
@@ -137,13 +134,13 @@ class Partition:
         width = self._counts.shape[1]
         place, which = np.unique(row * width + clusters[row, column], return_inverse=True)
         new, count = keys[row, column], np.bincount(which).astype(np.float32)
-        means = _sums(new, which, place.size) / count[:, None]
-        spread = _sums(_squares(new - means[which])[:, None], which, place.size)[:, 0]
+        means = sums(new, which, place.size) / count[:, None]
+        spread = sums(squares(new - means[which])[:, None], which, place.size)[:, 0]
         row, cluster = np.divmod(place, width)
         before = self._counts[row, cluster].astype(np.float32)
         old = self._centroids[row, cluster].astype(np.float32)
         apart, together = means - old, before + count
-        spread += self._variances[row, cluster] * before + _squares(apart) * before * count / together
+        spread += self._variances[row, cluster] * before + squares(apart) * before * count / together
         self._counts[row, cluster] += count.astype(np.int32)
         self._centroids[row, cluster] = old + apart * (count / together)[:, None]
         self._variances[row, cluster] = spread / together
@@ -160,14 +157,14 @@ class Partition:
         first, within = int(self.used[row]), np.unique(within, return_inverse=True)[1]
         counts = np.bincount(within).astype(np.float32)
         self._open(row, counts.size)
-        means = _sums(keys, within, counts.size) / counts[:, None]
+        means = sums(keys, within, counts.size) / counts[:, None]
         new = slice(first, first + counts.size)
         self._counts[row, new], self._centroids[row, new] = counts, means
         spread = np.concatenate([
-            _squares(keys[start : start + PIECE] - means[within[start : start + PIECE]])
+            squares(keys[start : start + PIECE] - means[within[start : start + PIECE]])
             for start in range(0, len(keys), PIECE)
         ])  # fmt: skip
-        self._variances[row, new] = _sums(spread[:, None], within, counts.size)[:, 0] / counts
+        self._variances[row, new] = sums(spread[:, None], within, counts.size)[:, 0] / counts
         self._set_limits()
         return first + within
 
@@ -281,26 +278,6 @@ class Partition:
         self.close()
 
 
-def moments(keys: np.ndarray) -> Moments:
-    """Of keys (n, D)."""
-    if not (count := len(keys)):
-        return 0, np.zeros(keys.shape[1], dtype=np.float32), 0.0
-    mean = np.add.reduce(keys, 0) / count
-    apart = keys - mean
-    return count, mean, float(np.einsum("nd,nd->", apart, apart)) / count
-
-
 def _wider(table: np.ndarray, more: int) -> np.ndarray:
     """With `more` columns of zeros."""
     return np.concatenate([table, np.zeros((table.shape[0], more, *table.shape[2:]), dtype=table.dtype)], 1)
-
-
-def _squares(apart: np.ndarray) -> np.ndarray:
-    """Squared lengths of (n, D), (n,)."""
-    return np.einsum("nd,nd->n", apart, apart)
-
-
-def _sums(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
-    """The sum of those of `values` (n, D) that belong together, (count, D): `which` (n,) says to what."""
-    sums = torch.zeros(count, values.shape[1])
-    return sums.index_add_(0, torch.from_numpy(which), torch.from_numpy(values)).numpy()
