@@ -18,6 +18,7 @@ from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
 from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.stores.mapped_table import MappedTable
 
 LENGTH = 300
@@ -34,6 +35,7 @@ SMALL: dict[str, Any] = {
         ({"cluster_size": 32, "cluster_capacity": 16}, "cluster_capacity must be at least 32"),
         ({"cluster_capacity": 3}, "cluster_capacity must be at least 4"),
         ({"append_buffer": -1}, "append_buffer must be at least 0"),
+        ({"join_every": 0}, "join_every must be at least 1"),
         ({"split_threshold": 0}, "split_threshold must be above 0"),
         ({"selected_share": 2.0}, "selected_share must be a number above 0"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
@@ -150,6 +152,17 @@ def test_a_budget_keeps_to_the_capacity_that_is_given(capacity: int) -> None:
         assert cache.config.cluster_capacity == capacity
     with pytest.raises(BudgetError):
         ClusterCache.for_budget(model, "8KiB", max_context=1000, cluster_capacity=capacity)
+
+
+@pytest.mark.parametrize(("share", "every", "centroids"), [(6, 32, "memory"), (13, 1, "disk")])
+def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str) -> None:
+    """How many tokens join together, then where centroids are; all that is to be attended to and clusters stay."""
+    geometry = Geometry.uniform(30, 9, 3, 64)
+    memory = 8192 * 30 * 2 * 3 * 64 * 2 // share
+    config = ClusterCache.fit(geometry, memory, 8192, 1, {"engine": "direct"})
+    assert isinstance(config, ClusterConfig)
+    assert (config.join_every, config.centroids) == (every, centroids)
+    assert (config.num_selected, config.cluster_size, config.append_buffer) == (400, 16, 16)
 
 
 def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
