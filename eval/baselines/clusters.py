@@ -11,6 +11,7 @@ import torch
 from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.history.packing import places_within
 from hf_offload_cache.history.partition import Partition
 from hf_offload_cache.history.record_format import RecordFormat
 
@@ -49,20 +50,17 @@ class StaticPartition(Partition):
                     found[row, place] = alike.nonzero()[0][-1]
         return found
 
-    def parts(self, row: int, cluster: int, keys: np.ndarray) -> np.ndarray:
+    def parts(self, keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """In the order of the sequence."""
-        return (np.arange(len(keys)) >= min(self.capacity, len(keys) - 1)).astype(np.int64)
+        return (places_within(counts) >= np.repeat(np.minimum(self.capacity, counts - 1), counts)).astype(np.int64)
 
-    def split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        centroid = self.centroids[row, cluster].copy()
-        numbers = super().split(row, cluster, keys, parts)
-        self.centroids[row, numbers] = centroid
+    def split(
+        self, rows: np.ndarray, clusters: np.ndarray, keys: np.ndarray, counts: np.ndarray, parts: np.ndarray
+    ) -> np.ndarray:
+        before = self.centroids[rows, clusters]
+        numbers = super().split(rows, clusters, keys, counts, parts)
+        self.centroids[np.repeat(rows, counts), numbers] = np.repeat(before, counts, 0)
         return numbers
-
-    def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
-        centroid = self.centroids[row, cluster].copy()
-        super().set(row, cluster, keys)
-        self.centroids[row, cluster] = centroid
 
 
 class ShuffledPartition(Partition):

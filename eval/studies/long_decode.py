@@ -33,9 +33,9 @@ come to have; or makes clusters of its own, a window at a time. And joins cluste
 
 def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str, Any] | None:
     """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
-    as many as others come to have, as far as there are three keys for each."""
+    as many as others come to have, as far as there are two keys for each."""
     if fields is not None and fields.get("cache", "").endswith("StaticClusterCache"):
-        return {"num_clusters": min(held // 16, prompt // 3), **fields}
+        return {"num_clusters": min(held // 16, prompt // 2), **fields}
     return fields
 
 

@@ -14,7 +14,7 @@ from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_bytes import clustering, most_settled, settling, writing
 from .cluster_pages import ClusterPages
-from .moments import Moments, moments
+from .moments import Moments
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Partition
@@ -22,9 +22,6 @@ from .readers import Readers
 from .record_format import RecordFormat
 from .settling import PagesOf, Settling, fullest
 from .stored_counts import StoredCounts
-
-Split = tuple[int, int, np.ndarray, np.ndarray]
-"""A row, a cluster of it, its keys (n, D), and into which part each is to go, (n,)."""
 
 
 class ClusteredEntries:
@@ -167,7 +164,7 @@ class ClusteredEntries:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
         that are to be split are so. Raises with nothing changed of those that are not settled."""
         form, wide = self.form, self.partition.to_split[rows, clusters]
-        most = most_settled(form, self._storage.write_queue)
+        most = most_settled(form, self.buffer.joining, self._storage.write_queue)
         for some in Settling.in_pieces(rows, clusters, wide, self.stored, self.waiting, form.group_size, most):
             with self._storage.account.holding("packing", settling(form, some.written_pages(form.group_size))):
                 self._settle(pages, some)
@@ -177,11 +174,13 @@ class ClusteredEntries:
         own, group = self.partition, self.form.group_size
         waits = some.waits_at(self.buffer, self._labels, own.clusters)
         entries = some.entries(pages, self.buffer.at(*waits), group)
-        parts, splits = self._parts(some, entries)
         owner = np.repeat(np.arange(len(some.counts)), some.counts)
-        width = int(parts.max(initial=0)) + 1
-        each, counts = np.unique(owner * width + parts, return_counts=True)  # of each part, one cluster after the other
-        of, part = np.divmod(each, width)
+        wide, parts = some.wide[owner], np.zeros(len(owner), dtype=np.int64)
+        if wide.any():
+            keys = self.points(entries[torch.from_numpy(wide)])
+            parts[wide] = self._parts(some, keys)
+        both = np.stack([owner, parts])  # of each part, one cluster after the other:
+        (of, part), at, counts = np.unique(both, axis=1, return_index=True, return_counts=True)
         first, step = self.pages.records(*some.ends)[of], self.pages.steps(some.rows, some.clusters)[of]
         fresh = some.rows[of[part > 0]]
         own.reserve(fresh)
@@ -198,37 +197,36 @@ class ClusteredEntries:
         except Exception:
             self.pages.give(fresh, places)
             raise
-        new = [self._split(*split) for split in splits]
-        self.pages.take(fresh, np.concatenate([*new, fresh[:0]]), places)
+        numbers = some.clusters[owner]
+        if wide.any():
+            numbers[wide] = self._split(some, keys, parts[wide])
+        self.pages.take(fresh, numbers[at[part > 0]], places)
         try:
             self.buffer.free(*waits)
         finally:
             self._count_stored()
             self._readers.renewed(*written, before[~np.isin(before, written[0])])
 
-    def _parts(self, some: Settling, entries: torch.Tensor) -> tuple[np.ndarray, list[Split]]:
-        """The part of its cluster that each of these entries is to be in, (n,): 0 where it stays; and what is to be
-        split, as far as there is room."""
-        own, ends = self.partition, np.cumsum(some.counts)
-        parts, new, splits = np.zeros(len(entries), dtype=np.int64), np.zeros(own.rows, dtype=np.int64), list[Split]()
-        for at in some.wide.nonzero()[0].tolist():
-            row, cluster = int(some.rows[at]), int(some.clusters[at])
-            if own.counts[row, cluster] <= own.capacity and not own.roomy(new)[row]:
-                continue  # others have taken the room
-            members = slice(ends[at] - some.counts[at], ends[at])
-            keys = self.points(entries[members])
-            parts[members] = own.parts(row, cluster, keys)
-            new[row] += parts[members].max()
-            splits.append((row, cluster, keys, parts[members]))
-        return parts, splits
+    def _parts(self, some: Settling, keys: np.ndarray) -> np.ndarray:
+        """The part of its cluster that each of what is to be split goes to, (n,), all its keys (n, D): 0 where it
+        stays, as all of a cluster does for which others have taken the room."""
+        own, new = self.partition, np.zeros(self.partition.rows, dtype=np.int64)
+        parts = own.parts(keys, counts := some.counts[some.wide])
+        for row, part in zip(some.rows[some.wide].tolist(), np.split(parts, np.cumsum(counts)[:-1]), strict=True):
+            if len(part) <= own.capacity and not own.roomy(new)[row]:
+                part[:] = 0
+            new[row] += part.max()
+        return parts
 
-    def _split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """A cluster of a row is split, of which these are all keys. The new numbers, (n,)."""
-        numbers = self.partition.split(row, cluster, keys, parts)
+    def _split(self, some: Settling, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """What is to be split goes to these parts, (n,), all its keys (n, D). The cluster of each, (n,)."""
+        rows, clusters, counts = some.rows[some.wide], some.clusters[some.wide], some.counts[some.wide]
+        numbers = self.partition.split(rows, clusters, keys, counts, parts)
         self._widen_labels()
-        labels = self._labels[row, : self.sealed]
-        labels[labels == cluster] = numbers[parts]
-        return numbers[1:]
+        for row, cluster, own in zip(rows, clusters, np.split(numbers, np.cumsum(counts)[:-1]), strict=True):
+            labels = self._labels[row, : self.sealed]
+            labels[labels == cluster] = own
+        return numbers
 
     def _whole(self, row: int, cluster: int, pages: PagesOf) -> tuple[np.ndarray, torch.Tensor]:
         """The tokens (n,) of a cluster of a row, ascending, and their entries (n, width)."""
@@ -243,17 +241,19 @@ class ClusteredEntries:
         """Only the first `keep` tokens stay. Returns the entries (rows, length - keep, width) of those from there to
         `length`. Raises `StoreError` with nothing changed."""
         taken = self.buffer.entries.new_empty(self.partition.rows, length - keep, self.form.entry_width)
-        left: list[tuple[int, int, Moments]] = []
+        left: list[tuple[np.ndarray, np.ndarray, Moments]] = []
         for row, own in enumerate(self.labels[:, keep:]):
             for cluster in np.unique(own).tolist():
                 tokens, entries = self._whole(row, cluster, self.read)
                 there = ((tokens >= keep) & (tokens < length)).nonzero()[0]
                 taken[row, torch.from_numpy(tokens[there] - keep)] = entries[torch.from_numpy(there)]
-                left.append((row, cluster, moments(self.points(entries[: np.searchsorted(tokens, keep)]))))
-        for row, cluster, those in left:
-            self.partition.put(row, cluster, those)
-            if not those[0]:
-                self.pages.leave(row, cluster)
+                stay = self.points(entries[: np.searchsorted(tokens, keep)])
+                one = Moments.of(stay, np.zeros(len(stay), dtype=np.int64), 1)
+                left.append((np.array([row]), np.array([cluster]), one))
+        for rows, clusters, those in left:
+            self.partition.put(rows, clusters, those)
+            if not those.counts[0]:
+                self.pages.leave(rows[0], clusters[0])
         self.partition.trim()
         self.buffer.truncate(keep)
         self.sealed = keep

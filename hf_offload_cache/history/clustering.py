@@ -6,8 +6,6 @@ import numpy as np
 
 BATCH = 16 * 1024
 """Keys that are clustered together: more are clustered a batch at a time, so that time grows with their number."""
-PIECE = 1024
-"""Keys of which what is only looked at once is made."""
 _ITERATIONS = 5
 """At most, of two-means."""
 _POWERS = 6
@@ -33,23 +31,34 @@ def k_means(keys: np.ndarray, size: float) -> np.ndarray:
     return clusters.index.search(keys, 1)[1][:, 0]
 
 
-def halves(keys: np.ndarray) -> np.ndarray:
-    """Which of keys (n, D), n at least 2, are in the second of two clusters, (n,) bool; neither is empty.
+def halves(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Which of keys (n, D) are in the second of the two clusters that theirs is made, (n,) bool. `counts` (k,): keys of
+    each cluster, at least 2, one cluster's after the other's. None is empty.
 
     Two-means, from the two sides of the mean in the direction in which keys vary most. Where all are alike, the later
     half.
     """
-    apart = keys - keys.mean(0)
-    most = apart[np.einsum("nd,nd->n", apart, apart).argmax()]
+    place, count = np.arange(counts.max()), counts[:, None].astype(np.float32)
+    there = place < counts[:, None]
+    own = np.zeros((*there.shape, keys.shape[1]), dtype=np.float32)
+    own[there] = keys
+    apart = np.where(there[..., None], own - own.sum(1, keepdims=True) / count[..., None], 0)
+    most = apart[np.arange(len(counts)), (apart * apart).sum(2).argmax(1)][..., None]
     for _ in range(_POWERS):
-        most = (apart @ most) @ apart
-        most /= np.sqrt(most @ most) or 1.0
-    found = apart @ most > 0
+        most = apart.transpose(0, 2, 1) @ (apart @ most)
+        most /= np.maximum(np.sqrt((most * most).sum(1, keepdims=True)), np.finfo(np.float32).tiny)
+    found = (apart @ most)[..., 0] > 0
     for _ in range(_ITERATIONS):
-        if found.all() or not found.any():
-            return np.arange(len(keys)) >= len(keys) // 2
-        first, second = keys[~found].mean(0), keys[found].mean(0)
-        before, found = found, keys @ (second - first) > (second @ second - first @ first) / 2
-        if np.array_equal(before, found):
+        second = np.maximum(found.sum(1, keepdims=True), 1)
+        far = (found[:, None] @ own)[:, 0] / second
+        near = ((there & ~found)[:, None] @ own)[:, 0] / np.maximum(count - second, 1)
+        middle = ((far * far).sum(1) - (near * near).sum(1)) / 2
+        after = ((own @ (far - near)[..., None])[..., 0] > middle[:, None]) & there
+        number = after.sum(1)
+        moved = (after != found).any(1) & (number > 0) & (number < counts)
+        if not moved.any():
             break
-    return before
+        found[moved] = after[moved]
+    alike = ~found.any(1)
+    found[alike] = place >= counts[alike, None] // 2
+    return found[there]

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-Moments = tuple[int, np.ndarray, float]
-"""How many keys, their mean (D,), and their variance."""
+PIECE = 1024
+"""Keys of which what is only looked at once is made."""
 
 
-def moments(keys: np.ndarray) -> Moments:
-    """Of keys (n, D)."""
-    if not (count := len(keys)):
-        return 0, np.zeros(keys.shape[1], dtype=np.float32), 0.0
-    mean = np.add.reduce(keys, 0) / count
-    apart = keys - mean
-    return count, mean, float(np.einsum("nd,nd->", apart, apart)) / count
+class Moments(NamedTuple):
+    """Of some clusters, (k,)."""
+
+    counts: np.ndarray
+    """Keys of each, float32."""
+    means: np.ndarray
+    """(k, D)."""
+    spreads: np.ndarray
+    """The sums of their squared distances to their mean, (k,)."""
+
+    @classmethod
+    def of(cls, keys: np.ndarray, which: np.ndarray, clusters: int) -> Moments:
+        """Of `clusters` clusters of keys (n, D) float32, each in one of them, `which` (n,). One without has zeros."""
+        counts = np.bincount(which, minlength=clusters).astype(np.float32)
+        means = sums(keys, which, clusters) / np.maximum(counts, 1)[:, None]
+        parts = [slice(start, start + PIECE) for start in range(0, len(keys), PIECE)]
+        apart = np.concatenate([squares(keys[part] - means[which[part]]) for part in parts or [slice(0)]])
+        return cls(counts, means, sums(apart[:, None], which, clusters)[:, 0])
+
+    @property
+    def variances(self) -> np.ndarray:
+        """The mean squared distances, (k,)."""
+        return self.spreads / np.maximum(self.counts, 1)
 
 
 def squares(apart: np.ndarray) -> np.ndarray:

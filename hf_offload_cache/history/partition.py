@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..stores.mapped_table import MappedTable
-from .clustering import PIECE, halves, k_means
-from .moments import Moments, moments, squares, sums
+from .clustering import halves, k_means
+from .moments import Moments, squares
+from .packing import places_within
 
 FEWEST = 8
 """Clusters of a row of which a distribution of variances can be told."""
@@ -133,14 +134,12 @@ class Partition:
             return
         width = self._counts.shape[1]
         place, which = np.unique(row * width + clusters[row, column], return_inverse=True)
-        new, count = keys[row, column], np.bincount(which).astype(np.float32)
-        means = sums(new, which, place.size) / count[:, None]
-        spread = sums(squares(new - means[which])[:, None], which, place.size)[:, 0]
+        count, means, spread = Moments.of(keys[row, column], which, place.size)
         row, cluster = np.divmod(place, width)
         before = self._counts[row, cluster].astype(np.float32)
         old = self._centroids[row, cluster].astype(np.float32)
         apart, together = means - old, before + count
-        spread += self._variances[row, cluster] * before + squares(apart) * before * count / together
+        spread = spread + self._variances[row, cluster] * before + squares(apart) * before * count / together
         self._counts[row, cluster] += count.astype(np.int32)
         self._centroids[row, cluster] = old + apart * (count / together)[:, None]
         self._variances[row, cluster] = spread / together
@@ -153,20 +152,13 @@ class Partition:
         while (counts := np.bincount(within)).max() > self.capacity:
             for cluster in (counts > self.capacity).nonzero()[0]:
                 members = (within == cluster).nonzero()[0]
-                within[members[halves(keys[members])]] = within.max() + 1
-        first, within = int(self.used[row]), np.unique(within, return_inverse=True)[1]
-        counts = np.bincount(within).astype(np.float32)
-        self._open(row, counts.size)
-        means = sums(keys, within, counts.size) / counts[:, None]
-        new = slice(first, first + counts.size)
-        self._counts[row, new], self._centroids[row, new] = counts, means
-        spread = np.concatenate([
-            squares(keys[start : start + PIECE] - means[within[start : start + PIECE]])
-            for start in range(0, len(keys), PIECE)
-        ])  # fmt: skip
-        self._variances[row, new] = sums(spread[:, None], within, counts.size)[:, 0] / counts
+                within[members[halves(keys[members], counts[[cluster]])]] = within.max() + 1
+        present, within = np.unique(within, return_inverse=True)
+        rows = np.full(present.size, row)
+        new = self._open(rows)
+        self.put(rows, new, Moments.of(keys, within, new.size))
         self._set_limits()
-        return first + within
+        return new[within]
 
     def drop_last(self, row: int, used: int) -> None:
         """Undo the latest `add` to a row, which had `used` clusters before."""
@@ -193,33 +185,35 @@ class Partition:
         """(rows,) bool: with so many `more` clusters (rows,) there is room for another that is not full."""
         return (self.used + more) * self.capacity < self.most_room * self.counts.sum(1)
 
-    def parts(self, row: int, cluster: int, keys: np.ndarray) -> np.ndarray:
-        """Into which parts a cluster is to be split, of which these are all its keys (n, D): (n,) int64, 0 for those
-        that stay. Changes nothing."""
-        assert len(keys) == self._counts[row, cluster], (len(keys), self._counts[row, cluster])
-        parts = halves(keys).astype(np.int64)
-        while (counts := np.bincount(parts)).max() > self.capacity:
-            members = (parts == counts.argmax()).nonzero()[0]
-            parts[members[halves(keys[members])]] = counts.size
+    def parts(self, keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Into which parts clusters are to be split, of which these are all keys (n, D), `counts` (k,) of each, one
+        cluster's after the other's: (n,) int64, 0 for those that stay. Changes nothing."""
+        parts = halves(keys, counts).astype(np.int64)
+        for members in np.split(np.arange(len(keys)), np.cumsum(counts)[:-1]):
+            while (number := np.bincount(parts[members])).max() > self.capacity:
+                many = members[parts[members] == number.argmax()]
+                parts[many[halves(keys[many], number[[number.argmax()]])]] = number.size
         return parts
 
-    def split(self, row: int, cluster: int, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """Do what `parts` says. The number of each part's cluster, the first one's being the old one."""
-        count, used = int(parts.max()) + 1, int(self.used[row])
-        clusters = np.concatenate([[cluster], used + np.arange(count - 1)])
-        self._open(row, count - 1)
-        for part, number in enumerate(clusters):
-            self.set(row, int(number), keys[parts == part])
+    def split(
+        self, rows: np.ndarray, clusters: np.ndarray, keys: np.ndarray, counts: np.ndarray, parts: np.ndarray
+    ) -> np.ndarray:
+        """Do what `parts` says with these clusters of these rows, (k,) each. The number of each key's, (n,): that of
+        the first part is the old one, those of others follow in this order."""
+        which = np.repeat(np.arange(len(counts)), counts)
+        width = int(parts.max(initial=0)) + 1
+        each, own = np.unique(which * width + parts, return_inverse=True)
+        of, part = np.divmod(each, width)
+        numbers = clusters[of]
+        numbers[part > 0] = self._open(rows[of[part > 0]])
+        self.put(rows[of], numbers, Moments.of(keys, own, each.size))
         self._set_limits()
-        return clusters
+        return numbers[own]
 
-    def set(self, row: int, cluster: int, keys: np.ndarray) -> None:
-        """A cluster has exactly keys (n, D)."""
-        self.put(row, cluster, moments(keys))
-
-    def put(self, row: int, cluster: int, those: Moments) -> None:
-        """A cluster's keys have these moments."""
-        self._counts[row, cluster], self._centroids[row, cluster], self._variances[row, cluster] = those
+    def put(self, rows: np.ndarray, clusters: np.ndarray, those: Moments) -> None:
+        """The keys of these clusters of these rows, (k,) each, have these moments."""
+        self._counts[rows, clusters], self._centroids[rows, clusters] = those.counts, those.means
+        self._variances[rows, clusters] = those.variances
 
     def trim(self) -> None:
         """The last numbers of a row are free again where their clusters have no keys."""
@@ -227,12 +221,16 @@ class Partition:
             there = counts.nonzero()[0]
             self.used[row] = there[-1] + 1 if there.size else 0
 
-    def _open(self, row: int, count: int) -> None:
-        """So many new clusters of a row, which may be joined."""
-        used = int(self.used[row])
-        self._need(used + count)
-        self.used[row] += count
-        self._closed[row, used : used + count] = False
+    def _open(self, rows: np.ndarray) -> np.ndarray:
+        """A new cluster, which may be joined, in each of `rows` (n,), a row as often as it gets one. Their numbers,
+        (n,)."""
+        self.reserve(rows)
+        order, count = np.argsort(rows, kind="stable"), np.bincount(rows, minlength=self.rows)
+        numbers = np.empty_like(order)
+        numbers[order] = self.used[rows[order]] + places_within(count)
+        self.used += count
+        self._closed[rows, numbers] = False
+        return numbers
 
     def _need(self, clusters: int) -> None:
         """Have room for so many a row."""

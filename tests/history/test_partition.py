@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.history.clustering import halves, k_means
+from hf_offload_cache.history.moments import Moments
 from hf_offload_cache.history.partition import FEWEST, Partition
 
 DIM = 6
@@ -44,11 +45,17 @@ class Case:
     def split(self) -> int:
         """All that is to be split; how many that were."""
         found = np.argwhere(self.partition.to_split)
-        for row, cluster in found:
-            own = (self.labels[row] == cluster).nonzero()[0]
-            parts = self.partition.parts(row, cluster, self.keys[row, own])
-            assert len(np.unique(parts)) == parts.max() + 1 > 1
-            self.labels[row, own] = self.partition.split(row, cluster, self.keys[row, own], parts)[parts]
+        if not len(found):
+            return 0
+        members = [(self.labels[row] == cluster).nonzero()[0] for row, cluster in found]
+        counts = np.array([len(own) for own in members])
+        keys = np.concatenate([self.keys[row, own] for row, own in zip(found[:, 0], members, strict=True)])
+        parts, ends = self.partition.parts(keys, counts), np.cumsum(counts)[:-1]
+        for own in np.split(parts, ends):
+            assert len(np.unique(own)) == own.max() + 1 > 1
+        numbers = self.partition.split(*found.T, keys, counts, parts)
+        for row, own, number in zip(found[:, 0], members, np.split(numbers, ends), strict=True):
+            self.labels[row, own] = number
         return len(found)
 
     def check(self) -> None:
@@ -125,12 +132,12 @@ def test_splits_make_keys_of_a_cluster_nearer_to_each_other() -> None:
     case = Case(rows=1, threshold=1e9, capacity=1000)
     keys = some_keys(200, rows=1, groups=2)
     case.comes(keys, np.zeros((1, 200), dtype=np.int64))
-    case.partition._need(1)
-    case.partition.used[:] = 1
-    case.partition.set(0, 0, keys[0])
+    rows, all_of_them = np.array([0]), np.array([200])
+    case.partition._open(rows)
+    case.partition.put(rows, rows, Moments.of(keys[0], np.zeros(200, dtype=np.int64), 1))
     before = float(case.partition.variances[0, 0])
-    parts = case.partition.parts(0, 0, keys[0])
-    assert case.partition.split(0, 0, keys[0], parts).tolist() == [0, 1]
+    parts = case.partition.parts(keys[0], all_of_them)
+    assert np.array_equal(case.partition.split(rows, rows, keys[0], all_of_them, parts), parts)
     assert (case.partition.variances[0] < before / 2).all() and 40 < parts.sum() < 160
 
 
@@ -173,10 +180,17 @@ def test_k_means_makes_as_many_as_are_wanted() -> None:
 
 
 def test_halves() -> None:
-    found = halves(np.array([[0.0], [9], [1], [0], [10], [1], [0]], dtype=np.float32))
-    assert (found == found[1]).tolist() == [False, True, False, False, True, False, False]
-    assert halves(np.ones((5, 3), dtype=np.float32)).tolist() == [False, False, True, True, True]
-    assert sorted(halves(np.array([[0.0], [1.0]], dtype=np.float32)).tolist()) == [False, True]
+    """Of one cluster alone as of it among others."""
+    clusters = [[0.0, 9, 1, 0, 10, 1, 0], [1, 1, 1, 1, 1], [0, 1]]
+    counts, keys = np.array([len(own) for own in clusters]), np.array(sum(clusters, list[float]()), dtype=np.float32)
+    first, second, third = np.split(halves(keys[:, None], counts), np.cumsum(counts)[:-1])
+    assert (first == first[1]).tolist() == [False, True, False, False, True, False, False]
+    assert second.tolist() == [False, False, True, True, True]
+    assert sorted(third.tolist()) == [False, True]
+    several = some_keys(60)[0]
+    together = halves(several, np.array([20, 9, 31]))
+    alone = [halves(own, np.array([len(own)])) for own in np.split(several, [20, 29])]
+    assert np.array_equal(together, np.concatenate(alone))
 
 
 def test_no_more_is_held_than_planned() -> None:
