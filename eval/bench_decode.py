@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_offload_cache.config import parse_size
+from hf_offload_cache.registry import CACHES, cache_class
 
 from . import bench_text
 from .bench import machine
@@ -60,12 +61,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="of the shape, instead of its own")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[32768], help="tokens a sequence")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[OWN, FULL, *IN_MEMORY])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help=f"default: {OWN}, {FULL}, {', '.join(IN_MEMORY)}")
     parser.add_argument("--profile", nargs="+", choices=PROFILES, default=["own"], help="devices to stand in for")
     parser.add_argument("--memory", type=_fraction, default=Fraction(1, 13), help='of the full KV, or "default"')
     parser.add_argument("--overlap", nargs="+", choices=("on", "off"), default=["on", "off"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help=f"of {OWN} and its variants")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help=f"of {OWN} and its variants; --text: of all"
+    )
     parser.add_argument("--likeness", type=float, help="of successive inputs, 0 to 1")
     parser.add_argument("--steps", type=int, default=20, help="a repetition; 200 and 5 repetitions are 1,000 tokens")
     parser.add_argument("--reload-steps", type=int, default=3, help="the same of methods that move everything")
@@ -87,6 +90,10 @@ def main() -> int:
         parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
     if given.plot and given.text:
         parser.error("--plot draws shapes, not --text: leave one of them out")
+    registered = {cache_class(name).__name__: name for name in CACHES}
+    methods = given.methods or ([OWN, *IN_MEMORY] if given.text else [OWN, FULL, *IN_MEMORY])
+    if given.text and (others := set(methods) - {*registered, *IN_MEMORY}):
+        parser.error(f"--text runs {', '.join((*registered, *IN_MEMORY))}, not {', '.join(sorted(others))}")
     torch.set_num_threads(given.threads)
     sizes: dict[str, Any] = {
         "steps": 3 if given.quick else given.steps,
@@ -103,11 +110,13 @@ def main() -> int:
     whole: dict[str, Any] = {"machine": machine(given.path), "arguments": _plain(vars(given))}
     if given.text:
         fields = parse_setting(":" + ",".join(given.set))[1]
-        ours = {OWN: fields if given.memory is None else {"memory": str(given.memory), **fields}}
+        planned = {} if given.memory is None else {"memory": str(given.memory)}
+        ours = {name: {"cache": registered[name], **planned, **fields} for name in methods if name in registered}
         steps = bench_text.FIRST + (8 if given.quick else given.steps * given.repetitions)
+        in_memory = [name for name in methods if name in IN_MEMORY]
         lengths = [1024] if given.quick else given.context
         whole["runs"] = [
-            bench_text.measure(tokens, batch, steps, ours, shared_prefill=True, path=given.path)
+            bench_text.measure(tokens, batch, steps, ours, in_memory=in_memory, shared_prefill=True, path=given.path)
             for tokens, batch in itertools.product(lengths, given.batch)
         ]
         results = []
@@ -132,7 +141,7 @@ def main() -> int:
             if given.layers:
                 setting = replace(setting, shape=replace(setting.shape, layers=given.layers))
             say(f"--- batch {batch}, {setting.tokens:,} tokens, {profile}")
-            results.append(compare(setting, given.methods, tuple(given.overlap), say=say, **sizes))
+            results.append(compare(setting, methods, tuple(given.overlap), say=say, **sizes))
         whole["runs"] = results
         for result in results:
             for name, reason in result["left_out"].items():

@@ -21,7 +21,7 @@ def test_bench_decode_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     asked: list[tuple[Any, ...]] = []
 
     def measured(tokens: int, batch: int, steps: int, ours: dict[str, Any], **more: Any) -> dict[str, Any]:
-        asked.append((tokens, batch, steps, ours, more["shared_prefill"]))
+        asked.append((tokens, batch, steps, ours, more["in_memory"], more["shared_prefill"]))
         row = {"median_seconds": 1.0, "prefill_seconds": 2.0, "hit_rate": 0.5, "first_over_settled": 1.0}
         return {"rows": {DYNAMIC: {**row, "median_seconds": 4.0}, STATIC: {**row, "median_seconds": 2.0}, OWN: row}}
 
@@ -30,10 +30,17 @@ def test_bench_decode_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     words += ["--json", str(tmp_path / "f.json"), "--set", "num_selected=64"]
     monkeypatch.setattr(sys, "argv", ["bench_decode", *words])
     assert bench_decode.main() == 0
-    fields = {OWN: {"memory": "1/13", "num_selected": 64}}
-    assert asked == [(300, batch, FIRST + 10, fields, True) for batch in (1, 4)]
+    fields = {OWN: {"cache": "disk-swap", "memory": "1/13", "num_selected": 64}}
+    assert asked == [(300, batch, FIRST + 10, fields, [DYNAMIC, STATIC], True) for batch in (1, 4)]
     found = json.loads((tmp_path / "f.json").read_text())
     assert sorted(row["measured"] for row in bench.judge({"text, 32K": found})) == [0.5, 2.0]
+    words = ["--text", "--methods", "ClusterCache", STATIC, "--memory", "default", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_decode", *words])
+    assert bench_decode.main() == 0
+    assert asked[-1][3:] == ({"ClusterCache": {"cache": "cluster"}}, [STATIC], True)
+    monkeypatch.setattr(sys, "argv", ["bench_decode", "--text", "--methods", "FlexGen"])
+    with pytest.raises(SystemExit):
+        bench_decode.main()
 
 
 EVERYTHING = {"num_selected": 1024, "num_recent": 8, "group_size": 4, "engine": "memory"}
