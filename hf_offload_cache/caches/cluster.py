@@ -104,8 +104,9 @@ class ClusterLayer(SelectiveLayer):
         return ClusterPredictor.planned(kind.form, config.clusters, context, kind.rows, heads)
 
     @classmethod
-    def most_records(cls, units: int) -> int:
-        return 2 * units  # of most clusters one page is not full
+    def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
+        assert isinstance(config, ClusterConfig)
+        return ClusterPredictor.most_pages(units, config.num_sinks, config.clusters, group_size)
 
     @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
@@ -184,7 +185,8 @@ class ClusterLayer(SelectiveLayer):
             begin = first[rows, clusters]
             if (absent := begin < 0).all():
                 return own.read(rows, clusters, numbers)
-            found = held[torch.from_numpy(rows).to(held.device), torch.from_numpy(begin + numbers).to(held.device)]
+            at = torch.from_numpy(np.where(absent, 0, begin + numbers)).to(held.device)
+            found = held[torch.from_numpy(rows).to(held.device), at]
             if absent.any():
                 found[torch.from_numpy(absent).to(held.device)] = own.read(
                     rows[absent], clusters[absent], numbers[absent]
@@ -223,6 +225,13 @@ class ClusterCache(SelectiveCache):
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, ClusterLayer) and isinstance(following, ClusterLayer)
                 layer.following = following
+
+    @classmethod
+    def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Clusters of other sizes: smaller ones lose less, larger ones are read in fewer pieces."""
+        if any(given.get(name) is not None for name in ("cluster_size", "cluster_capacity", "num_clusters")):
+            return [{"join_every": every} for every in (16, 64)] if given.get("join_every") is None else []
+        return [{"cluster_size": size} for size in (8, 16, 32)]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

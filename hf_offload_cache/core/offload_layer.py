@@ -48,6 +48,11 @@ class OffloadLayer(LayerOperations):
         return cls.plan_history(kind, config, context) + stream
 
     @property
+    def held(self) -> int:
+        """Tokens a row that have left the tail."""
+        return self.history.length - self.history.recent.shape[1]
+
+    @property
     def tables_nbytes(self) -> int:
         """Bytes of the books that are kept on where the history lies, and on what was written there."""
         return self.history.tables_nbytes if self.is_initialized else 0

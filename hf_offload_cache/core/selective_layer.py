@@ -94,10 +94,9 @@ class SelectiveLayer(SelectivePlan):
         """Units a row that a query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
-        units, group = self.history.records, self.history.form.group_size
-        if self._budget[:2] != (selecting.version, units):
-            budget = selecting.units(self.layer_idx, self.config, group, units * group)
-            self._budget = selecting.version, units, budget
+        held, group = self.held, self.history.form.group_size
+        if self._budget[:2] != (selecting.version, held):
+            self._budget = selecting.version, held, selecting.units(self.layer_idx, self.config, group, held)
         return self._budget[2]
 
     def can_choose(self) -> bool:
@@ -167,7 +166,7 @@ class SelectiveLayer(SelectivePlan):
                 self.drop_fetcher()
                 made = self.make_tiers(capacity), 0, self.layer_idx, selecting.looks, self.make_link()
                 self._fetcher = Fetcher(self.shared.storage, selecting.areas, *made)
-            most = self.most_records(selecting.units(None, self.config, group, units * group))
+            most = self.most_records(self.config, group, selecting.units(None, self.config, group, self.held))
             self._fetcher.most_records, self._fetcher.read_at_once = most, self.read_at_once(most)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True

@@ -35,8 +35,8 @@ class SelectivePlan(OffloadLayer):
         return -(-config.brought(context) // group) + sink_units(config.num_sinks, group, padded=True)
 
     @classmethod
-    def most_records(cls, units: int) -> int:
-        """In how many records a row what `units` full ones hold may lie."""
+    def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
+        """In how many records a row what `units` full ones of `group_size` entries hold may lie."""
         return units
 
     @classmethod
@@ -69,7 +69,7 @@ class SelectivePlan(OffloadLayer):
         assert isinstance(config, SelectiveConfig)
         form, plan = kind.form, cls.plan_history(kind, config, context)
         predictor = cls.plan_predictor(kind, config, context)
-        most_units = cls.most_records(cls.most_units(kind, config, context))
+        most_units = cls.most_records(config, form.group_size, cls.most_units(kind, config, context))
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
         latest = config.num_recent + form.group_size + cls.most_beside(kind, config)

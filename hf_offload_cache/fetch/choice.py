@@ -23,6 +23,8 @@ class Choice:
     all."""
     importance: np.ndarray | None = None
     """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all alike."""
+    records: np.ndarray | None = None
+    """(rows, M): in how many records each unit lies, for the same; None: in one."""
 
     @classmethod
     def all_of(cls, rows: int, count: int) -> Choice:
@@ -31,12 +33,8 @@ class Choice:
 
     def of_rows(self, rows: np.ndarray) -> Choice:
         """Row i is what row `rows[i]` is here."""
-        keep, importance = self.keep, self.importance
-        return Choice(
-            self.units[rows],
-            None if keep is None else keep[rows],
-            None if importance is None else importance[rows],
-        )
+        others = (None if one is None else one[rows] for one in (self.keep, self.importance, self.records))
+        return Choice(self.units[rows], *others)
 
     def with_rows(self, rows: Sequence[int], anew: Choice) -> Choice:
         """Row `rows[i]` is row i of `anew`, which is as wide, and of whole units as this one; the others stay."""
@@ -49,8 +47,8 @@ class Choice:
 
     @classmethod
     def union(cls, choices: list[Choice], most: int) -> Choice:
-        """What any of several choices of the same rows names, cut to the `most` units a row that most of them name,
-        among equals those of the largest sum of importance. Whole units."""
+        """What any of several choices of the same rows names, cut to the units of no more than `most` records a row
+        that most of them name, among equals those of the largest sum of importance; at least one. Whole units."""
         if len(choices) == 1:
             return choices[0]
         rows = len(choices[0].units)
@@ -61,11 +59,20 @@ class Choice:
                 np.zeros(choice.units.shape[1]) if choice.importance is None else choice.importance[row]
                 for choice in choices
             ])  # fmt: skip
-            weight = np.nan_to_num(weight[units >= 0], posinf=1e9, neginf=-1e9)
-            named, which, votes = np.unique(units[units >= 0], return_inverse=True, return_counts=True)
-            if len(named) > most:
-                score = np.bincount(which, weight, len(named))
-                named = np.sort(named[np.lexsort((-score, -votes))[:most]])
+            records = np.concatenate([
+                np.ones_like(choice.units[row]) if choice.records is None else choice.records[row] for choice in choices
+            ])  # fmt: skip
+            there = units >= 0
+            weight = np.nan_to_num(weight[there], posinf=1e9, neginf=-1e9)
+            named, at, which, votes = np.unique(
+                units[there], return_index=True, return_inverse=True, return_counts=True
+            )
+            each = records[there][at]
+            if each.sum() > most:
+                order = np.lexsort((-np.bincount(which, weight, len(named)), -votes))
+                fits = np.cumsum(each[order]) <= most
+                fits[:1] = True
+                named = np.sort(named[order[fits]])
             picked.append(named)
         width = max(len(named) for named in picked)
         union = np.full((rows, width), -1, dtype=np.int64)

@@ -44,7 +44,8 @@ def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, writ
     few = -(-2 * joining // clusters.size)
     at_once, a_group = (
         max(clustering(form, own), writing(form, own, count, write_queue))
-        for own, count in ((tokens, clusters.most_clusters(tokens)), (joining, few))
+        for own, count in ((tokens, clusters.most_clusters(tokens, form.group_size)), (joining, few))
     )
-    largest = -(-(clusters.capacity + clusters.append_buffer + joining + form.group_size) // form.group_size)
+    held = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
+    largest = -(-held // form.group_size)
     return at_once, max(a_group, settling(form, max(largest, most_settled(form, joining, write_queue))))

@@ -25,7 +25,11 @@ class ClusterForm:
         """Tokens that leave the tail together: `join_every`, in whole groups."""
         return -(-max(1, self.join_every) // group_size) * group_size
 
-    def most_clusters(self, tokens: int) -> int:
+    def places(self, group_size: int) -> int:
+        """That a cluster has on the disk: `capacity`, in whole pages."""
+        return -(-self.capacity // group_size) * group_size
+
+    def most_clusters(self, tokens: int, group_size: int) -> int:
         """Clusters that so many tokens of a row are in at most, but for keys that lie as no model's do: many in one
         place, and each of the others alone."""
-        return round(tokens * MOST_ROOM / self.capacity) + FEWEST
+        return round(tokens * MOST_ROOM / self.places(group_size)) + FEWEST

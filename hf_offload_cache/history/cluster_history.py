@@ -57,16 +57,16 @@ class ClusterHistory:
         """The clusters of a long `append` are written by `place`, which is called before what was given may change."""
         self._before: tuple[torch.Tensor, int] | None = None  # tail and length before clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
-        sizes = clusters.size, clusters.capacity, clusters.threshold
+        sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
         self.together = self.leave_together(form, clusters)
         self._tail_tokens = config.num_recent + self.together - form.group_size
         self.tail = RollingTail(form, rows, self._tail_tokens, device, storage.account)
-        joining = clusters.together(form.group_size)
-        buffer = AppendBuffer(form, rows, clusters.append_buffer, joining, device, storage.account)
-        most = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
-        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, most)
+        waiting = clusters.append_buffer, clusters.together(form.group_size)
+        buffer = AppendBuffer(form, rows, *waiting, device, storage.account)
+        known = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
+        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, known)
 
     @classmethod
     def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:

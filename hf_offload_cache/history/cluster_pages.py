@@ -90,8 +90,12 @@ class ClusterPages:
         self._first[rows, clusters], self._step[rows, clusters] = np.array(places).T
 
     def leave(self, row: int, cluster: int) -> None:
-        """A cluster of a row has no entries any more; its place is given back when its pool is."""
+        """A cluster of a row has no entries any more: the next one of the row may have its place, where no other row
+        has it; its pool is given back when no row names it."""
+        first, step = int(self._first[row, cluster]), int(self._step[row, cluster])
         self._first[row, cluster] = -1
+        if first - (self.pool - 1 if step < 0 else 0) in self._owned and not (self._first == first).any():
+            self._single[row].append((first, step))
 
     def close(self) -> None:
         """Others may name all pools, and give them back: new clusters get pools of their own."""

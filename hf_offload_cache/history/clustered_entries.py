@@ -42,7 +42,7 @@ class ClusteredEntries:
     ) -> None:  # fmt: skip
         self._most_tokens = 1 << 62 if most_tokens is None else most_tokens
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
-        self.pages = ClusterPages(store, partition.rows, -(-partition.capacity // form.group_size))
+        self.pages = ClusterPages(store, partition.rows, partition.capacity // form.group_size)
         self.sealed = 0
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._unplaced: NewClusters | None = None

@@ -32,10 +32,10 @@ class Partition:
 
     Args:
         size: keys that a cluster of many at once gets on average.
-        capacity: the most that a cluster may have.
+        capacity: the most that a cluster may have, and for how many it has places on the disk.
         threshold: how many times the mean variance of the first clusters a cluster's may be until it is to be split.
-        most_room: how many times what the keys take their clusters' places may take: each has room for `capacity`.
-            While they take more, clusters are split where they are full alone.
+        most_room: how many times what the keys take their clusters' places may take. While they take more, clusters are
+            split where they are full alone, and new ones are larger.
         number: clusters that many at once are made into, in the place of those of `size`, as far as there is room.
         mapped: puts means where it gives them a table; None: they are in memory. It may raise `StoreError`.
     """
@@ -147,8 +147,10 @@ class Partition:
     def add(self, row: int, keys: np.ndarray) -> np.ndarray:
         """Make clusters of keys (n, D) in a row, beside those that are; which each is in, (n,) int64. None of them has
         more than `capacity`."""
-        size = self.size if self.number is None else max(len(keys) / self.number, self.capacity / self.most_room)
-        within = k_means(keys, size)
+        there = self._counts[row]
+        room = max(1, self.most_room * (there.sum() + len(keys)) / self.capacity - (there > 0).sum())
+        size = max(self.size if self.number is None else len(keys) / self.number, len(keys) / room)
+        within = k_means(keys, min(size, self.capacity))
         while (counts := np.bincount(within)).max() > self.capacity:
             for cluster in (counts > self.capacity).nonzero()[0]:
                 members = (within == cluster).nonzero()[0]

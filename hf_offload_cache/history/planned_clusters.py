@@ -20,13 +20,13 @@ def planned_clusters(
     """What `rows` rows of `context` tokens, which leave the tail `together`, take at most, and how many records of a
     store they have."""
     tokens = sealed_groups(form, config, context) * form.group_size
-    count, pages = clusters.most_clusters(tokens), -(-clusters.capacity // form.group_size)
+    count = clusters.most_clusters(tokens, form.group_size)
     tail = RollingTail.planned(form, rows, config.num_recent + together - form.group_size)
     waiting = AppendBuffer.planned(form, rows, clusters.append_buffer + clusters.together(form.group_size))
     labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
     tables, means = Partition.planned(count, form.key_width, rows)
     tables += ClusterPages.planned(count, rows) + rows * (labels + 8 * count) + (0 if clusters.mapped else means)
-    records = rows * 2 * pages * -(-count // 2)
+    records = rows * 2 * clusters.places(form.group_size) // form.group_size * -(-count // 2)
     tables += 2 * records
     own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
     moving = {"moving rows": tail + waiting} if rows > 1 else {}

@@ -111,6 +111,33 @@ def test_a_step_attends_to_what_is_named(device: str, padded: bool) -> None:
         assert (own.buffer.counts <= own.buffer.most + 4).all()
 
 
+@pytest.mark.parametrize("selected", [32, 100])
+def test_clusters_that_are_larger_than_what_is_selected(selected: int) -> None:
+    """What is settled is partly at hand, and partly not; the first tokens alone are taken of clusters that hold more
+    than is wanted."""
+    cls, model = checked(ClusterCache), long_model()
+    with cls(model, num_selected=selected, cluster_size=128, look_ahead=False, engine="memory") as cache:
+        feed(cache, prompt(model, 1, 900))
+        for step in range(100):
+            feed(cache, prompt(model, 1, 1, seed=step))
+        group, layer = 16, cache.layers[1]
+        beside = layer.history.length - layer.held
+        assert cache.report().selected_fraction * 1000 <= selected + 2 * group + beside + 32
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_a_share_of_what_is_held(share: float) -> None:
+    """Tokens, not places of pages that clusters do not fill."""
+    model = long_model()
+    with ClusterCache(model, num_selected=None, selected_share=share, look_ahead=False, engine="memory") as cache:
+        feed(cache, prompt(model, 1, 2000))
+        feed(cache, prompt(model, 1, 1))
+        layer = cache.layers[1]
+        assert isinstance(layer, ClusterLayer) and layer.selecting is not None
+        group = layer.history.form.group_size
+        assert layer.held <= 2000 and share * layer.held <= layer.budget * group <= share * layer.held + 2 * group
+
+
 def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
     """Into what was split, with chunks behind; and each fork on its own."""
     model = long_model()
@@ -139,7 +166,7 @@ def test_a_context_that_does_not_fit_keeps_its_clusters(tmp_path: Path) -> None:
         ids = prompt(model, 1, LENGTH)
         feed(cache, ids)
         cache.save(tmp_path / "one")
-    with ClusterCache.open(tmp_path / "one", model, memory="9/10", max_context=1000) as cache:
+    with ClusterCache.open(tmp_path / "one", model, memory="2/1", max_context=1000) as cache:
         assert (cache.config.cluster_size, cache.config.cluster_capacity) == (40, 100)
         assert cache.config.num_selected < 4000
         assert generate(model, cache, torch.cat([ids, ids[:, :1]], 1), max_new_tokens=3).tokens.shape[1] == LENGTH + 4
@@ -148,7 +175,7 @@ def test_a_context_that_does_not_fit_keeps_its_clusters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("capacity", [24, 64, 100])
 def test_a_budget_keeps_to_the_capacity_that_is_given(capacity: int) -> None:
     model = long_model()
-    with ClusterCache.for_budget(model, "1/1", max_context=1000, cluster_capacity=capacity) as cache:
+    with ClusterCache.for_budget(model, "11/10", max_context=1000, cluster_capacity=capacity) as cache:
         assert cache.config.cluster_capacity == capacity
     with pytest.raises(BudgetError):
         ClusterCache.for_budget(model, "8KiB", max_context=1000, cluster_capacity=capacity)

@@ -492,7 +492,10 @@ class Clustered(Sparse):
         self.feed(cache, held, torch.full((held.rows, 1), 23))
         if all(layer.can_choose() for layer in cache.selective):
             selected = (cache.storage.counters.units_selected - before) / held.rows
-            most = sum(layer.rows.heads * layer.most_records(layer.budget) for layer in cache.selective)
+            most = sum(
+                layer.rows.heads * layer.most_records(layer.config, layer.history.form.group_size, layer.budget)
+                for layer in cache.selective
+            )
             whole = sum(layer.rows.heads * layer.history.records for layer in cache.selective)
             assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
 

@@ -47,6 +47,15 @@ def test_cut_to_what_most_name_then_to_what_matters_most() -> None:
     assert Choice.union(three, 4).units.tolist() == [[2, 4, 8, 9]]
 
 
+def test_units_that_lie_in_several_records_are_as_many() -> None:
+    """What does not fit ends the union; one unit there is at least."""
+    records = np.array([[3, 1, 1]])
+    two = [Choice(np.array([[1, 4, 8]]), records=records), Choice(np.array([[1, 2, 8]]), records=records)]
+    assert Choice.union(two, 5).units.tolist() == [[1, 2, 8]] or Choice.union(two, 5).units.tolist() == [[1, 4, 8]]
+    assert Choice.union(two, 4).units.tolist() == [[1, 8]]
+    assert Choice.union(two, 2).units.tolist() == [[1]]
+
+
 def test_sinks_outlast_every_cut_and_padding_none() -> None:
     """An importance of infinity, as sinks have it, and of minus infinity, as units of padding have it."""
     inf = float("inf")

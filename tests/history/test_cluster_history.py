@@ -434,6 +434,6 @@ def test_splits_of_one_batch_stop_where_there_is_no_room_for_more() -> None:
             case.append(1)
         own.settle_all()
         case.check()
-        room = own.partition.counts.sum(1) * own.partition.most_room / clusters.capacity
+        room = own.partition.counts.sum(1) * own.partition.most_room / own.partition.capacity
         assert (own.partition.used > 0.9 * room).all(), "there was more to split than room"
-        assert own.partition.clusters <= clusters.most_clusters(own.sealed)
+        assert own.partition.clusters <= clusters.most_clusters(own.sealed, own.form.group_size)

@@ -128,6 +128,26 @@ def test_clusters_are_split_by_variance_only_as_long_as_there_is_room() -> None:
         assert room > 3 if most_room == 10 else 1.5 <= room < 2.5  # 80 keys in clusters of 6 take twice their places
 
 
+@pytest.mark.parametrize(("size", "capacity"), [(2, 16), (9, 32), (6, 12)])
+def test_there_are_no_more_clusters_than_the_disk_has_room_for(size: int, capacity: int) -> None:
+    """Where clusters have room for many more keys than they are to have, and where others have lost most of theirs."""
+    partition = Partition(1, DIM, size, capacity, 1.25, 2.5)
+    held = 0
+    for seed, count in enumerate((2000, 600, 900)):
+        partition.add(0, some_keys(count, seed, rows=1)[0])
+        held += count
+        number = (partition.counts[0] > 0).sum()
+        assert held / capacity <= number and number * capacity <= 2.6 * held + capacity, number
+        assert partition.counts.max() <= capacity
+    left = Moments.of(some_keys(1, rows=1)[0], np.zeros(1, dtype=np.int64), 1)
+    for cluster in range(int(partition.used[0])):
+        partition.put(np.array([0]), np.array([cluster]), left)
+    before = int(partition.used[0])
+    partition.add(0, some_keys(900, 5, rows=1)[0])
+    new = int(partition.used[0]) - before
+    assert new * capacity <= 1.7 * 900, "as full as they may be on average, but for those that had more and were cut"
+
+
 def test_splits_make_keys_of_a_cluster_nearer_to_each_other() -> None:
     case = Case(rows=1, threshold=1e9, capacity=1000)
     keys = some_keys(200, rows=1, groups=2)

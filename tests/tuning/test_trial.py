@@ -175,3 +175,13 @@ def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     printed = capsys.readouterr().err
     assert "1 rows" in printed and "tried" in printed and "recital" in printed
     assert json.loads(out.read_text())["cache"] == "AbstractTreeCache"
+
+
+def test_clusters_of_other_sizes_are_tried() -> None:
+    asked = {**ASKED, "cache": "cluster", "max_context": 4096, "max_batch": 1, "memory": "4/1"}
+    found = tune(tiny_llama(), **asked)
+    tried = [trial["fields"] for trial in found.values["trials"]]
+    assert {} in tried and {"cluster_size": 8} in tried and {"cluster_size": 32} in tried
+    given = tune(tiny_llama(), **{**asked, "cluster_size": 12})
+    assert {"join_every": 64} in [trial["fields"] for trial in given.values["trials"]]
+    assert {row["fields"]["cluster_size"] for row in given.rows} == {12}
