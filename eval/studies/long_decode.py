@@ -31,6 +31,10 @@ come to have; or makes clusters of its own, a window at a time. And joins cluste
 """
 
 
+_COLOURED = 10
+"""Clusters: of more one cannot tell the colours apart."""
+
+
 def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str, Any] | None:
     """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
     as many as others come to have, as far as there are two keys for each."""
@@ -99,15 +103,18 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    """Keys by their first two components, in the colours of their clusters, after the prompt and at the end (figure 4
-    of the paper); and the mass captured, by thirds of the decode."""
+    """Keys by their first two components, those of the largest clusters in a colour each, after the prompt and at the
+    end (figure 4 of the paper); and the mass captured, by thirds of the decode."""
     drawn = [row for row in rows if row.get("pictures") and row["name"] in (ADAPTIVE, STATIC, LOCAL)]
     if drawn:
         upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1))
         for column, row in zip(upper.subplots(2, len(drawn), squeeze=False).T, drawn, strict=True):
             for axes, when, picture in zip(column, ("after the prompt", "at the end"), row["pictures"], strict=True):
                 at, cluster = np.array(picture["at"]), np.array(picture["cluster"])
-                axes.scatter(*at[cluster >= 0].T, c=cluster[cluster >= 0] % 20, cmap="tab20", s=3)
+                axes.scatter(*at.T, color="lightgrey", s=2)
+                largest = np.argsort(-np.bincount(cluster[cluster >= 0]), kind="stable")[:_COLOURED]
+                for colour, number in enumerate(largest.tolist()):
+                    axes.scatter(*at[cluster == number].T, color=f"C{colour}", s=9)
                 axes.set(title=f"{row['name']}, {when}", xticks=[], yticks=[])
     else:
         lower = figure
