@@ -132,7 +132,8 @@ class SelectiveLayer(SelectivePlan):
             return self.choose(self.query_of(call.query[:, :, 0], visible))
         *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
         choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
-        return Choice.union(choices, (1 if self.widened else 2) * self.budget)
+        least = self.most_records(self.config, self.history.form.group_size, self.budget)  # what one may want
+        return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
 
     def _attend(self, call: AttentionCall) -> Output:
         self.scaling = call.scaling

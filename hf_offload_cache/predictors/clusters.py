@@ -122,7 +122,7 @@ class ClusterPredictor:
             np.add.at(sinks[row], own, 1)
             if start:
                 begin[row] = np.bincount(labels[row, :start], minlength=shares.shape[1])
-        shares[sinks > 0] = np.inf
+        shares[(sinks > 0) & (self.clustered.stored > 0)] = np.inf
         return begin, sinks
 
     def truncate(self, units: int) -> None:
