@@ -23,9 +23,9 @@ class ClusterPredictor:
 
     Each head's shares are of the attention to all that is there, the latest tokens by their keys; so that no head
     drowns the others their sum over heads is what counts, a token. Clusters are taken until they hold as many tokens as
-    are wanted, or lie in `most_pages`; of the last one its latest ones. Those with a row's first tokens come before
-    all, whole where that is no more than is wanted. What waits beside the clusters is attended to anyhow, and is among
-    these. Holds nothing: centroids and counts are the history's. See `Predictor`.
+    are wanted, or lie in `most_pages`; of the last one its latest ones. A row's first tokens are taken of whatever
+    clusters they are in. What waits beside the clusters is attended to anyhow, and is among these. Holds nothing:
+    centroids and counts are the history's. See `Predictor`.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ClusterPredictor:
     @staticmethod
     def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:
         """Pages a row that are taken at most for what `budget` full ones of `group_size` entries hold: of most clusters
-        one is not full. No fewer than clusters with the first tokens have, each in another one."""
+        one is not full, and the first tokens may be in others. No fewer than these have, each in another one."""
         partly = max(budget, -(-budget * group_size // clusters.size))
-        return max(budget + partly, num_sinks * clusters.places(group_size) // group_size)
+        return max(budget + partly + num_sinks, num_sinks * clusters.places(group_size) // group_size)
 
     def ready(self, units: int) -> bool:
         return units == self.clustered.partition.clusters
@@ -62,30 +62,31 @@ class ClusterPredictor:
 
     def _choice(self, query: Query, budget: int) -> Choice:
         own = self.clustered
-        stored, group, pages = own.stored, own.form.group_size, own.page_counts
+        stored, group = own.stored, own.form.group_size
         shares = self.shares(query, own.partition.counts)
         shares[stored == 0] = -np.inf
-        begin, sinks = self._mark(shares, query.visible)
-        wanted = np.maximum(budget * group - own.buffer.counts, sinks.sum(1))
-        narrow = (sinks > 0) & (np.where(sinks > 0, stored, 0).sum(1) > wanted)[:, None]  # of these the sinks alone
-        there = np.where(shares > -np.inf, np.where(narrow, sinks, stored), 0)
+        begin, sinks = self._first(shares, query.visible)
+        first = (sinks > 0) & (stored > 0)
+        pages = np.where(shares > -np.inf, own.page_counts, 0)
+        wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
+        most = self.most_pages(budget, self.config.num_sinks, self._clusters, group) - (pages * first).sum(1)[:, None]
         order = np.argsort(-shares, 1, kind="stable")
-        pages = np.where(there > 0, pages, 0)
-        counts, pages, stored = (np.take_along_axis(one, order, 1) for one in (there, pages, stored))
+        counts, others = (np.take_along_axis(one, order, 1) for one in (np.where(pages, stored, 0), pages * ~first))
         before = np.cumsum(counts, 1) - counts
-        most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
-        taken = (before < wanted[:, None]) & (counts > 0) & (np.cumsum(pages, 1) <= most)
-        width = int(taken.sum(1).max(initial=0))
-        cut = np.minimum(counts, wanted[:, None] - before)[:, :width]  # of these many of each
-        last = np.where(np.take_along_axis(narrow, order, 1), np.take_along_axis(begin, order, 1) + counts, stored)
-        entry, last = np.arange(own.pages.largest * group), last[:, :width, None]
-        keep = (entry >= last - cut[..., None]) & (entry < last)
-        units, taken = order[:, :width], taken[:, :width]
-        ascending = np.argsort(np.where(taken, units, np.iinfo(np.int64).max), 1)
-        units = np.take_along_axis(np.where(taken, units, -1), ascending, 1)
-        importance = np.take_along_axis(shares, np.maximum(units, 0), 1).astype(np.float32)
-        records = np.take_along_axis(own.page_counts, np.maximum(units, 0), 1)
-        return Choice(units, np.take_along_axis(keep, ascending[..., None], 1), importance, records)
+        taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
+        cut = np.zeros_like(stored)  # of each cluster so many of its latest entries
+        np.put_along_axis(cut, order, np.where(taken, np.minimum(counts, wanted - before), 0), 1)
+        named = (cut > 0) | first
+        width = int(named.sum(1).max(initial=0))
+        units = np.argsort(~named, 1, kind="stable")[:, :width]
+        there, first, cut, stored, begin, sinks = (
+            np.take_along_axis(one, units, 1)[..., None] for one in (named, first, cut, stored, begin, sinks)
+        )
+        entry = np.arange(own.pages.largest * group)
+        keep = (entry >= stored - cut) | (first & (entry >= begin) & (entry < begin + sinks))
+        importance = np.where(first[..., 0], np.inf, np.take_along_axis(shares, units, 1)).astype(np.float32)
+        records = np.take_along_axis(own.page_counts, units, 1)
+        return Choice(np.where(there[..., 0], units, -1), keep, importance, records)
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
         """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
@@ -103,9 +104,9 @@ class ClusterPredictor:
         total = most + np.log(np.exp(everything - most).sum(2, keepdims=True))
         return np.exp(products - total).sum(1)
 
-    def _mark(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-        """Clusters with a row's first tokens are above all, those of padding alone below all. Of each cluster, how many
-        members come before a row's first tokens, and how many are among these: (rows, clusters) each."""
+    def _first(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+        """Of each cluster, how many members come before a row's first tokens, and how many are among these: (rows,
+        clusters) each. Clusters of padding alone are below all."""
         labels = self.clustered.labels
         first = np.zeros(len(shares), dtype=np.int64)
         if visible is not None:
@@ -118,11 +119,9 @@ class ClusterPredictor:
             shares[~some] = -np.inf
         begin, sinks = np.zeros(shares.shape, dtype=np.int64), np.zeros(shares.shape, dtype=np.int64)
         for row, start in enumerate(first.tolist()):
-            own = labels[row, start : start + self.config.num_sinks]
-            np.add.at(sinks[row], own, 1)
+            sinks[row] = np.bincount(labels[row, start : start + self.config.num_sinks], minlength=shares.shape[1])
             if start:
                 begin[row] = np.bincount(labels[row, :start], minlength=shares.shape[1])
-        shares[(sinks > 0) & (self.clustered.stored > 0)] = np.inf
         return begin, sinks
 
     def truncate(self, units: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from hf_offload_cache.predictors.base import Query
 FIELDS: dict[str, Any] = {"num_recent": 8, "join_every": 16, "look_ahead": False, "engine": "memory"}
 
 
-def twin(layer: ClusterLayer, states: torch.Tensor, wanted: int, sinks: int) -> list[dict[int, int]]:
-    """By row: cluster -> entries taken of it. Of queries (B, H, D), which are scaled; no padding."""
+def twin(layer: ClusterLayer, states: torch.Tensor, wanted: int, sinks: int) -> list[dict[int, set[int]]]:
+    """By row: cluster -> which of its entries are taken. Of queries (B, H, D), which are scaled; no padding."""
     own, history = layer.history.clustered, layer.history
     rows, found = own.partition.rows, []
     recent = history.form.split(history.recent)[0][:, 0].double()
@@ -26,13 +27,15 @@ def twin(layer: ClusterLayer, states: torch.Tensor, wanted: int, sinks: int) -> 
         logits = heads @ torch.from_numpy(own.partition.centroids[row].astype(np.float64)).T
         total = torch.cat([logits + count.log(), heads @ recent[row].T], 1).logsumexp(1, keepdim=True)
         share = (logits - total).exp().sum(0)
-        first = [int(cluster) for cluster in own.labels[row, :sinks]]
-        order = sorted(range(len(share)), key=lambda cluster: (cluster not in first, -float(share[cluster])))
-        left, taken = wanted - int(own.buffer.counts[row]), dict[int, int]()
-        for cluster in order:
-            if left > 0 and (there := int(own.stored[row, cluster])):
-                taken[cluster] = min(there, left)
+        first = Counter(own.labels[row, :sinks].tolist())
+        left, taken = wanted - int(own.buffer.counts[row]) - sinks, dict[int, set[int]]()
+        for cluster in sorted(range(len(share)), key=lambda cluster: -float(share[cluster])):
+            there = int(own.stored[row, cluster])
+            if left > 0 and there:
+                taken[cluster] = set(range(there - min(there, left), there))
                 left -= there
+        for cluster, count in first.items():
+            taken.setdefault(cluster, set()).update(range(count))
         found.append(taken)
     return found
 
@@ -51,13 +54,11 @@ def test_the_best_clusters_are_taken_until_they_hold_what_is_wanted(selected: in
         query = Query(states, 1.0, None, lambda: layer.history.form.split(layer.history.recent)[0])
         choice = layer.predictor.select(query, layer.budget, False)
         expected = twin(layer, states, layer.budget * layer.history.form.group_size, cache.config.num_sinks)
-        stored = layer.history.clustered.stored
         for row, taken in enumerate(expected):
-            units = choice.units[row][choice.units[row] >= 0]
-            keep = choice.keep[row][: len(units)]
-            assert dict(zip(units.tolist(), keep.sum(1).tolist(), strict=True)) == taken
-            for cluster, kept in zip(units, keep, strict=True):
-                assert np.array_equal(kept.nonzero()[0], np.arange(stored[row, cluster])[-kept.sum() :])
+            units = choice.units[row][choice.units[row] >= 0].tolist()
+            kept = [set(keep.nonzero()[0].tolist()) for keep in choice.keep[row]]
+            held = layer.history.clustered.stored[row]
+            assert {unit: own & set(range(held[unit])) for unit, own in zip(units, kept, strict=False)} == taken
 
 
 def test_of_first_tokens_in_clusters_larger_than_what_is_wanted_these_alone_are_taken() -> None:
