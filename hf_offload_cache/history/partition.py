@@ -117,11 +117,10 @@ class Partition:
         (rows, n) int64; -1: there is none."""
         if not self.clusters:
             return np.full(keys.shape[:2], -1, dtype=np.int64)
-        centroids = self.centroids.astype(np.float32)
-        apart = np.einsum("rcd,rcd->rc", centroids, centroids)
-        apart[self.closed | (self.counts == 0)] = np.inf
-        products = torch.from_numpy(keys) @ torch.from_numpy(centroids).transpose(1, 2)
-        distances = apart[:, None] - 2 * products.numpy()
+        centroids = torch.from_numpy(self.centroids).float()
+        apart = (centroids * centroids).sum(2)
+        apart[torch.from_numpy(self.closed | (self.counts == 0))] = torch.inf
+        distances = (apart[:, None] - 2 * (torch.from_numpy(keys) @ centroids.transpose(1, 2))).numpy()
         found = distances.argmin(2)
         found[np.isinf(np.take_along_axis(distances, found[..., None], 2)[..., 0])] = -1
         return found

@@ -66,27 +66,23 @@ class ClusterPredictor:
         shares = self.shares(query, own.partition.counts)
         shares[stored == 0] = -np.inf
         begin, sinks = self._first(shares, query.visible)
-        first = (sinks > 0) & (stored > 0)
+        first, row = (sinks > 0) & (stored > 0), np.arange(len(stored))[:, None]
         pages = np.where(shares > -np.inf, own.page_counts, 0)
         wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
         most = self.most_pages(budget, self.config.num_sinks, self._clusters, group) - (pages * first).sum(1)[:, None]
         order = np.argsort(-shares, 1, kind="stable")
-        counts, others = (np.take_along_axis(one, order, 1) for one in (np.where(pages, stored, 0), pages * ~first))
+        counts, others = np.where(pages, stored, 0)[row, order], (pages * ~first)[row, order]
         before = np.cumsum(counts, 1) - counts
         taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
         cut = np.zeros_like(stored)  # of each cluster so many of its latest entries
-        np.put_along_axis(cut, order, np.where(taken, np.minimum(counts, wanted - before), 0), 1)
+        cut[row, order] = np.where(taken, np.minimum(counts, wanted - before), 0)
         named = (cut > 0) | first
-        width = int(named.sum(1).max(initial=0))
-        units = np.argsort(~named, 1, kind="stable")[:, :width]
-        there, first, cut, stored, begin, sinks = (
-            np.take_along_axis(one, units, 1)[..., None] for one in (named, first, cut, stored, begin, sinks)
-        )
-        entry = np.arange(own.pages.largest * group)
-        keep = (entry >= stored - cut) | (first & (entry >= begin) & (entry < begin + sinks))
-        importance = np.where(first[..., 0], np.inf, np.take_along_axis(shares, units, 1)).astype(np.float32)
-        records = np.take_along_axis(own.page_counts, units, 1)
-        return Choice(np.where(there[..., 0], units, -1), keep, importance, records)
+        units = np.argsort(~named, 1, kind="stable")[:, : int(named.sum(1).max(initial=0))]
+        entry, last, begin = np.arange(own.pages.largest * group), stored[row, units], begin[row, units][..., None]
+        keep = entry >= (last - cut[row, units])[..., None]
+        keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
+        importance = np.where(first, np.inf, shares)[row, units].astype(np.float32)
+        return Choice(np.where(named[row, units], units, -1), keep, importance, own.page_counts[row, units])
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
         """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
@@ -94,15 +90,12 @@ class ClusterPredictor:
         rows = len(counts)
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
-        recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu().numpy()
-        centroids = torch.from_numpy(self.clustered.partition.centroids.astype(np.float32))
-        products = (states.cpu() @ centroids.transpose(1, 2)).numpy()
-        with np.errstate(divide="ignore"):
-            held = products + np.log(counts, dtype=np.float32)[:, None]
-        everything = np.concatenate([held, recent], 2)
-        most = everything.max(2, keepdims=True)
-        total = most + np.log(np.exp(everything - most).sum(2, keepdims=True))
-        return np.exp(products - total).sum(1)
+        recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu()
+        centroids = torch.from_numpy(self.clustered.partition.centroids).float()
+        products = states.cpu() @ centroids.transpose(1, 2)
+        held = products + torch.from_numpy(counts).float().log()[:, None]
+        total = torch.cat([held, recent], 2).logsumexp(2, keepdim=True)
+        return (products - total).exp().sum(1).numpy()
 
     def _first(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
         """Of each cluster, how many members come before a row's first tokens, and how many are among these: (rows,
