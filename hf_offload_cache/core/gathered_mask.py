@@ -17,6 +17,10 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
     Columns of the model's mask (None: causal, aligned at the lower right), hidden where there is no entry.
     """
     batch, length, device = call.query.shape[0], history.length, history.device
+    if call.mask is None and call.num_queries == 1 and fetched.valid is not None:  # all that is there is visible
+        seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
+        mask = torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None]
+        return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
     places = fetched.of_chosen(history.positions(choice.units))
     recent = np.arange(length - history.recent.shape[1], length)
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)

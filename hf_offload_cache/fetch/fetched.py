@@ -64,7 +64,9 @@ def kept_entries(valid: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     most = int(counts.max(initial=0))
     if (counts == most).all():
         return valid.nonzero()[1].reshape(len(valid), most), None
-    return np.argsort(~valid, 1, kind="stable")[:, :most], np.arange(most) < counts[:, None]
+    places, there = np.zeros((len(valid), most), dtype=np.int64), np.arange(most) < counts[:, None]
+    places[there] = valid.nonzero()[1]
+    return places, there
 
 
 def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int) -> np.ndarray | None:
@@ -85,7 +87,6 @@ def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int)
             begins = np.diff(unit, axis=1, prepend=-1) != 0
             before -= np.maximum.accumulate(np.where(begins, before, 0), 1)
             entry = (before - first)[..., None] + offset
-            whole = np.take_along_axis(keep, unit[..., None], 1)
-            keep = np.take_along_axis(whole, entry.clip(0, whole.shape[2] - 1), 2)
+            keep = keep[np.arange(rows)[:, None, None], unit[..., None], entry.clip(0, keep.shape[2] - 1)]
         valid = keep if valid is None else valid & keep
     return None if valid is None else valid.reshape(rows, -1)
