@@ -69,20 +69,21 @@ class SelectivePlan(OffloadLayer):
         assert isinstance(config, SelectiveConfig)
         form, plan = kind.form, cls.plan_history(kind, config, context)
         predictor = cls.plan_predictor(kind, config, context)
-        most_units = cls.most_records(config, form.group_size, cls.most_units(kind, config, context))
+        wanted = cls.most_units(kind, config, context)
+        most_units = cls.most_records(config, form.group_size, wanted)
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
         latest = config.num_recent + form.group_size + cls.most_beside(kind, config)
         tail_units = -(-latest // form.group_size)
         soon, ahead = units * 9 // 8 + 8, 0 if config.look_ahead is False else 1
-        view, widest = (  # of one query, and of candidates that are verified
-            kind.rows * (min(wanted, soon) + tail_units) * payload for wanted in (most_units, 2 * most_units)
-        )
+        together = max(most_units, 2 * wanted)  # of candidates that are verified
+        view, widest = (kind.rows * (min(most, soon) + tail_units) * payload for most in (most_units, together))
         area = area_bytes(kind, config, context, most_units)
         kept = cls.most_kept(kind, config, context)
         kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
         widens = config.brought_at_most(context) > config.brought(context)
-        areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else 0))
+        whole = widest if cls.most_beside(kind, config) else 0  # whole units are kept too where some come beside them
+        areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else whole))
         slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, form.group_size, units))
         own = predictor.own + cls.plan_tiers(kind, config, slots, units)
         if cls.reads_for_next_step:

@@ -8,9 +8,10 @@ from .co_retrieval import ORDERED
 from .page_writer import piece_bytes
 from .record_format import RecordFormat
 
-PAGES_A_TOKEN = 2
-"""That are written together for each token a row that joins clusters at once, where these grow and are split: with half
-as many a settling is in two parts, and a decode adapts .052 of its time for .041 (SmolLM2-135M, 4K tokens)."""
+MOST_SETTLED, FEWEST_SETTLED = 64, 24
+"""Pages that are written together where clusters grow and are split, and where tokens join them a page at a time, as a
+tight budget has it. With the fewer a settling of 32 tokens is in two parts, and a decode adapts .052 of its time for
+.041 (SmolLM2-135M, 4K tokens)."""
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
@@ -29,7 +30,8 @@ def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) ->
 def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
     """Pages that are written at a time where clusters grow and are split, so many tokens a row `joining` them at once,
     or all of one cluster."""
-    return max(1, min(PAGES_A_TOKEN * joining, piece_bytes(write_queue) // form.record_bytes))
+    most = FEWEST_SETTLED if joining <= form.group_size else MOST_SETTLED
+    return max(1, min(most, piece_bytes(write_queue) // form.record_bytes))
 
 
 def settling(form: RecordFormat, pages: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..fetch.choice import Choice
 from ..history.base import Sealed
 from ..history.cluster_form import ClusterForm
 from ..history.clustered_entries import ClusteredEntries
+from ..history.partition import MOST_ROOM
 from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
@@ -44,7 +46,8 @@ class ClusterPredictor:
     def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:
         """Pages a row that are taken at most for what `budget` full ones of `group_size` entries hold: of most clusters
         one is not full, and the first tokens may be in others. No fewer than these have, each in another one."""
-        partly = max(budget, -(-budget * group_size // clusters.size))
+        size = max(clusters.size, clusters.places(group_size) / MOST_ROOM)
+        partly = max(budget, math.ceil(budget * group_size / size))
         return max(budget + partly + num_sinks, num_sinks * clusters.places(group_size) // group_size)
 
     def ready(self, units: int) -> bool:
