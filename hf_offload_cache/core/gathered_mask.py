@@ -19,8 +19,7 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
     batch, length, device = call.query.shape[0], history.length, history.device
     if call.mask is None and call.num_queries == 1 and fetched.valid is not None:  # all that is there is visible
         seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
-        mask = torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None]
-        return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
+        return _of_query_heads(call, torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None])
     places = fetched.of_chosen(history.positions(choice.units))
     recent = np.arange(length - history.recent.shape[1], length)
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
@@ -36,4 +35,9 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         hidden = ~torch.from_numpy(there).to(device).unflatten(0, (batch, -1))[:, :, None]
         mask[..., : there.shape[1]] = mask[..., : there.shape[1]].masked_fill(hidden, least)
+    return _of_query_heads(call, mask)
+
+
+def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
+    """A mask (B, 1 or key heads, q, n) for each query head."""
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
