@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.tuning.sample import sample_ids
 
@@ -39,7 +40,8 @@ def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str
     """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
     as many as others come to have, as far as there are two keys for each."""
     if fields is not None and fields.get("cache", "").endswith("StaticClusterCache"):
-        return {"num_clusters": min(held // 16, prompt // 2), **fields}
+        keys = fields.get("cluster_size") or ClusterConfig().cluster_size
+        return {"num_clusters": min(held // keys, prompt // 2), **fields}
     return fields
 
 

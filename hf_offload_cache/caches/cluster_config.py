@@ -20,7 +20,7 @@ class ClusterConfig(SelectedShareConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.kept_on_open, "cluster_size", "cluster_capacity")
 
     cluster_size: int | None = None
-    """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 16:
+    """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 12:
     of larger ones hidden facts and the next token's distribution suffer, smaller ones take longer (README). They are
     larger where the disk would have to have room for more than two and a half times the keys."""
     num_clusters: int | None = None
@@ -47,7 +47,7 @@ class ClusterConfig(SelectedShareConfig):
         if self.cluster_size is None:
             if self.cluster_capacity is not None:
                 self._at_least("cluster_capacity", 4)
-            half = 16 if self.cluster_capacity is None else self.cluster_capacity // 2
+            half = 12 if self.cluster_capacity is None else self.cluster_capacity // 2
             object.__setattr__(self, "cluster_size", half)
         self._at_least("cluster_size", 2)
         assert self.cluster_size is not None

@@ -10,7 +10,7 @@ from ..memory.search import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from .cluster_config import ClusterConfig
 
 _LEAST_BUFFER, _LEAST_SELECTED = 4, 32
-_SIZES = (16, 32, 64, 128)
+_SIZES = (12, 16, 32, 64, 128)
 """Keys a cluster, the best first."""
 
 

@@ -11,8 +11,8 @@ from .partition import FEWEST, MOST_ROOM
 class ClusterForm:
     """See the arguments of `Partition`, and of `AppendBuffer`."""
 
-    size: int = 16
-    capacity: int = 32
+    size: int
+    capacity: int
     threshold: float = 1.25
     append_buffer: int = 16
     join_every: int = 32
