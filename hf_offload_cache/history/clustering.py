@@ -38,27 +38,32 @@ def halves(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     Two-means, from the two sides of the mean in the direction in which keys vary most. Where all are alike, the later
     half.
     """
+    if (large := counts > 2 * counts.mean()).any():  # so that padding to the largest takes no more than keys do
+        own, found = np.repeat(large, counts), np.empty(len(keys), dtype=bool)
+        found[own], found[~own] = halves(keys[own], counts[large]), halves(keys[~own], counts[~large])
+        return found
     place, count = np.arange(counts.max()), counts[:, None].astype(np.float32)
     there = place < counts[:, None]
-    own = np.zeros((*there.shape, keys.shape[1]), dtype=np.float32)
-    own[there] = keys
-    apart = np.where(there[..., None], own - own.sum(1, keepdims=True) / count[..., None], 0)
-    most = apart[np.arange(len(counts)), (apart * apart).sum(2).argmax(1)][..., None]
+    apart = np.zeros((*there.shape, keys.shape[1]), dtype=np.float32)
+    apart[there] = keys
+    apart -= apart.sum(1, keepdims=True) / count[..., None]
+    apart[~there] = 0
+    most = apart[np.arange(len(counts)), np.einsum("knd,knd->kn", apart, apart).argmax(1)][..., None]
     for _ in range(_POWERS):
         most = apart.transpose(0, 2, 1) @ (apart @ most)
         most /= np.maximum(np.sqrt((most * most).sum(1, keepdims=True)), np.finfo(np.float32).tiny)
     found = (apart @ most)[..., 0] > 0
     for _ in range(_ITERATIONS):
         second = np.maximum(found.sum(1, keepdims=True), 1)
-        far = (found[:, None] @ own)[:, 0] / second
-        near = ((there & ~found)[:, None] @ own)[:, 0] / np.maximum(count - second, 1)
+        far = (found[:, None] @ apart)[:, 0] / second
+        near = ((there & ~found)[:, None] @ apart)[:, 0] / np.maximum(count - second, 1)
         middle = ((far * far).sum(1) - (near * near).sum(1)) / 2
-        after = ((own @ (far - near)[..., None])[..., 0] > middle[:, None]) & there
+        after = ((apart @ (far - near)[..., None])[..., 0] > middle[:, None]) & there
         number = after.sum(1)
         moved = (after != found).any(1) & (number > 0) & (number < counts)
         if not moved.any():
             break
         found[moved] = after[moved]
-    alike = ~found.any(1)
+    alike = (found.sum(1) % counts) == 0  # but for rounding
     found[alike] = place >= counts[alike, None] // 2
     return found[there]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -211,6 +213,25 @@ def test_halves() -> None:
     together = halves(several, np.array([20, 9, 31]))
     alone = [halves(own, np.array([len(own)])) for own in np.split(several, [20, 29])]
     assert np.array_equal(together, np.concatenate(alone))
+
+
+def test_halves_of_keys_that_are_alike() -> None:
+    """Their mean is not quite what they are, and none of the halves is empty."""
+    alike = np.repeat(some_keys(1, rows=1)[0], 7, 0)
+    assert halves(alike, np.array([7])).tolist() == [False] * 3 + [True] * 4
+
+
+def test_a_large_cluster_among_small_ones_is_halved_in_little_memory() -> None:
+    """What is held is at most three times the keys, beside what each has one of: those of the others are not padded to
+    the largest."""
+    counts = np.array([900, *[20] * 60])
+    keys = np.random.default_rng(0).normal(size=(counts.sum(), 64)).astype(np.float32)
+    halves(keys, counts)
+    tracemalloc.start()
+    halves(keys, counts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3.3 * keys.nbytes
 
 
 def test_no_more_is_held_than_planned() -> None:
