@@ -20,7 +20,7 @@ class Policy(Protocol):
         takes from the slots in use, or were written anew after it."""
 
     def used(self, slots: np.ndarray) -> None:
-        """What lies in these slots was wanted again."""
+        """What lies in these slots was wanted again; several times in a step where several rows want it."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """What lies in these slots was written anew, here and in the store."""
@@ -90,7 +90,8 @@ class LeastRecent(FirstIn):
     """Least recently used: a slot that was wanted again counts as filled anew."""
 
     def used(self, slots: np.ndarray) -> None:
-        self._behind(slots)
+        _, last = np.unique(slots[::-1], return_index=True)
+        self._behind(slots[np.sort(len(slots) - 1 - last)])
 
 
 class MostUsed:

@@ -141,6 +141,20 @@ def test_a_share_of_what_is_held(share: float) -> None:
         assert layer.held <= 2000 and share * layer.held <= layer.budget * group <= share * layer.held + 2 * group
 
 
+@pytest.mark.parametrize("replacement", ["aligned", "lru", "fifo"])
+def test_slots_change_nothing_where_rows_share_clusters(replacement: str) -> None:
+    """What several rows want lies in one slot."""
+
+    def logits(**fields: Any) -> torch.Tensor:
+        model = long_model()
+        with ClusterCache(model, num_selected=60, look_ahead=False, **SMALL, **fields) as cache:
+            feed(cache, prompt(model, 1, LENGTH))
+            cache.batch_repeat_interleave(3)
+            return torch.stack([feed(cache, prompt(model, 3, 1, seed=step)) for step in range(20)])
+
+    assert torch.equal(logits(reuse_capacity=0), logits(reuse_capacity=40, replacement=replacement))
+
+
 def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
     """Into what was split, with chunks behind; and each fork on its own."""
     model = long_model()

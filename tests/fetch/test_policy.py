@@ -50,6 +50,13 @@ def test_what_is_wanted_again_counts_as_filled_anew_or_not(
     assert evicted(policy, 4, slots()) == following
 
 
+def test_a_slot_that_several_rows_want_counts_once() -> None:
+    policy = LeastRecent(4)
+    policy.used(slots(1, 0, 1))
+    assert evicted(policy, 4, slots()) == [2, 3, 0, 1]
+    assert evicted(policy, 4, slots()) == [2, 3, 0, 1]
+
+
 @pytest.mark.parametrize("policy_class", POLICIES)
 def test_slots_in_use_stay(policy_class: Policies) -> None:
     policy = policy_class(4)
