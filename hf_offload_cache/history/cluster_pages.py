@@ -27,7 +27,7 @@ class ClusterPages:
         self._first = np.full((rows, 0), -1, dtype=np.int32)
         self._step = np.zeros((rows, 0), dtype=np.int8)
         self._single: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
-        self._owned = np.empty(0, dtype=np.int64)
+        self._owned, self._left = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self.moved = False
         """Rows were selected since the last `sweep`."""
 
@@ -91,11 +91,12 @@ class ClusterPages:
 
     def leave(self, row: int, cluster: int) -> None:
         """A cluster of a row has no entries any more: the next one of the row may have its place, where no other row
-        has it; its pool is given back when no row names it."""
+        has it; its pool is given back when no row names it. The next `sweep` tells its records."""
         first, step = int(self._first[row, cluster]), int(self._step[row, cluster])
         self._first[row, cluster] = -1
         if first - (self.pool - 1 if step < 0 else 0) in self._owned and not (self._first == first).any():
             self._single[row].append((first, step))
+            self._left = np.concatenate([self._left, first + step * np.arange(self.largest)])
 
     def close(self) -> None:
         """Others may name all pools, and give them back: new clusters get pools of their own."""
@@ -129,7 +130,8 @@ class ClusterPages:
         self.moved = True
 
     def sweep(self) -> np.ndarray:
-        """Give back the pools that no row names; returns their records."""
+        """Give back the pools that no row names; returns their records, and those that were left to others: what was
+        read of them is void."""
         live = self.pools
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         self._owned = np.intersect1d(self._owned, live, assume_unique=True)
@@ -139,7 +141,8 @@ class ClusterPages:
             gone = set(records.tolist())
             self._single = [[place for place in single if place[0] not in gone] for single in self._single]
         self.moved = False
-        return records
+        left, self._left = self._left, self._left[:0]
+        return np.union1d(records, left)
 
     def move(self, store: Store) -> None:
         """The same records are found in `store` from now on, by the same ids."""

@@ -155,6 +155,23 @@ def test_slots_change_nothing_where_rows_share_clusters(replacement: str) -> Non
     assert torch.equal(logits(reuse_capacity=0), logits(reuse_capacity=40, replacement=replacement))
 
 
+def test_what_comes_after_a_crop_is_not_taken_for_what_lay_there_before() -> None:
+    """Where a cluster was that a crop left empty another one lies afterwards; what slots have of it is void."""
+
+    def logits(reuse_capacity: int) -> torch.Tensor:
+        model, fields = long_model(), {**SMALL, "cluster_size": 4, "cluster_capacity": 8, "num_selected": 4 * LENGTH}
+        with ClusterCache(model, **fields, reuse_capacity=reuse_capacity) as cache:
+            feed(cache, prompt(model, 1, 200))
+            feed(cache, prompt(model, 1, 100, seed=1))
+            cache.batch_repeat_interleave(2)  # no more tokens join what rows share: they make clusters
+            for step in range(3):
+                feed(cache, prompt(model, 2, 1, seed=step))
+            cache.crop(-130)
+            return torch.stack([feed(cache, prompt(model, 2, 1, seed=step)) for step in range(30)])
+
+    assert torch.equal(logits(0), logits(4 * LENGTH))
+
+
 def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
     """Into what was split, with chunks behind; and each fork on its own."""
     model = long_model()
