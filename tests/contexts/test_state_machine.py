@@ -44,9 +44,10 @@ PACKED: dict[str, Any] = {
 }  # fmt: skip
 """With replicas, as which everything travels: so forks read what the cache does that they were made of."""
 CLUSTERS: dict[str, Any] = {
-    **SMALL, "num_selected": 32, "reuse_capacity": 16, "block_tokens": 64, "cluster_size": 8, "append_buffer": 6,
+    **SMALL, "num_selected": 32, "reuse_capacity": 512, "block_tokens": 64, "cluster_size": 8, "append_buffer": 6,
     "join_every": 8,
 }  # fmt: skip
+"""With slots for much of it: what a crop or a split makes void is still in one."""
 LONG = 530
 """Tokens that a sparse cache begins with: more than the 512 that an adapter is made of."""
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 4, 4, 900
