@@ -21,7 +21,9 @@ from .arrivals import Arrivals
 from .base import Block, Sealed, joined
 from .captured_clusters import check_clusters
 from .captured_history import check_tail
+from .cluster_bytes import streaming
 from .cluster_form import ClusterForm
+from .cluster_members import members
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
@@ -155,7 +157,7 @@ class ClusterHistory:
     def positions(self, units: np.ndarray) -> np.ndarray:
         rows, page, column, at, width = self._laid_out(units)
         places = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
-        places[rows, at] = self._members(rows, units[rows, column], page)
+        places[rows, at] = members(self.clustered, rows, units[rows, column], page)
         return np.concatenate([places.reshape(len(units), -1), self.beside[1]], 1)
 
     def _laid_out(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
@@ -166,43 +168,38 @@ class ClusterHistory:
         each = np.bincount(rows, minlength=len(units))
         return rows, page, column, places_within(each), int(each.max(initial=0))
 
-    def _members(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Which token each entry of pages of clusters of rows (n,) is, (n, group_size), -1: none."""
-        own = self.clustered
-        order = np.argsort(own.labels, 1, kind="stable")
-        counts = own.partition.counts
-        place = (pages * self.form.group_size)[:, None] + np.arange(self.form.group_size)
-        there = place < own.stored[rows, clusters][:, None]
-        first = (np.cumsum(counts, 1) - counts)[rows, clusters]
-        return np.where(there, order[rows[:, None], np.where(there, first[:, None] + place, 0)], -1)
-
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
         """As `History.blocks`: in the order of the records, then what waits, then the tail."""
         self.place()
         stop, own = self.length if stop is None else stop, self.clustered
-        pages = in_order(own.page_counts)
-        ids = own.pages.records(*pages)
-        each = np.bincount(pages[0], minlength=self.rows)
-        if ids.size:
-            members = self._members(*pages)
-            width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
-            columns = np.arange(width)
-            # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
-            which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]
-            places = np.where((columns < each[:, None])[..., None], members[which], -1)
-            places[places >= stop] = -1
-            parts = range(0, width, self._step)
-            flat = np.concatenate([ids[which[:, at : at + self._step]].reshape(-1) for at in parts])
-            streamed = self._storage.stream(self.store, flat, self._step * self.rows, self.device)
-            for at, records in zip(parts, streamed, strict=True):
-                entries = self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
-                yield Block(*self.form.split(entries), places[:, at : at + self._step].reshape(self.rows, -1))
+        if own.page_counts.any():
+            block = self._step * self.form.group_size * self.rows
+            with own.holding(streaming(int(own.page_counts.sum()), block, own.sealed)):
+                yield from self._stored_blocks(stop)
         entries, places = self.beside
         if (places >= 0).any():
             yield Block(*self.form.split(entries), np.where(places < stop, places, -1))
         if own.sealed < stop:
             last = np.arange(own.sealed, stop)
             yield Block(*self.form.split(self.recent[:, : len(last)]), np.tile(last, (self.rows, 1)))
+
+    def _stored_blocks(self, stop: int) -> Iterator[Block]:
+        pages = in_order(self.clustered.page_counts)
+        ids = self.clustered.pages.records(*pages)
+        each = np.bincount(pages[0], minlength=self.rows)
+        width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
+        columns = np.arange(width)
+        # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
+        which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]
+        parts = [which[:, at : at + self._step] for at in range(0, width, self._step)]
+        flat = np.concatenate([ids[some.reshape(-1)] for some in parts])
+        streamed = self._storage.stream(self.store, flat, self._step * self.rows, self.device)
+        for at, some, records in zip(range(0, width, self._step), parts, streamed, strict=True):
+            places = members(self.clustered, *(own[some.reshape(-1)] for own in pages)).reshape(*some.shape, -1)
+            places[columns[at : at + self._step] >= each[:, None]] = -1
+            places[places >= stop] = -1
+            entries = self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
+            yield Block(*self.form.split(entries), places.reshape(self.rows, -1))
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return joined(self, self.length if stop is None else stop)

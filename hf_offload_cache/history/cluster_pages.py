@@ -89,14 +89,26 @@ class ClusterPages:
             self._step = np.pad(self._step, ((0, 0), (0, more)))
         self._first[rows, clusters], self._step[rows, clusters] = np.array(places).T
 
-    def leave(self, row: int, cluster: int) -> None:
-        """A cluster of a row has no entries any more: the next one of the row may have its place, where no other row
-        has it; its pool is given back when no row names it. The next `sweep` tells its records."""
-        first, step = int(self._first[row, cluster]), int(self._step[row, cluster])
-        self._first[row, cluster] = -1
-        if first - (self.pool - 1 if step < 0 else 0) in self._owned and not (self._first == first).any():
-            self._single[row].append((first, step))
-            self._left = np.concatenate([self._left, first + step * np.arange(self.largest)])
+    def leave(self, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """These clusters of these rows, (n,) each, have no entries any more: the next ones of a row may have their
+        places, where no other row has them; a pool is given back when no row names it. The next `sweep` tells their
+        records."""
+        places = list(zip(self._first[rows, clusters].tolist(), self._step[rows, clusters].tolist(), strict=True))
+        self._first[rows, clusters] = -1
+        named, owned = set(self._first[self._first >= 0].tolist()), set(self._owned.tolist())
+        for row, (first, step) in zip(rows.tolist(), places, strict=True):
+            if first not in named and first - (self.pool - 1 if step < 0 else 0) in owned:
+                named.add(first)  # of several rows that leave it one may have it
+                self._single[row].append((first, step))
+                self._left = np.concatenate([self._left, first + step * np.arange(self.largest)])
+
+    def renumber(self, new: np.ndarray) -> None:
+        """Clusters have other numbers: the `new` ones of old ones, (rows, clusters), -1: none."""
+        rows, old = (new >= 0).nonzero()
+        for table, nothing in ((self._first, -1), (self._step, 0)):
+            kept = table[rows, old]
+            table[:] = nothing
+            table[rows, new[rows, old]] = kept
 
     def close(self) -> None:
         """Others may name all pools, and give them back: new clusters get pools of their own."""

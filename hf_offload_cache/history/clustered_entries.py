@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_bytes import clustering, most_settled, settling, writing
+from .cluster_crop import read_for_crop
 from .cluster_pages import ClusterPages
-from .moments import Moments
+from .moments import Moments, counted
 from .new_clusters import NewClusters
 from .page_writer import PageWriter
 from .partition import Partition
@@ -79,8 +81,16 @@ class ClusteredEntries:
 
     @property
     def tables_nbytes(self) -> int:
-        own = self._labels, self._counts, self.buffer.places, self.partition, self.pages
-        return sum(one.nbytes for one in own)
+        return sum(one.nbytes for one in (self._labels, self._counts, self.buffer.places, self.partition, self.pages))
+
+    @property
+    def most_settled(self) -> int:
+        """Pages that are read, put together and written at a time."""
+        return most_settled(self.form, self.buffer.joining, self._storage.write_queue)
+
+    def holding(self, nbytes: int) -> AbstractContextManager[None]:
+        """So much is held for a while, in the account as "packing"."""
+        return self._storage.account.holding("packing", nbytes)
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class ClusteredEntries:
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
         if not joins.all():
-            with self._storage.account.holding("packing", clustering(self.form, coming.count)):
+            with self.holding(clustering(self.form, coming.count)):
                 self._unplaced = NewClusters(self.partition, (~joins).nonzero()[0], coming, labels)
             if not hold_back:
                 try:
@@ -132,8 +142,7 @@ class ClusteredEntries:
     def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
         """Write the clusters that were held back, if there are any: see `NewClusters.write`, and what it raises."""
         if (new := self._unplaced) is not None:
-            packing = writing(self.form, new.coming.count, new.most, self._storage.write_queue)
-            with self._storage.account.holding("packing", packing):
+            with self.holding(writing(self.form, new.coming.count, new.most, self._storage.write_queue)):
                 new.write(self._storage, self.store, self.form, self.pages, queries, wanted)
             self._unplaced = None
 
@@ -164,9 +173,9 @@ class ClusteredEntries:
         """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
         that are to be split are so. Raises with nothing changed of those that are not settled."""
         form, wide = self.form, self.partition.to_split[rows, clusters]
-        most = most_settled(form, self.buffer.joining, self._storage.write_queue)
-        for some in Settling.in_pieces(rows, clusters, wide, self.stored, self.waiting, form.group_size, most):
-            with self._storage.account.holding("packing", settling(form, some.written_pages(form.group_size))):
+        there = self.stored, self.waiting, form.group_size, self.most_settled
+        for some in Settling.in_pieces(rows, clusters, wide, *there):
+            with self.holding(settling(form, some.written_pages(form.group_size))):
                 self._settle(pages, some)
 
     def _settle(self, pages: PagesOf, some: Settling) -> None:
@@ -228,33 +237,24 @@ class ClusteredEntries:
             labels[labels == cluster] = own
         return numbers
 
-    def _whole(self, row: int, cluster: int, pages: PagesOf) -> tuple[np.ndarray, torch.Tensor]:
-        """The tokens (n,) of a cluster of a row, ascending, and their entries (n, width)."""
-        tokens, count = (self.labels[row] == cluster).nonzero()[0], int(self.stored[row, cluster])
-        numbers = np.arange(self.page_counts[row, cluster])
-        there = pages(np.full_like(numbers, row), np.full_like(numbers, cluster), numbers).flatten(0, 1)[:count]
-        return tokens, torch.cat([there, self.buffer.of(row, tokens[count:])])
-
     # --- changes -----------------------------------------------------------------------------------------------
 
     def cut(self, keep: int, length: int) -> torch.Tensor:
         """Only the first `keep` tokens stay. Returns the entries (rows, length - keep, width) of those from there to
         `length`. Raises `StoreError` with nothing changed."""
-        taken = self.buffer.entries.new_empty(self.partition.rows, length - keep, self.form.entry_width)
-        left: list[tuple[np.ndarray, np.ndarray, Moments]] = []
-        for row, own in enumerate(self.labels[:, keep:]):
-            for cluster in np.unique(own).tolist():
-                tokens, entries = self._whole(row, cluster, self.read)
-                there = ((tokens >= keep) & (tokens < length)).nonzero()[0]
-                taken[row, torch.from_numpy(tokens[there] - keep)] = entries[torch.from_numpy(there)]
-                stay = self.points(entries[: np.searchsorted(tokens, keep)])
-                one = Moments.of(stay, np.zeros(len(stay), dtype=np.int64), 1)
-                left.append((np.array([row]), np.array([cluster]), one))
-        for rows, clusters, those in left:
-            self.partition.put(rows, clusters, those)
-            if not those.counts[0]:
-                self.pages.leave(rows[0], clusters[0])
-        self.partition.trim()
+        own = self.partition
+        taken, left = read_for_crop(self, keep, length)
+        stay = counted(self.labels[:, :keep], own.clusters)
+        rows, clusters = (own.counts > stay).nonzero()
+        none = np.zeros((0, own.dim), dtype=np.float32), np.zeros(0, dtype=np.int64)
+        own.put(rows, clusters, Moments.of(*none, len(rows)))
+        for some, moments in left:
+            own.put(some.rows, some.clusters, moments)
+        empty = stay[rows, clusters] == 0
+        self.pages.leave(rows[empty], clusters[empty])
+        new = own.close_up()
+        self.pages.renumber(new)
+        self._labels[:, :keep] = np.take_along_axis(new, self.labels[:, :keep].astype(np.int64), 1)
         self.buffer.truncate(keep)
         self.sealed = keep
         self._count_stored()

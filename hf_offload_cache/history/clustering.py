@@ -19,7 +19,7 @@ five from random keys do (SmolLM2-135M, 8K tokens, 32 a cluster), in .6 times as
 def k_means(keys: np.ndarray, size: float) -> np.ndarray:
     """Clusters of about `size` of keys (n, D) float32 each, n at most `BATCH`: which one each key is in, (n,) int64,
     from 0 on. By faiss, which uses all threads and fills empty clusters; the same keys get the same clusters."""
-    count = max(1, round(len(keys) / size))
+    count = min(max(1, round(len(keys) / size)), len(keys))
     if count == 1:
         return np.zeros(len(keys), dtype=np.int64)
     import faiss  # extra [cluster]: a cache that needs it says so before it is used
@@ -50,8 +50,8 @@ def halves(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     apart[~there] = 0
     most = apart[np.arange(len(counts)), np.einsum("knd,knd->kn", apart, apart).argmax(1)][..., None]
     for _ in range(_POWERS):
+        most = most / np.maximum(np.sqrt((most * most).sum(1, keepdims=True)), np.finfo(np.float32).tiny)
         most = apart.transpose(0, 2, 1) @ (apart @ most)
-        most /= np.maximum(np.sqrt((most * most).sum(1, keepdims=True)), np.finfo(np.float32).tiny)
     found = (apart @ most)[..., 0] > 0
     for _ in range(_ITERATIONS):
         second = np.maximum(found.sum(1, keepdims=True), 1)

@@ -36,6 +36,17 @@ class Moments(NamedTuple):
         return self.spreads / np.maximum(self.counts, 1)
 
 
+def in_half(means: np.ndarray) -> np.ndarray:
+    """Means as they are kept: components beyond what half precision has are the largest that it has."""
+    most = np.finfo(np.float16).max
+    return means.clip(-most, most).astype(np.float16)
+
+
+def counted(labels: np.ndarray, clusters: int) -> np.ndarray:
+    """How often each of `clusters` numbers is among those of its row, (rows, n): (rows, clusters)."""
+    return np.stack([np.bincount(own, minlength=clusters) for own in labels])
+
+
 def squares(apart: np.ndarray) -> np.ndarray:
     """Squared lengths of (n, D), (n,)."""
     return np.einsum("nd,nd->n", apart, apart)

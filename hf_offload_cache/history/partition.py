@@ -11,7 +11,7 @@ import torch
 
 from ..stores.mapped_table import MappedTable
 from .clustering import halves, k_means
-from .moments import Moments, squares
+from .moments import Moments, in_half, squares
 from .packing import places_within
 
 FEWEST = 8
@@ -33,10 +33,11 @@ class Partition:
     Args:
         size: keys that a cluster of many at once gets on average.
         capacity: the most that a cluster may have, and for how many it has places on the disk.
-        threshold: how many times the mean variance of the first clusters a cluster's may be until it is to be split.
-        most_room: how many times what the keys take their clusters' places may take. While they take more, clusters are
-            split where they are full alone, and new ones are larger.
-        number: clusters that many at once are made into, in the place of those of `size`, as far as there is room.
+        threshold: how many times the mean variance of a row's clusters, as it was when many came last, a cluster's may
+            be until it is to be split.
+        most_room: how many times what the keys take, were there as many as there were at most, clusters' places may.
+            While they take more, clusters are split where they are full alone, and new ones are larger.
+        number: clusters that many at once are made into, in the place of those of `size`; two keys for each, and room.
         mapped: puts means where it gives them a table; None: they are in memory. It may raise `StoreError`.
     """
 
@@ -47,7 +48,7 @@ class Partition:
         self.size, self.capacity, self.threshold, self.most_room = size, capacity, threshold, most_room
         self.number, self._mapped = number, mapped
         self._table: MappedTable | None = None
-        self.used = np.zeros(rows, dtype=np.int64)
+        self.used, self._held = np.zeros((2, rows), dtype=np.int64)  # clusters, and the most keys that there were
         self.limits = np.full(rows, np.inf, dtype=np.float32)
         """The variance beyond which a cluster of a row is to be split; infinite until `FEWEST` clusters were seen."""
         self._counts = np.zeros((rows, 0), dtype=np.int32)
@@ -97,8 +98,7 @@ class Partition:
     @property
     def nbytes(self) -> int:
         means = 0 if self._table is not None else self._centroids.nbytes
-        tables = self._counts, self._variances, self._closed, self.used, self.limits
-        return sum(table.nbytes for table in tables) + means
+        return sum(own.nbytes for own in (self._counts, self._variances, self._closed, self.used, self.limits)) + means
 
     def will_need(self) -> None:
         """Means are about to be asked for: where they are on the disk, the system may begin to read them."""
@@ -140,25 +140,26 @@ class Partition:
         apart, together = means - old, before + count
         spread = spread + self._variances[row, cluster] * before + squares(apart) * before * count / together
         self._counts[row, cluster] += count.astype(np.int32)
-        self._centroids[row, cluster] = old + apart * (count / together)[:, None]
+        self._centroids[row, cluster] = in_half(old + apart * (count / together)[:, None])
         self._variances[row, cluster] = spread / together
+        self._held = np.maximum(self._held, self._counts.sum(1))
 
     def add(self, row: int, keys: np.ndarray) -> np.ndarray:
         """Make clusters of keys (n, D) in a row, beside those that are; which each is in, (n,) int64. None of them has
         more than `capacity`."""
         there = self._counts[row]
-        room = max(1, self.most_room * (there.sum() + len(keys)) / self.capacity - (there > 0).sum())
-        size = max(self.size if self.number is None else len(keys) / self.number, len(keys) / room)
+        self._held[row] = max(self._held[row], there.sum() + len(keys))
+        room = max(1, self.most_room * self._held[row] / self.capacity - (there > 0).sum())
+        size = max(self.size if self.number is None else len(keys) / self.number, len(keys) / room, 2)
         within = k_means(keys, min(size, self.capacity))
         while (counts := np.bincount(within)).max() > self.capacity:
             for cluster in (counts > self.capacity).nonzero()[0]:
                 members = (within == cluster).nonzero()[0]
                 within[members[halves(keys[members], counts[[cluster]])]] = within.max() + 1
         present, within = np.unique(within, return_inverse=True)
-        rows = np.full(present.size, row)
-        new = self._open(rows)
+        new = self._open(rows := np.full(present.size, row))
         self.put(rows, new, Moments.of(keys, within, new.size))
-        self._set_limits()
+        self._set_limits(rows[:1] if new.size >= FEWEST else rows[:0])
         return new[within]
 
     def drop_last(self, row: int, used: int) -> None:
@@ -167,9 +168,11 @@ class Partition:
             table[row, used:] = 0
         self.used[row] = used
 
-    def _set_limits(self) -> None:
-        """Of rows that have none yet, and clusters enough."""
-        for row in (np.isinf(self.limits) & (self.used >= FEWEST)).nonzero()[0]:
+    def _set_limits(self, rows: np.ndarray) -> None:
+        """Of these rows, and of those that have none yet, as far as they have clusters enough."""
+        asked = np.isinf(self.limits)
+        asked[rows] = True
+        for row in (asked & (self.used >= FEWEST)).nonzero()[0]:
             counts, variances = self._counts[row], self._variances[row]
             if (mean := float((counts * variances).sum() / counts.sum())) > 0:
                 self.limits[row] = self.threshold * mean
@@ -184,7 +187,7 @@ class Partition:
 
     def roomy(self, more: np.ndarray | int) -> np.ndarray:
         """(rows,) bool: with so many `more` clusters (rows,) there is room for another that is not full."""
-        return (self.used + more) * self.capacity < self.most_room * self.counts.sum(1)
+        return (self.used + more) * self.capacity < self.most_room * self._held
 
     def parts(self, keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Into which parts clusters are to be split, of which these are all keys (n, D), `counts` (k,) of each, one
@@ -208,19 +211,27 @@ class Partition:
         numbers = clusters[of]
         numbers[part > 0] = self._open(rows[of[part > 0]])
         self.put(rows[of], numbers, Moments.of(keys, own, each.size))
-        self._set_limits()
+        self._set_limits(rows[:0])
         return numbers[own]
 
     def put(self, rows: np.ndarray, clusters: np.ndarray, those: Moments) -> None:
         """The keys of these clusters of these rows, (k,) each, have these moments."""
-        self._counts[rows, clusters], self._centroids[rows, clusters] = those.counts, those.means
+        self._counts[rows, clusters], self._centroids[rows, clusters] = those.counts, in_half(those.means)
         self._variances[rows, clusters] = those.variances
 
-    def trim(self) -> None:
-        """The last numbers of a row are free again where their clusters have no keys."""
-        for row, counts in enumerate(self._counts):
-            there = counts.nonzero()[0]
-            self.used[row] = there[-1] + 1 if there.size else 0
+    def close_up(self) -> np.ndarray:
+        """Clusters without keys give up their numbers, and the others of their row close up. The new numbers of old
+        ones, (rows, clusters), -1: none. What follows on nothing is told apart by its own variances."""
+        there = self.counts > 0
+        new, (rows, old) = np.where(there, np.cumsum(there, 1) - 1, -1), there.nonzero()
+        if (there.sum(1) < self.used).any():
+            for table in (self.counts, self.variances, self.centroids, self.closed):
+                kept = table[rows, old]
+                table[:] = 0
+                table[rows, new[rows, old]] = kept
+            self.used = there.sum(1)
+            self.limits[self.used == 0], self._held[self.used == 0] = np.inf, 0
+        return new
 
     def _open(self, rows: np.ndarray) -> np.ndarray:
         """A new cluster, which may be joined, in each of `rows` (n,), a row as often as it gets one. Their numbers,
@@ -259,8 +270,11 @@ class Partition:
     def select_rows(self, rows: np.ndarray) -> None:
         """Make row i what row `rows[i]` is now. What several rows have in common is closed."""
         shared = np.bincount(rows, minlength=self.rows)[rows] > 1
-        self._keep_centroids(np.ascontiguousarray(self._centroids[rows]))
-        for name in ("used", "limits", "_counts", "_variances", "_closed"):
+        if len(rows) == self.rows:  # where they lie: a table on the disk is not made anew with each step of beams
+            self._centroids[:] = self._centroids[rows]
+        else:
+            self._keep_centroids(np.ascontiguousarray(self._centroids[rows]))
+        for name in ("used", "_held", "limits", "_counts", "_variances", "_closed"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         self._closed[shared] = True
 
@@ -274,6 +288,7 @@ class Partition:
         for name in ("counts", "variances", "centroids"):
             getattr(self, f"_{name}")[:, : tree[name].shape[1]] = tree[name]
         self.used, self.limits = tree["used"].copy(), tree["limits"].copy()
+        self._held = tree["counts"].sum(1)
         self.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import OffloadConfig, parse_size
 from ..memory.plan import LayerPlan, Planned
 from .append_buffer import AppendBuffer
-from .cluster_bytes import planned_packing
+from .cluster_bytes import planned_packing, streaming
 from .cluster_form import ClusterForm
 from .cluster_pages import ClusterPages
 from .packing import sealed_groups
@@ -31,5 +31,7 @@ def planned_clusters(
     own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
     moving = {"moving rows": tail + waiting} if rows > 1 else {}
     packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
-    shared = Planned(*({**moving, "packing": packing} for packing in packings))
+    block = max(1, config.block_tokens // form.group_size) * form.group_size
+    places = streaming(rows * (tokens // form.group_size + count), rows * block, tokens)
+    shared = Planned(*({**moving, "packing": max(packing, places)} for packing in packings))
     return LayerPlan(own, shared, means if clusters.mapped else 0), records

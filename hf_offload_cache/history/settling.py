@@ -78,11 +78,22 @@ class Settling:
 
     def waits_at(self, buffer: AppendBuffer, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows and columns of the buffer where these wait, (w,) each: one cluster's after the other's, in the order
-        of the sequence. `labels`: of all tokens (rows, tokens), numbers below `clusters`."""
+        of the sequence. `labels`: of all tokens, or the first ones, (rows, tokens), numbers below `clusters`."""
+        rows, columns = ((buffer.places >= 0) & (buffer.places < labels.shape[1])).nonzero()
+        return self._sorted(rows, columns, labels, buffer.places[rows, columns], clusters)
+
+    def members(self, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and tokens (n,) of those tokens whose `labels` (rows, tokens), numbers below `clusters`, name these:
+        one cluster's after the other's, in the order of the sequence."""
+        rows, tokens = np.indices(labels.shape).reshape(2, -1)
+        return self._sorted(rows, tokens, labels, tokens, clusters)
+
+    def _sorted(
+        self, rows: np.ndarray, columns: np.ndarray, labels: np.ndarray, tokens: np.ndarray, clusters: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows and columns (n,), at which there are these tokens, those that are members, as they have it."""
         number = np.full((len(labels), clusters), -1)
         number[self.rows, self.clusters] = np.arange(len(self.rows))
-        rows, columns = (buffer.places >= 0).nonzero()
-        tokens = buffer.places[rows, columns]
         whose = number[rows, labels[rows, tokens]]
         order = np.lexsort((tokens, whose))[(whose < 0).sum() :]
         return rows[order], columns[order]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history import clustered_entries, new_clusters
+from hf_offload_cache.history import clustered_entries, moments, new_clusters
 from hf_offload_cache.history.base import History
+from hf_offload_cache.history.cluster_bytes import streaming
 from hf_offload_cache.history.cluster_form import ClusterForm
 from hf_offload_cache.history.cluster_history import ClusterHistory
 from hf_offload_cache.history.cluster_pages import in_order
+from hf_offload_cache.history.clustered_entries import ClusteredEntries
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.history.settling import fullest
 from hf_offload_cache.stores.base import aligned_empty
@@ -295,6 +298,40 @@ def test_what_was_cropped_leaves_no_clusters_behind() -> None:
             case.truncate(200)
             case.check()
         assert max(sizes) - min(sizes) <= 4
+
+
+def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where all goes, and nothing of what is dropped whole."""
+    read = list[int]()
+    asks = ClusteredEntries.read
+
+    def counted(own: ClusteredEntries, *which: np.ndarray) -> torch.Tensor:
+        read.append(len(which[0]))
+        return asks(own, *which)
+
+    monkeypatch.setattr(ClusteredEntries, "read", counted)
+    with filled(2, 300) as case:
+        own = case.history.clustered
+        case.append(300)
+        pages = -(-np.minimum(own.stored, moments.counted(own.labels[:, :280], own.partition.clusters)) // 4)
+        case.truncate(280)
+        assert sum(read) <= pages.sum() and len(read) < 40, "some pages at a time"
+        case.check()
+        read.clear()
+        case.truncate(0)
+        assert not read and own.partition.clusters == 0
+
+
+def test_what_streaming_takes_is_in_the_account() -> None:
+    with filled(3, 4000) as case:
+        own, account = case.history.clustered, case.storage.account
+        list(case.history.blocks())
+        tracemalloc.start()
+        held = [account.by_owner["packing"] for _ in case.history.blocks()]
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert min(held[:-1]) == streaming(int(own.page_counts.sum()), 3 * CONFIG.block_tokens, own.sealed)
+        assert most <= 1.1 * min(held[:-1]) and account.by_owner["packing"] == 0
 
 
 def test_a_freeze_that_fails_leaves_nothing_to_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from harness import TINY, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache import AbstractTreeCache, DiskSwapCache, DiskSwapConfig, OffloadCache
+from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, OffloadCache
 from hf_offload_cache.caches import summary_bytes
 from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
@@ -563,7 +563,7 @@ def test_what_the_account_holds_is_what_was_planned() -> None:
         assert 0 < held[owner] <= plan[owner], owner
 
 
-@pytest.mark.parametrize("cache_class", [DiskSwapCache, AbstractTreeCache, OffloadCache])
+@pytest.mark.parametrize("cache_class", [DiskSwapCache, AbstractTreeCache, ClusterCache, OffloadCache])
 def test_beyond_the_plan_raises_and_the_cache_goes_on(cache_class: Any) -> None:
     """A step too long, a batch too large, more rows: each is told before anything changes, and what follows is as if
     it had not been asked for."""
@@ -586,7 +586,7 @@ def test_beyond_the_plan_raises_and_the_cache_goes_on(cache_class: Any) -> None:
 
     tokens = []
     for asks in (False, True):
-        with cache_class.for_budget(model, "3/5", CONTEXT, BATCH) as cache:
+        with cache_class.for_budget(model, "2/3", CONTEXT, BATCH) as cache:
             mask = run(model, cache, 600, 256, 4)
             if asks:
                 beyond(cache)
