@@ -24,13 +24,14 @@ class ClusterConfig(SelectedShareConfig):
     of larger ones hidden facts and the next token's distribution suffer, smaller ones take longer (README). They are
     larger where the disk would have to have room for more than two and a half times the keys."""
     num_clusters: int | None = None
-    """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`; no more than there
-    is room for. None: by `cluster_size`."""
+    """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`: two keys for each
+    at least, and no more than there is room for. None: by `cluster_size`."""
     cluster_capacity: int | None = None
     """Keys a cluster at most, in whole pages of `group_size`: on the disk each has room for as many. None: twice
     `cluster_size`."""
     split_threshold: float = 1.25
-    """How far apart keys of a cluster may be until it is split: its variance over the mean of a prompt's clusters."""
+    """How far apart keys of a cluster may be until it is split: its variance over the mean of its key head's clusters
+    as many tokens came last."""
     centroids: str = "memory"
     """Where the means of clusters are: "memory", or "disk", in files that are mapped while they are used."""
     replacement: str = "aligned"
@@ -38,7 +39,7 @@ class ClusterConfig(SelectedShareConfig):
     such as were just written anew; "lru", those that were not wanted for longest; "fifo", those that came first."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read anyhow, beside those that have just come
-    together."""
+    together. What waits is attended to, and is a part of `num_selected`."""
     join_every: int = 32
     """Tokens that leave the latest ones together and join clusters, in whole pages of `group_size`."""
 
