@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 import numpy as np
 import torch
 
-from .append_buffer import AppendBuffer
 from .cluster_bytes import settling
+from .clustered_entries import ClusteredEntries
 from .moments import Moments, counted
 from .packing import places_within
-from .partition import Partition
-from .record_format import RecordFormat
 from .settling import Settling
 
 
-class Entries(Protocol):
-    """What is asked of `ClusteredEntries`."""
-
-    form: RecordFormat
-    partition: Partition
-    buffer: AppendBuffer
-
-    @property
-    def labels(self) -> np.ndarray: ...
-
-    @property
-    def stored(self) -> np.ndarray: ...
-
-    @property
-    def most_settled(self) -> int: ...
-
-    def holding(self, nbytes: int) -> AbstractContextManager[None]: ...
-
-    def read(self, rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor: ...
-
-    def points(self, entries: torch.Tensor) -> np.ndarray: ...
-
-
-def read_for_crop(own: Entries, keep: int, length: int) -> tuple[torch.Tensor, list[tuple[Settling, Moments]]]:
+def read_for_crop(
+    own: ClusteredEntries, keep: int, length: int
+) -> tuple[torch.Tensor, list[tuple[Settling, Moments]]]:
     """Of the tokens of each row the entries (rows, length - keep, width) of those from `keep` to `length`; and of the
     clusters that would lose some, were there only the first `keep`, and have some before `length`, what the others have
     in common. Reads what of these clusters comes before `length`, some pages at a time. Changes nothing; raises

@@ -22,6 +22,7 @@ from .base import Block, Sealed, joined
 from .captured_clusters import check_clusters
 from .captured_history import check_tail
 from .cluster_bytes import streaming
+from .cluster_crop import read_for_crop
 from .cluster_form import ClusterForm
 from .cluster_members import members
 from .cluster_pages import in_order
@@ -220,7 +221,9 @@ class ClusterHistory:
             self.length = length
             return None
         keep = max(0, length - self._num_recent) // self.form.group_size * self.form.group_size
-        self.tail.replace(own.cut(keep, length))
+        taken, left = read_for_crop(own, keep, length)
+        own.cut(keep, left)
+        self.tail.replace(taken)
         self.length = length
         return own.pages.sweep()
 

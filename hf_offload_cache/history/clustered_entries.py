@@ -14,7 +14,6 @@ from ..stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .cluster_bytes import clustering, most_settled, settling, writing
-from .cluster_crop import read_for_crop
 from .cluster_pages import ClusterPages
 from .moments import Moments, counted
 from .new_clusters import NewClusters
@@ -239,12 +238,10 @@ class ClusteredEntries:
 
     # --- changes -----------------------------------------------------------------------------------------------
 
-    def cut(self, keep: int, length: int) -> torch.Tensor:
-        """Only the first `keep` tokens stay. Returns the entries (rows, length - keep, width) of those from there to
-        `length`. Raises `StoreError` with nothing changed."""
-        own = self.partition
-        taken, left = read_for_crop(self, keep, length)
-        stay = counted(self.labels[:, :keep], own.clusters)
+    def cut(self, keep: int, left: list[tuple[Settling, Moments]]) -> None:
+        """Only the first `keep` tokens stay. `left`: clusters that lose others, and what their own that stay have in
+        common; of clusters that lose some and are not among these none stays."""
+        own, stay = self.partition, counted(self.labels[:, :keep], self.partition.clusters)
         rows, clusters = (own.counts > stay).nonzero()
         none = np.zeros((0, own.dim), dtype=np.float32), np.zeros(0, dtype=np.int64)
         own.put(rows, clusters, Moments.of(*none, len(rows)))
@@ -258,7 +255,6 @@ class ClusteredEntries:
         self.buffer.truncate(keep)
         self.sealed = keep
         self._count_stored()
-        return taken
 
     def settle_shared(self, rows: torch.Tensor) -> None:
         """Let nothing wait for clusters that several of `rows`, which are about to be selected, have in common. Raises

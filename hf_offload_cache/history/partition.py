@@ -157,9 +157,10 @@ class Partition:
                 members = (within == cluster).nonzero()[0]
                 within[members[halves(keys[members], counts[[cluster]])]] = within.max() + 1
         present, within = np.unique(within, return_inverse=True)
-        new = self._open(rows := np.full(present.size, row))
+        rows = np.full(present.size, row)
+        new = self._open(rows)
         self.put(rows, new, Moments.of(keys, within, new.size))
-        self._set_limits(rows[:1] if new.size >= FEWEST else rows[:0])
+        self._set_limits(row if new.size >= FEWEST else None)
         return new[within]
 
     def drop_last(self, row: int, used: int) -> None:
@@ -168,14 +169,15 @@ class Partition:
             table[row, used:] = 0
         self.used[row] = used
 
-    def _set_limits(self, rows: np.ndarray) -> None:
-        """Of these rows, and of those that have none yet, as far as they have clusters enough."""
+    def _set_limits(self, row: int | None = None) -> None:
+        """Of this row, and of those that have none yet, as far as they have clusters enough."""
         asked = np.isinf(self.limits)
-        asked[rows] = True
-        for row in (asked & (self.used >= FEWEST)).nonzero()[0]:
-            counts, variances = self._counts[row], self._variances[row]
+        if row is not None:
+            asked[row] = True
+        for each in (asked & (self.used >= FEWEST)).nonzero()[0]:
+            counts, variances = self._counts[each], self._variances[each]
             if (mean := float((counts * variances).sum() / counts.sum())) > 0:
-                self.limits[row] = self.threshold * mean
+                self.limits[each] = self.threshold * mean
 
     @property
     def to_split(self) -> np.ndarray:
@@ -211,7 +213,7 @@ class Partition:
         numbers = clusters[of]
         numbers[part > 0] = self._open(rows[of[part > 0]])
         self.put(rows[of], numbers, Moments.of(keys, own, each.size))
-        self._set_limits(rows[:0])
+        self._set_limits()
         return numbers[own]
 
     def put(self, rows: np.ndarray, clusters: np.ndarray, those: Moments) -> None:
