@@ -18,6 +18,7 @@ from .freezable import FreezableStore
 from .guard import Checksums, RecordGuard
 from .record_file import BOUNCE_BYTES, RecordFile, ShortReadError
 from .scratch import ScratchFile
+from .write_through import THROUGH_BYTES, Blanks, spans
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20
@@ -63,6 +64,7 @@ class FileStore(FreezableStore):
             self._file = ScratchFile(place, name)
             self._guard = Checksums() if guard is None else guard
             self._capacity, self._holes = 0, np.empty(0, dtype=np.int64)
+        self._blanks = Blanks()
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
@@ -83,7 +85,7 @@ class FileStore(FreezableStore):
     @classmethod
     def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
         """`tables_bytes` of a store in which at most `records` are taken at once, with tags of `tag_bytes`."""
-        return cls.planned_capacity(records, record_bytes) * (tag_bytes + FreeList.RECORD_BYTES)
+        return cls.planned_capacity(records, record_bytes) * (tag_bytes + FreeList.RECORD_BYTES + 1)
 
     def _grow(self, missing: int) -> None:
         step = min(max(SMALLEST_STEP_RECORDS, self._capacity // 8), LARGEST_STEP_BYTES // self.record_bytes)
@@ -107,6 +109,7 @@ class FileStore(FreezableStore):
         except OSError as error:
             raise self._failure(f"growing by {missing} records", error) from error
         self._guard.resize(self._capacity + step)
+        self._blanks.resize(self._capacity + step)
         self._free.grow(step)
         self._capacity += step
 
@@ -130,14 +133,21 @@ class FileStore(FreezableStore):
         self.count_written(records.numel())
 
     def _write(self, ids: np.ndarray, sealed: torch.Tensor) -> None:
-        data = byte_view(sealed)
+        data, size = byte_view(sealed), self.record_bytes
         bounce = self._file.direct and sealed.data_ptr() % DEVICE_BLOCK
-        write = self._file.write_unaligned if bounce else self._file.write
-        for start, stop in runs(ids):
-            try:
-                write(data[start * self.record_bytes : stop * self.record_bytes], int(ids[start]) * self.record_bytes)
-            except OSError as error:
-                raise self._failure(f"writing {self._describe(ids[start:stop])}", error) from error
+        with self._blanks.writing:
+            self._blanks.set(ids, False)
+            for span in spans(ids, 0 if bounce else THROUGH_BYTES // size, self._guard.holding):
+                start, stop, offset = span[0].start, span[-1].stop, int(ids[span[0].start]) * size
+                try:
+                    if len(span) > 1:
+                        self.count_written(self._blanks.write_through(self._file, data, ids, span, size))
+                    elif bounce:
+                        self._file.write_unaligned(data[start * size : stop * size], offset)
+                    else:
+                        self._file.write(data[start * size : stop * size], offset)
+                except OSError as error:
+                    raise self._failure(f"writing {self._describe(ids[start:stop])}", error) from error
 
     @property
     def capacity(self) -> int:
@@ -158,7 +168,8 @@ class FileStore(FreezableStore):
         self._capacity = count
         self._guard.resize(count)
         self._guard.forget(np.flatnonzero(~taken))
-        self._holes = np.flatnonzero(~self._guard.written)
+        self._holes = np.flatnonzero(~self._guard.written & ~self._blanks.table[:count])
+        self._blanks.resize(0)
         self._free = FreeList(self.name)
 
     def share(self) -> FreezableStore:
@@ -259,7 +270,7 @@ class FileStore(FreezableStore):
 
     @property
     def tables_bytes(self) -> int:
-        return self._guard.nbytes + self._free.capacity
+        return self._guard.nbytes + self._free.capacity + self._blanks.table.nbytes
 
     def close(self) -> None:
         self._capacity = 0

@@ -75,7 +75,11 @@ class RecordGuard(ABC):
     @property
     def written(self) -> np.ndarray:
         """Which records hold something: (count,), bool."""
-        return np.any(self._tags, axis=1)
+        return self.holding(slice(None))
+
+    def holding(self, some: slice) -> np.ndarray:
+        """Which of `some` records hold something, bool."""
+        return np.any(self._tags[some], axis=1)
 
     @property
     def nbytes(self) -> int:

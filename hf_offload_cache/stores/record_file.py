@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
 
+MOST_PARTS = 1024
+"""Of a `write_parts`: as many as Linux takes."""
 BOUNCE_BYTES = 2**20
 """Host memory that a write of unaligned or encrypted data borrows while it runs, and a copy."""
 
@@ -128,6 +130,22 @@ class RecordFile:
             done += count
         if not self.direct:
             self._sync(len(data))
+
+    def write_parts(self, parts: list[memoryview], offset: int) -> None:
+        """`write` for `parts` (bytes) one behind the other, no more than `MOST_PARTS`, in one request."""
+        left, total = list(parts), sum(len(part) for part in parts)
+        done = 0
+        while done < total:
+            count = os.pwritev(self.fd, left, offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"short write at byte {offset + done}")
+            done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        if not self.direct:
+            self._sync(total)
 
     def write_unaligned(self, data: memoryview, offset: int) -> None:
         """`write` for data at any address, by way of `BOUNCE_BYTES` of aligned memory."""
