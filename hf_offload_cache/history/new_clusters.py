@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from ..fetch.storage import Storage
@@ -27,9 +29,9 @@ class NewClusters:
         self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
         self._used, self._limits = partition.used.copy(), partition.limits.copy()
         try:
+            edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
             for row in rows.tolist():
-                for start in range(0, coming.count, BATCH):
-                    stop = min(start + BATCH, coming.count)
+                for start, stop in pairwise(edges):
                     labels[row, start:stop] = partition.add(row, coming.points(row, start, stop))
         except BaseException:
             self.undo()

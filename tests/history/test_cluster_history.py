@@ -362,7 +362,7 @@ def test_many_are_clustered_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         case.check()
         labels = case.history.clustered.labels
         for row in labels:
-            batches = [set(row[start : start + 64].tolist()) for start in (0, 64, 128)]
+            batches = [set(own.tolist()) for own in row.reshape(3, -1)]
             assert [batches[0] & batches[1], batches[1] & batches[2], batches[0] & batches[2]] == [set(), set(), set()]
 
 
