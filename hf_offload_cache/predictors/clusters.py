@@ -10,6 +10,7 @@ import torch
 
 from ..config import SelectiveConfig
 from ..fetch.choice import Choice
+from ..fetch.fetched import kept_entries
 from ..history.base import Sealed
 from ..history.cluster_form import ClusterForm
 from ..history.clustered_entries import ClusteredEntries
@@ -18,6 +19,7 @@ from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
+from .sinks import largest
 
 
 class ClusterPredictor:
@@ -70,22 +72,23 @@ class ClusterPredictor:
         shares[stored == 0] = -np.inf
         begin, sinks = self._first(shares, query.visible)
         first, row = (sinks > 0) & (stored > 0), np.arange(len(stored))[:, None]
-        pages = np.where(shares > -np.inf, own.page_counts, 0)
         wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
-        most = self.most_pages(budget, self.config.num_sinks, self._clusters, group) - (pages * first).sum(1)[:, None]
-        order = np.argsort(-shares, 1, kind="stable")
-        counts, others = np.where(pages, stored, 0)[row, order], (pages * ~first)[row, order]
+        most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
+        order = _best(shares, most + self.config.num_sinks)  # each has a page at least: no others can be taken
+        most -= (np.where(shares > -np.inf, own.page_counts, 0) * first).sum(1)[:, None]
+        pages = np.where(shares[row, order] > -np.inf, own.page_counts[row, order], 0)
+        counts, others = np.where(pages, stored[row, order], 0), pages * ~first[row, order]
         before = np.cumsum(counts, 1) - counts
         taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
         cut = np.zeros_like(stored)  # of each cluster so many of its latest entries
         cut[row, order] = np.where(taken, np.minimum(counts, wanted - before), 0)
-        named = (cut > 0) | first
-        units = np.argsort(~named, 1, kind="stable")[:, : int(named.sum(1).max(initial=0))]
+        units, named = kept_entries((cut > 0) | first)
         entry, last, begin = np.arange(own.pages.largest * group), stored[row, units], begin[row, units][..., None]
         keep = entry >= (last - cut[row, units])[..., None]
         keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
-        importance = np.where(first, np.inf, shares)[row, units].astype(np.float32)
-        return Choice(np.where(named[row, units], units, -1), keep, importance, own.page_counts[row, units])
+        importance = np.where(first[row, units], np.inf, shares[row, units]).astype(np.float32)
+        records = own.page_counts[row, units]
+        return Choice(units if named is None else np.where(named, units, -1), keep, importance, records)
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
         """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
@@ -135,6 +138,14 @@ class ClusterPredictor:
         return 0
 
     def close(self) -> None: ...
+
+
+def _best(shares: np.ndarray, most: int) -> np.ndarray:
+    """Those of clusters with the largest of `shares` (rows, clusters), at most `most` a row, the largest first; of equal
+    ones the first."""
+    some = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
+    order = np.argsort(-np.take_along_axis(shares, some, 1), 1, kind="stable")
+    return np.take_along_axis(some, order, 1)
 
 
 def _score_bytes(form: RecordFormat, rows: int, count: int, heads: int, clusters: ClusterForm) -> int:
