@@ -14,7 +14,7 @@ _POWERS = 6
 apart (SmolLM2-135M, 4K tokens decoded)."""
 _FROM_EVEN = 3
 """Of k-means from keys at even distances in the sequence: on text these reach .99 times the variance that
-five from random keys do (SmolLM2-135M, 8K tokens, 32 a cluster), in .6 times as long."""
+five from random keys do (SmolLM2-135M, 8K tokens at once, 32 a cluster), in .6 times as long."""
 
 
 def k_means(keys: np.ndarray, size: float) -> np.ndarray:

@@ -27,12 +27,12 @@ class NewClusters:
 
     def __init__(self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray) -> None:
         self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
-        self._used, self._limits = partition.used.copy(), partition.limits.copy()
+        self._used, self._limits, self._held = partition.used.copy(), partition.limits.copy(), partition.held.copy()
         try:
             edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
             for row in rows.tolist():
                 for start, stop in pairwise(edges):
-                    labels[row, start:stop] = partition.add(row, coming.points(row, start, stop))
+                    labels[row, start:stop] = partition.add(row, coming.points(row, start, stop), coming.count)
         except BaseException:
             self.undo()
             raise
@@ -46,7 +46,7 @@ class NewClusters:
         """The partition is what it was before."""
         for row in self._rows.tolist():
             self._partition.drop_last(row, int(self._used[row]))
-        self._partition.limits = self._limits
+        self._partition.limits, self._partition.held = self._limits, self._held
 
     def write(
         self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages,

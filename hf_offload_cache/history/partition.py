@@ -48,7 +48,7 @@ class Partition:
         self.size, self.capacity, self.threshold, self.most_room = size, capacity, threshold, most_room
         self.number, self._mapped = number, mapped
         self._table: MappedTable | None = None
-        self.used, self._held = np.zeros((2, rows), dtype=np.int64)  # clusters, and the most keys that there were
+        self.used, self.held = np.zeros((2, rows), dtype=np.int64)  # clusters, and the most keys that there were
         self.limits = np.full(rows, np.inf, dtype=np.float32)
         """The variance beyond which a cluster of a row is to be split; infinite until `FEWEST` clusters were seen."""
         self._counts = np.zeros((rows, 0), dtype=np.int32)
@@ -142,15 +142,15 @@ class Partition:
         self._counts[row, cluster] += count.astype(np.int32)
         self._centroids[row, cluster] = in_half(old + apart * (count / together)[:, None])
         self._variances[row, cluster] = spread / together
-        self._held = np.maximum(self._held, self._counts.sum(1))
+        self.held = np.maximum(self.held, self._counts.sum(1))
 
-    def add(self, row: int, keys: np.ndarray) -> np.ndarray:
+    def add(self, row: int, keys: np.ndarray, of: int | None = None) -> np.ndarray:
         """Make clusters of keys (n, D) in a row, beside those that are; which each is in, (n,) int64. None of them has
-        more than `capacity`."""
+        more than `capacity`. `of`: how many keys come at once, these among them; None: these alone."""
         there = self._counts[row]
-        self._held[row] = max(self._held[row], there.sum() + len(keys))
-        room = max(1, self.most_room * self._held[row] / self.capacity - (there > 0).sum())
-        size = max(self.size if self.number is None else len(keys) / self.number, len(keys) / room, 2)
+        self.held[row] = max(self.held[row], there.sum() + len(keys))
+        room = max(1, self.most_room * self.held[row] / self.capacity - (there > 0).sum())
+        size = max(self.size if self.number is None else (of or len(keys)) / self.number, len(keys) / room, 2)
         within = k_means(keys, min(size, self.capacity))
         while (counts := np.bincount(within)).max() > self.capacity:
             for cluster in (counts > self.capacity).nonzero()[0]:
@@ -189,7 +189,7 @@ class Partition:
 
     def roomy(self, more: np.ndarray | int) -> np.ndarray:
         """(rows,) bool: with so many `more` clusters (rows,) there is room for another that is not full."""
-        return (self.used + more) * self.capacity < self.most_room * self._held
+        return (self.used + more) * self.capacity < self.most_room * self.held
 
     def parts(self, keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Into which parts clusters are to be split, of which these are all keys (n, D), `counts` (k,) of each, one
@@ -232,7 +232,7 @@ class Partition:
                 table[:] = 0
                 table[rows, new[rows, old]] = kept
             self.used = there.sum(1)
-            self.limits[self.used == 0], self._held[self.used == 0] = np.inf, 0
+            self.limits[self.used == 0], self.held[self.used == 0] = np.inf, 0
         return new
 
     def _open(self, rows: np.ndarray) -> np.ndarray:
@@ -276,7 +276,7 @@ class Partition:
             self._centroids[:] = self._centroids[rows]
         else:
             self._keep_centroids(np.ascontiguousarray(self._centroids[rows]))
-        for name in ("used", "_held", "limits", "_counts", "_variances", "_closed"):
+        for name in ("used", "held", "limits", "_counts", "_variances", "_closed"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         self._closed[shared] = True
 
@@ -290,7 +290,7 @@ class Partition:
         for name in ("counts", "variances", "centroids"):
             getattr(self, f"_{name}")[:, : tree[name].shape[1]] = tree[name]
         self.used, self.limits = tree["used"].copy(), tree["limits"].copy()
-        self._held = tree["counts"].sum(1)
+        self.held = tree["counts"].sum(1)
         self.close()
 
 

@@ -34,8 +34,8 @@ class Store(ABC):
             calling thread; False when `read` is where the time goes. Says what `start` does, where a store has none
             of its own.
         bytes_read, bytes_written, reads: totals since construction: bytes moved from and to the device, alignment
-            included, and the number of requests (a run of adjacent records is one). A store counts what it moved by
-            `count_read` and `count_written`.
+            and what is written between records included, and the number of requests (a run of adjacent records is
+            one). A store counts what it moved by `count_read` and `count_written`.
     """
 
     advises = False

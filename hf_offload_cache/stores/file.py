@@ -42,8 +42,9 @@ class FileStore(FreezableStore):
     """Records one after another in a file, record `i` at byte `i * record_bytes`.
 
     The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
-    by `guard` (None: checksums, which every read checks), whose tags are this store's own. A subclass implements
-    `read`, which ends with what `_checked` does, and may override `_resized` to follow the file's size.
+    by `guard` (None: checksums, which every read checks), whose tags are this store's own; one thread at a time writes.
+    Small gaps between what is written, which hold nothing, become zeros (see `Blanks`). A subclass implements `read`,
+    which ends with what `_checked` does, and may override `_resized` to follow the file's size.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class FileStore(FreezableStore):
         data, size = byte_view(sealed), self.record_bytes
         bounce = self._file.direct and sealed.data_ptr() % DEVICE_BLOCK
         with self._blanks.writing:
-            self._blanks.set(ids, False)
             for span in spans(ids, 0 if bounce else THROUGH_BYTES // size, self._guard.holding):
                 start, stop, offset = span[0].start, span[-1].stop, int(ids[span[0].start]) * size
+                self._blanks.set(ids[start:stop], False)
                 try:
                     if len(span) > 1:
                         self.count_written(self._blanks.write_through(self._file, data, ids, span, size))

@@ -18,7 +18,7 @@ class RecordGuard(ABC):
     """The tags of one store's records.
 
     A tag of zeros says that nothing was written to the record. `resize` and `forget` are for the thread that owns the
-    store, `seal` for the one that writes, `check` for any.
+    store, `seal` for the one that writes, `check` and `holding` for any.
 
     Attributes:
         tag_bytes: size of a tag.

@@ -132,7 +132,8 @@ class RecordFile:
             self._sync(len(data))
 
     def write_parts(self, parts: list[memoryview], offset: int) -> None:
-        """`write` for `parts` (bytes) one behind the other, no more than `MOST_PARTS`, in one request."""
+        """`write` for `parts` (bytes) one behind the other, no more than `MOST_PARTS`; one request, unless cut
+        short."""
         left, total = list(parts), sum(len(part) for part in parts)
         done = 0
         while done < total:

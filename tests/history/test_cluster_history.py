@@ -366,6 +366,13 @@ def test_many_are_clustered_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             assert [batches[0] & batches[1], batches[1] & batches[2], batches[0] & batches[2]] == [set(), set(), set()]
 
 
+def test_so_many_clusters_are_made_of_all_batches_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_clusters, "BATCH", 64)
+    form = ClusterForm(size=6, capacity=24, threshold=4.0, append_buffer=16, number=12)
+    with filled(2, 64 + 64 + 40 + CONFIG.num_recent, form) as case:
+        assert case.history.clustered.partition.used.tolist() == [12, 12]
+
+
 def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are not split the pages that are partly full are read, and all that grows is written at once."""
     with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40, join_every=4)) as case:

@@ -50,6 +50,22 @@ def test_zeros_do_not_overwrite_what_another_thread_writes(store: FileStore, mon
     assert store._blanks.table.tolist() == [False, False, False, True, False, *[False] * (store.capacity - 5)]
 
 
+def test_in_any_order_what_is_overwritten_with_zeros_and_then_written_is_not_blank(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a record is given back while it waits to be written: what lies there is to be wiped."""
+    ids, seal = store.allocate(6), store._guard.seal
+
+    def forgotten(some: np.ndarray, records: torch.Tensor) -> torch.Tensor:
+        sealed = seal(some, records)
+        store._guard.forget(ids[[2]])
+        return sealed
+
+    monkeypatch.setattr(store._guard, "seal", forgotten)
+    store.write(ids[[1, 4, 2]], pattern(3))
+    assert np.flatnonzero(store._blanks.table).tolist() == [3]
+
+
 def raw(store: FileStore, record: int) -> bytes:
     memory = mmap.mmap(-1, RECORD_BYTES)
     assert os.preadv(store._file.fd, [memory], record * RECORD_BYTES) == RECORD_BYTES
