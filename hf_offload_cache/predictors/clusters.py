@@ -141,8 +141,7 @@ class ClusterPredictor:
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:
-    """The clusters with the largest of `shares` (rows, clusters), at most `most` a row, the largest first; of equal ones
-    the first."""
+    """The clusters with the largest of `shares` (rows, clusters), at most `most` a row, the largest first."""
     some = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
     order = np.argsort(-np.take_along_axis(shares, some, 1), 1, kind="stable")
     return np.take_along_axis(some, order, 1)
