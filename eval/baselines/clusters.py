@@ -67,9 +67,9 @@ class ShuffledPartition(Partition):
     """Clusters are numbered in any order, and so they lie where no queries place them; k-means has them in the order of
     the sequence, from which it begins."""
 
-    def add(self, row: int, keys: np.ndarray) -> np.ndarray:
+    def add(self, row: int, keys: np.ndarray, of: int | None = None) -> np.ndarray:
         first = int(self.used[row])
-        found = super().add(row, keys)
+        found = super().add(row, keys, of)
         order = np.random.default_rng(first).permutation(int(self.used[row]) - first)
         for table in (self.counts, self.variances, self.centroids):
             table[row, first + order] = table[row, first : self.used[row]].copy()
