@@ -217,10 +217,12 @@ class ClusteredEntries:
 
     def _parts(self, some: Settling, keys: np.ndarray) -> np.ndarray:
         """The part of its cluster that each of what is to be split goes to, (n,), all its keys (n, D): 0 where it
-        stays, as all of a cluster does for which others have taken the room."""
+        stays, as all of a cluster does for which others, wider ones of its row, have taken the room."""
         own, new = self.partition, np.zeros(self.partition.rows, dtype=np.int64)
-        parts = own.parts(keys, counts := some.counts[some.wide])
-        for row, part in zip(some.rows[some.wide].tolist(), np.split(parts, np.cumsum(counts)[:-1]), strict=True):
+        parts, rows = own.parts(keys, counts := some.counts[some.wide]), some.rows[some.wide]
+        each = np.split(parts, np.cumsum(counts)[:-1])
+        for one in np.argsort(-own.variances[rows, some.clusters[some.wide]], kind="stable").tolist():
+            row, part = rows[one], each[one]
             if len(part) <= own.capacity and not own.roomy(new)[row]:
                 part[:] = 0
             new[row] += part.max()

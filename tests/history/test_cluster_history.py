@@ -434,6 +434,22 @@ def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatc
         assert np.isin(ends, written[0]).all()
 
 
+def test_where_there_is_room_for_few_the_widest_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=0.3, append_buffer=40, join_every=4)) as case:
+        own = case.history.clustered
+        for _ in range(36):
+            case.append(1)
+        rows, clusters = own.waiting.nonzero()
+        counts, variances = own.partition.counts[rows, clusters], own.partition.variances[rows, clusters].copy()
+        free = own.partition.to_split[rows, clusters] & (counts <= own.partition.capacity)
+        monkeypatch.setattr(clustered_entries, "most_settled", lambda *given: 1000)
+        own.settle(own.read, rows, clusters)
+        split = own.partition.counts[rows, clusters] < counts
+        for row in range(2):
+            was, stays = (variances[free & (rows == row) & own] for own in (split, ~split))
+            assert len(was) and len(stays) and was.min() >= stays.max()
+
+
 def test_the_fullest_leave_until_the_rest_has_room() -> None:
     waiting = np.array([[0, 3, 1, 2], [1, 0, 0, 0]])
     for most, expected in ((0, [(0, 1), (0, 2), (0, 3), (1, 0)]), (2, [(0, 1), (0, 3)]), (3, [(0, 1)]), (6, [])):
