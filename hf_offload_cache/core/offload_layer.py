@@ -215,14 +215,14 @@ class OffloadLayer(LayerOperations):
                 for old, new in zip(held, (call.key, call.value), strict=True)
             )
             return call.run(keys, values, call.mask)
-        step, mask, added = self.shared.step, call.mask, call.key.shape[2]
-        if step is not None and mask is not None and call.num_queries == mask.shape[2] == added and step.causal(mask):
-            call = dataclasses.replace(call, mask=None)  # the fused kernel is faster without
+        step, mask, causal, added = self.shared.step, call.mask, False, call.key.shape[2]
+        if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:
+            mask, causal = step.streamed(mask)
         asked = call.query.dtype
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         own = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before), own)
+        output, weights = call.stream(self._blocks(before), own, mask, causal)
         return output.to(asked), weights
 
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:

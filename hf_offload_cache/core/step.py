@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..model.masks import is_causal, shown
+from ..model.masks import before_causal, shown
 
 MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
@@ -34,7 +34,7 @@ class Step:
     entered: bool = False
     """A decoder block was entered."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
-    _causal: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    _streamed: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
 
     @classmethod
     def alone(cls, sequences: int, history: int, tokens: int) -> Step:
@@ -63,13 +63,16 @@ class Step:
         """Whether a mask hides something of the last query, or has a bias for it: else attention is as well without."""
         return mask is not None and self._look(mask)[1]
 
-    def causal(self, mask: torch.Tensor) -> bool:
-        """See `masks.is_causal`; looked at once a step for each mask."""
-        for known, found in self._causal:
+    def streamed(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+        """What `stream_attention` is to be given as its mask and `causal` in the place of a mask that has a row for
+        each query: see `masks.before_causal`. Looked at once a step for each mask."""
+        for known, shorter, causal in self._streamed:
             if known is mask:
-                return found
-        self._causal.append((mask, is_causal(mask)))
-        return self._causal[-1][1]
+                return shorter, causal
+        seen = before_causal(mask)
+        shorter = mask if seen is None else None if bool(seen.all()) else seen
+        self._streamed.append((mask, shorter, seen is not None))
+        return shorter, seen is not None
 
     def _look(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         for known, seen, changes in self._masks:

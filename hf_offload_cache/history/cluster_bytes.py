@@ -40,10 +40,10 @@ def settling(form: RecordFormat, pages: int) -> int:
     return pages * (2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width))
 
 
-def streaming(pages: int, entries: int, tokens: int) -> int:
-    """While all that is stored is streamed: which `pages` of all rows, of which clusters, in which order; which tokens
-    the `entries` of a block are; and of one row's `tokens` which of them these may be."""
-    return 88 * pages + 32 * entries + 9 * tokens
+def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:
+    """While all that is stored is streamed: which `pages` of all rows, of which clusters, in which order; the `entries`
+    of a block once more, and which tokens these are; and of one row's `tokens` which of them these may be."""
+    return 88 * pages + (form.entry_bytes + 48) * entries + 9 * tokens
 
 
 def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:

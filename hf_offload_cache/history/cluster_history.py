@@ -21,6 +21,7 @@ from .arrivals import Arrivals
 from .base import Block, Sealed, joined
 from .captured_clusters import check_clusters
 from .captured_history import check_tail
+from .cluster_blocks import cluster_blocks
 from .cluster_bytes import streaming
 from .cluster_crop import read_for_crop
 from .cluster_form import ClusterForm
@@ -175,32 +176,14 @@ class ClusterHistory:
         stop, own = self.length if stop is None else stop, self.clustered
         if own.page_counts.any():
             block = self._step * self.form.group_size * self.rows
-            with own.holding(streaming(int(own.page_counts.sum()), block, own.sealed)):
-                yield from self._stored_blocks(stop)
+            with own.holding(streaming(self.form, int(own.page_counts.sum()), block, own.sealed)):
+                yield from cluster_blocks(own, self._storage, self.device, stop, self._step)
         entries, places = self.beside
         if (places >= 0).any():
             yield Block(*self.form.split(entries), np.where(places < stop, places, -1))
         if own.sealed < stop:
             last = np.arange(own.sealed, stop)
             yield Block(*self.form.split(self.recent[:, : len(last)]), np.tile(last, (self.rows, 1)))
-
-    def _stored_blocks(self, stop: int) -> Iterator[Block]:
-        pages = in_order(self.clustered.page_counts)
-        ids = self.clustered.pages.records(*pages)
-        each = np.bincount(pages[0], minlength=self.rows)
-        width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
-        columns = np.arange(width)
-        # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
-        which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]
-        parts = [which[:, at : at + self._step] for at in range(0, width, self._step)]
-        flat = np.concatenate([ids[some.reshape(-1)] for some in parts])
-        streamed = self._storage.stream(self.store, flat, self._step * self.rows, self.device)
-        for at, some, records in zip(range(0, width, self._step), parts, streamed, strict=True):
-            places = members(self.clustered, *(own[some.reshape(-1)] for own in pages)).reshape(*some.shape, -1)
-            places[columns[at : at + self._step] >= each[:, None]] = -1
-            places[places >= stop] = -1
-            entries = self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
-            yield Block(*self.form.split(entries), places.reshape(self.rows, -1))
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return joined(self, self.length if stop is None else stop)

@@ -32,6 +32,6 @@ def planned_clusters(
     moving = {"moving rows": tail + waiting} if rows > 1 else {}
     packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
     block = max(1, config.block_tokens // form.group_size) * form.group_size
-    places = streaming(rows * (tokens // form.group_size + count), rows * block, tokens)
+    places = streaming(form, rows * (tokens // form.group_size + count), rows * block, tokens)
     shared = Planned(*({**moving, "packing": max(packing, places)} for packing in packings))
     return LayerPlan(own, shared, means if clusters.mapped else 0), records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,11 +154,10 @@ class AttentionCall:
         return keys.to(dtype), values.to(dtype)
 
     def stream(
-        self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor]
+        self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`stream_attention` of this query under this mask; no weights. A backward pass through it raises."""
+        """`stream_attention` of this query under a mask; no weights. A backward pass through it raises."""
+        special = partial(stream_attention, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux)
         with torch.no_grad():
-            output = stream_attention(
-                self.query, history, own, self.mask, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux
-            )
+            output = special(self.query, history, own, mask, causal=causal)
         return no_backward(output, self.query), None

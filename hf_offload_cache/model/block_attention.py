@@ -26,7 +26,7 @@ def attend_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one block: float32 (B, H, q, Dv) and its log-sum-exp (B, H, q), -inf where nothing is seen.
 
-    `mask` is additive, (·, 1 or Hkv, q, t). `causal`: the block ends with the queries' own tokens. Takes one of
+    `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. Takes one of
     PyTorch's fused kernels where one applies (same values up to rounding; on a CPU in a tenth of the time), else
     `attend_block_reference`.
     """
@@ -113,7 +113,7 @@ def attend_block_reference(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
-            scores = scores + mask[:, :, None, start:stop]
+            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, start:stop]).unsqueeze(2)
         if causal:
             rows = torch.arange(start, stop, device=query.device)[:, None] + (length - num_queries)
             scores = scores.masked_fill(torch.arange(length, device=query.device) > rows, float("-inf"))

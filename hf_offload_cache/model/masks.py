@@ -13,17 +13,21 @@ def shown(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def is_causal(mask: torch.Tensor) -> bool:
-    """Whether a mask (·, 1, q, T) hides of each of the last q tokens those after it, and nothing else: then attention
-    is as well without, told that it is causal."""
+def before_causal(mask: torch.Tensor) -> torch.Tensor | None:
+    """What every query sees of the tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that hides
+    of each of these q those after it and nothing else, and shows what comes before them to all queries or to none, as
+    padding. Attention is faster told so than with such a mask. None: it is no such mask."""
     queries, columns = mask.shape[-2:]
     if columns < queries:
-        return False
+        return None
     before, own = mask.split([columns - queries, queries], -1)
     causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
     if not bool((shown(own) == causal).all()) or not bool((_plain(own) == causal).all()):
-        return False
-    return all(bool(_plain(part).all()) for part in before.split(_COLUMNS, -1))
+        return None
+    seen = shown(before[:, :, :1])
+    parts = zip(before.split(_COLUMNS, -1), seen.split(_COLUMNS, -1), strict=True)
+    alike = all(bool(((_plain(part) == some) & (shown(part) == some)).all()) for part, some in parts)
+    return seen if alike else None
 
 
 def _plain(mask: torch.Tensor) -> torch.Tensor:
@@ -41,15 +45,15 @@ def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.float().masked_fill(~shown(mask), float("-inf"))
 
 
-def mask_at(mask: torch.Tensor | None, positions: torch.Tensor, num_queries: int) -> torch.Tensor:
-    """The columns of `mask` (·, 1, q, T; None: all visible) at `positions`, additive, hidden where one is -1.
+def mask_at(mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """The columns of `mask` (·, 1, q, T; None: all visible, q is 1) at `positions`, additive, hidden where one is -1.
 
     `positions` are integers (t,), (B, t) or (B, Hkv, t) on the mask's device; a mask of one row goes for all B. Returns
     float32 (·, 1 or Hkv, q, t).
     """
     if positions.ndim < 3:
         positions = positions.reshape(-1, 1, positions.shape[-1])
-    index = positions.clamp_min(0).unsqueeze(2).expand(-1, -1, num_queries, -1)
+    index = positions.clamp_min(0).unsqueeze(2).expand(-1, -1, 1 if mask is None else mask.shape[2], -1)
     if mask is None:
         picked = torch.zeros(index.shape, dtype=torch.float32, device=positions.device)
     else:

@@ -322,6 +322,16 @@ def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPat
         assert not read and own.partition.clusters == 0
 
 
+@pytest.mark.parametrize("stop", [None, 1700, 3])
+def test_blocks_have_no_places_that_no_row_fills(stop: int | None) -> None:
+    """Attention takes its time over what is none, too."""
+    with filled(3, 4000) as case:
+        blocks = list(case.history.blocks(stop))
+        held = [(block.positions >= 0).sum(1) for block in blocks if block.positions is not None]
+        assert all(0 < each.max() == block.keys.shape[2] for each, block in zip(held, blocks, strict=True))
+        assert sum(held).tolist() == [4000 if stop is None else stop] * 3
+
+
 def test_what_streaming_takes_is_in_the_account() -> None:
     with filled(3, 4000) as case:
         own, account = case.history.clustered, case.storage.account
@@ -330,7 +340,8 @@ def test_what_streaming_takes_is_in_the_account() -> None:
         held = [account.by_owner["packing"] for _ in case.history.blocks()]
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert min(held[:-1]) == streaming(int(own.page_counts.sum()), 3 * CONFIG.block_tokens, own.sealed)
+        block = 3 * CONFIG.block_tokens
+        assert min(held[:-1]) == streaming(own.form, int(own.page_counts.sum()), block, own.sealed)
         assert most <= 1.1 * min(held[:-1]) and account.by_owner["packing"] == 0
 
 

@@ -9,9 +9,9 @@ import torch
 from harness import fresh
 from transformers import DynamicCache
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import ClusterCache, DiskSwapCache
 from hf_offload_cache.model import stream_attention as streaming
-from hf_offload_cache.model.masks import is_causal
+from hf_offload_cache.model.masks import before_causal
 
 
 def causal(rows: int, queries: int, columns: int) -> torch.Tensor:
@@ -31,25 +31,37 @@ def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
         return torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
 
     plain = causal(2, queries, columns)
-    assert is_causal(made(plain))
+    assert (seen := before_causal(made(plain))) is not None
+    assert seen.shape == (2, 1, 1, columns - queries)
+    assert bool(seen.all())
     for query, column in {(0, 0), (queries - 1, 0), (queries - 1, columns - 1), (0, columns - 1)}:
         other = plain.clone()
         other[1, 0, query, column] ^= True
-        assert not is_causal(made(other))
+        seen = before_causal(made(other))
+        assert seen is None or (queries == 1 and column < columns - queries and not bool(seen.all()))
     if kind != "bool":
         biased = made(plain)
         biased[0, 0, -1, 0] = 0.5
-        assert not is_causal(biased)
+        assert before_causal(biased) is None
+    if columns > queries:
+        padded = plain.clone()
+        padded[1, ..., :2] = False  # of one row, to all of its queries
+        assert (seen := before_causal(made(padded))) is not None
+        assert (~seen).nonzero().tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]]
 
 
 def test_fewer_columns_than_queries_are_not_causal() -> None:
-    assert not is_causal(torch.ones(1, 1, 3, 2, dtype=torch.bool))
+    assert before_causal(torch.ones(1, 1, 3, 2, dtype=torch.bool)) is None
 
 
+@pytest.mark.parametrize("method", [DiskSwapCache, ClusterCache])
 @pytest.mark.parametrize("padded", [False, True])
-def test_pieces_of_a_prompt_go_without_a_mask(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the fused kernel takes longer with is left out where nothing is padded; logits are those of one piece."""
-    model, masks = fresh("llama"), []
+def test_pieces_of_a_prompt_go_without_a_row_of_a_mask_for_each_query(
+    padded: bool, method: type[DiskSwapCache | ClusterCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is large and slow is left out: a row goes for all queries where some are padded or places hold nothing, and
+    none where all is seen; logits are those of one piece."""
+    model, masks = fresh("llama"), list[torch.Tensor | None]()
     attend = streaming.attend_block
 
     def watched(query: torch.Tensor, keys: Any, values: Any, mask: torch.Tensor | None, **more: Any) -> Any:
@@ -61,13 +73,15 @@ def test_pieces_of_a_prompt_go_without_a_mask(padded: bool, monkeypatch: pytest.
     seen = torch.ones(2, 120, dtype=torch.long)
     if padded:
         seen[1, :7] = 0
-    with torch.no_grad(), DiskSwapCache(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as cache:
+    with torch.no_grad(), method(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as cache:
         for stop in (48, 96, 120):
             start = cache.get_seq_length()
             out = model(ids[:, start:stop], attention_mask=seen[:, :stop], past_key_values=cache).logits[:, -1]
         whole = model(ids, attention_mask=seen).logits[:, -1]
     assert len(masks) > 3 * 2
-    assert all(mask is None for mask in masks) is not padded
+    rows = {mask.shape[2] for mask in masks if mask is not None}
+    assert rows == ({1} if padded or method is ClusterCache else set())
+    assert any(mask is None for mask in masks)  # of what a piece sees of itself
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
 
 

@@ -328,8 +328,26 @@ def test_ragged_rows(masked: bool) -> None:
         assert error(result, dense(query, keys, values, seen), values) < FLOAT32 * 10
 
 
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", ["none", "some", "one mask for all rows"])
+def test_a_row_of_a_mask_for_all_queries(positions: bool, dtype: torch.dtype, hidden: str) -> None:
+    """What it hides of what comes before is hidden from all; their own tokens are seen causally."""
+    query, keys, values = (part.to(dtype) for part in tensors(2, 4, 2, 600, 700, 8, 8, 5))
+    seen = torch.ones(1 if hidden == "one mask for all rows" else 2, 1, 1, 100, dtype=torch.bool)
+    seen[-1, ..., : 0 if hidden == "none" else 30] = False
+    visible = torch.ones(2, 1, 600, 700, dtype=torch.bool).tril(100)
+    visible[..., :100] &= seen
+    own = keys[:, :, 100:], values[:, :, 100:]
+    blocks = shuffled(keys, values, 100, "head", 5, 3) if positions else split(keys, values, [40], 600)[0]
+    expected = dense(query, keys, values, visible)
+    for attention in (stream_attention, stream_attention_reference):
+        result = attention(query, iter(blocks), own, None if hidden == "none" else seen, causal=True)
+        assert error(result, expected, values) < (FLOAT32 * 10 if dtype == torch.float32 else BFLOAT16)
+
+
 def test_columns_of_a_mask_of_one_row_go_for_all_rows() -> None:
     mask = torch.tensor([[True, False, True, True]])[None, None]
-    found = mask_at(mask, torch.tensor([[3, 1, -1], [0, 2, 1]]), 1)
+    found = mask_at(mask, torch.tensor([[3, 1, -1], [0, 2, 1]]))
     hidden = float("-inf")
     assert found.tolist() == [[[[0.0, hidden, hidden]]], [[[0.0, 0.0, hidden]]]]
