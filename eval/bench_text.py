@@ -50,6 +50,8 @@ class Contender:
         self.seconds: list[float] = []
         self.logits: list[torch.Tensor] = []
         self.prefill_seconds = 0.0
+        self.prefill_bytes = 0
+        """That a prefill in pieces has read."""
 
     def _feed(self, first: int, last: int) -> torch.Tensor:
         with torch.no_grad():
@@ -65,6 +67,8 @@ class Contender:
 
     def step(self) -> None:
         """One more token of the text."""
+        if not self.seconds and isinstance(self.cache, SelectiveCache):
+            self.prefill_bytes = self.cache.report().bytes_read
         start = time.perf_counter()
         logits = self._feed(self.place, self.place + 1)
         self.seconds.append(time.perf_counter() - start)
@@ -97,7 +101,7 @@ class Contender:
             row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             steps = max(1, report.decode_steps)
             row["looked_share"] = report.look_bytes / steps / (report.full_kv_bytes / 2)  # of all keys
-            row["bytes_read_a_step"] = report.bytes_read / max(1, report.decode_steps)
+            row["bytes_read_a_step"] = (report.bytes_read - self.prefill_bytes) / steps
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
             row["fields"] = {name: getattr(self.cache.config, name, None) for name in shown}
         return row
