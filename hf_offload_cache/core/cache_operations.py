@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..config import OffloadConfig
+from ..errors import StoreError
 from .continuation import check_planned
 from .offload_layer import OffloadLayer
 from .shared import Shared
@@ -91,7 +92,8 @@ class CacheOperations(Cache):
         """Take back what a forward that did not end has added to some layers; whether there was any.
 
         Raises `RuntimeError` where that cannot be: something was interrupted while it changed, or a layer of
-        transformers' own is ahead, whose window or state does not go back.
+        transformers' own is ahead, whose window or state does not go back; and `StoreError` where a layer has to read
+        for it and cannot now: what is left of it is taken back at the next call.
         """
         shared, step = self.shared, self.shared.step
         if step is None:
@@ -104,14 +106,19 @@ class CacheOperations(Cache):
         if self.has_linear_state or not all(isinstance(layer, OffloadLayer) for layer, _ in ahead):
             shared.storage.torn = True
         shared.check_open()
-        with shared.changing():
-            for layer, before in ahead:
-                assert isinstance(layer, OffloadLayer)
+        shared.books_changed = True
+        for layer, before in ahead:
+            assert isinstance(layer, OffloadLayer)
+            now = layer.length
+            try:
                 if before:
-                    layer.crop(before - layer.length)
+                    layer.crop(before - now)
                 else:
                     layer.reset()
-            self._tokens.truncate(min(self._tokens.length, step.history))  # the step's, if it was at its very end
+            except BaseException as error:
+                shared.storage.torn |= not isinstance(error, StoreError) or layer.length != now
+                raise
+        self._tokens.truncate(min(self._tokens.length, step.history))  # the step's, if it was at its very end
         shared.step = shared.unseen = shared.front = None
         return True
 

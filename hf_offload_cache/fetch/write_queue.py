@@ -252,7 +252,8 @@ class WriteQueue:
         for lost, error in writes.lost:
             if len(touched := np.intersect1d(lost, ids)):
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-                raise StoreError(number, f"{describe(touched)} could not be written: {error}") from error
+                advice = "what they held is lost: reset() the cache, or open what was saved"
+                raise StoreError(number, f"{describe(touched)} could not be written: {error}; {advice}") from error
 
     def _run(self, batch: WriteBatch) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from checked_cache import checked
 from harness import SMALL, assert_exact, generate, prompt
 from long_llama import LENGTH, SOME, long_model
 
+from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch.ticket import Ticket
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.testing import open_descriptors
@@ -30,6 +32,48 @@ def test_nothing_is_left_after_close(method: str, engine: str, tmp_path: Any) ->
         twin.close()
     assert (open_descriptors(), threading.active_count()) == before and list(tmp_path.iterdir()) == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even what it added can be taken back while no read succeeds, that is done once they do."""
+    cls, model = cache_class(method), long_model()
+    ids, wait, fails = prompt(model, 2, LENGTH), Ticket.wait, False
+
+    def failing(ticket: Ticket) -> float:
+        waited = wait(ticket)
+        if fails:
+            raise StoreError(errno.EIO, "read was made to fail")
+        return waited
+
+    def call(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, past_key_values=cache, logits_to_keep=1).logits
+
+    with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+        for held in (cache, twin):
+            call(held, ids)
+        monkeypatch.setattr(Ticket, "wait", failing)
+        with monkeypatch.context() as patch:
+            attend = cache.layers[1].attend
+
+            def broken(given: Any) -> Any:
+                nonlocal fails
+                fails = True
+                return attend(given)
+
+            patch.setattr(cache.layers[1], "attend", broken)
+            with pytest.raises(StoreError, match="made to fail") as failed:
+                call(cache, prompt(model, 2, 100, seed=3))
+            patch.delattr(cache.layers[1], "attend")
+        assert any("not taken back yet" in note for note in failed.value.__notes__)
+        with pytest.raises(StoreError, match="made to fail"):
+            cache.crop(-1)
+        fails = False
+        with pytest.raises(RuntimeError, match=f"holds {LENGTH} tokens a sequence again"):
+            call(cache, ids[:, :1])
+        assert cache.tokens == LENGTH
+        expected, found = (call(held, prompt(model, 2, 40, seed=5)) for held in (twin, cache))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("number", range(4))
