@@ -44,8 +44,6 @@ class ClusterLayer(SelectiveLayer):
     heads_apart: ClassVar[bool] = True
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
-    first: ClusterLayer | None = None
-    """The first layer that selects, where this is another; set by the cache."""
     following: ClusterLayer | None = None
     """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
 
@@ -127,8 +125,7 @@ class ClusterLayer(SelectiveLayer):
     # What is clustered in an `update` is placed by the queries of the attention that follows, or as the step ends.
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = (self.first or self).state == "tagged"  # else nobody knows yet whether attention comes to us
-        self._own.holds_back = self.shared.step is not None and seen and self.state != "full"
+        self._own.holds_back = self.shared.step is not None and self.state != "full"
         return super()._take_in(key_states, value_states)
 
     def _attend(self, call: AttentionCall) -> Output:
@@ -218,9 +215,6 @@ class ClusterCache(SelectiveCache):
                 "'hf-offload-cache[cluster]'"
             )
         super().prepare(model)
-        for layer in self.selective[1:]:
-            assert isinstance(layer, ClusterLayer) and isinstance(self.selective[0], ClusterLayer)
-            layer.first = self.selective[0]
         if self.config.centroids == "disk":
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, ClusterLayer) and isinstance(following, ClusterLayer)

@@ -65,6 +65,8 @@ class ClusterConfig(SelectedShareConfig):
             self._at_least("num_clusters", 1)
         self._at_least("append_buffer", 0)
         self._at_least("join_every", 1)
+        for name in ("cluster_size", "append_buffer", "join_every"):
+            self._at_most(name, 4096)
         self._one_of("centroids", ("memory", "disk"))
         self._one_of("replacement", ("aligned", "lru", "fifo"))
         if self.centroids == "disk" and self.encryption_key is not None:
@@ -72,8 +74,9 @@ class ClusterConfig(SelectedShareConfig):
                 "centroids='disk' leaves means of keys on the disk as they are, and encryption_key wants nothing to be "
                 "readable there: use centroids='memory'"
             )
-        if not (isinstance(self.split_threshold, int | float) and self.split_threshold > 0):
-            raise ConfigError(f"split_threshold must be above 0, got {self.split_threshold!r}: use 1.25")
+        threshold = self.split_threshold
+        if isinstance(threshold, bool) or not (isinstance(threshold, int | float) and 0 < threshold < float("inf")):
+            raise ConfigError(f"split_threshold must be a number above 0, got {threshold!r}: use 1.25")
 
     @property
     def clusters(self) -> ClusterForm:

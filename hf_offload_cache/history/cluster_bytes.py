@@ -42,8 +42,9 @@ def settling(form: RecordFormat, pages: int) -> int:
 
 def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:
     """While all that is stored is streamed: which `pages` of all rows, of which clusters, in which order; the `entries`
-    of a block once more, and which tokens these are; and of one row's `tokens` which of them these may be."""
-    return 88 * pages + (form.entry_bytes + 48) * entries + 9 * tokens
+    of a block and of the one before once more, and which tokens these are; and of one row's `tokens` which of them
+    these may be."""
+    return 88 * pages + (2 * form.entry_bytes + 48) * entries + 9 * tokens
 
 
 def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ class ClusterPages:
         self._step = np.zeros((rows, 0), dtype=np.int8)
         self._single: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
         self._owned, self._left = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self._look_from = 0
         self.moved = False
         """Rows were selected since the last `sweep`."""
 
@@ -131,8 +132,8 @@ class ClusterPages:
 
     @property
     def garbage(self) -> bool:
-        """Of the pools that are owned so many may be named by no row that it pays to look."""
-        return self.moved and len(self._owned) > int((self._first >= 0).sum())
+        """Rows were selected, and half as many pools have come again as some row named when `sweep` last looked."""
+        return self.moved and len(self._owned) > self._look_from
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Make row i what row `rows[i]` is now. Rows that share pools get new ones for new clusters."""
@@ -145,6 +146,7 @@ class ClusterPages:
         """Give back the pools that no row names; returns their records, and those that were left to others: what was
         read of them is void."""
         live = self.pools
+        self._look_from = 3 * len(live) // 2
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         self._owned = np.intersect1d(self._owned, live, assume_unique=True)
         records = (dead[:, None] + np.arange(self.pool)).reshape(-1)

@@ -37,7 +37,12 @@ SMALL: dict[str, Any] = {
         ({"cluster_capacity": 3}, "cluster_capacity must be at least 4"),
         ({"append_buffer": -1}, "append_buffer must be at least 0"),
         ({"join_every": 0}, "join_every must be at least 1"),
-        ({"split_threshold": 0}, "split_threshold must be above 0"),
+        ({"split_threshold": 0}, "split_threshold must be a number above 0"),
+        ({"split_threshold": True}, "split_threshold must be a number above 0"),
+        ({"split_threshold": float("inf")}, "split_threshold must be a number above 0"),
+        ({"cluster_size": 10**6}, "cluster_size must be at most 4096"),
+        ({"append_buffer": 10**7}, "append_buffer must be at most 4096"),
+        ({"join_every": 10**6}, "join_every must be at most 4096"),
         ({"selected_share": 2.0}, "selected_share must be a number above 0"),
         ({"num_selected": 0}, "num_selected must be at least 1"),
         ({"cluster_size": 32, "cluster_capacity": 81}, "cluster_capacity must be at most 2.5 times"),
@@ -227,7 +232,7 @@ def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str
 
 
 def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the attention that follows; in the first layer's first call nobody knows yet whether it comes to us."""
+    """Those of the attention that follows."""
     given: list[tuple[Any, int]] = []
     place = ClusterHistory.place
 
@@ -242,9 +247,9 @@ def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch)
     queries = (heads, model.config.num_attention_heads // heads, 32, model.config.head_dim)
     with ClusterCache(model, num_selected=60, **SMALL) as cache:
         feed(cache, prompt(model, 1, LENGTH))
-        assert given == [(queries, 60)] * (layers - 1)
+        assert given == [(queries, 60)] * layers
         feed(cache, prompt(model, 1, LENGTH, seed=2))
-        assert given == [(queries, 60)] * (2 * layers - 1)
+        assert given == [(queries, 60)] * (2 * layers)
 
 
 def test_centroids_on_the_disk_are_in_memory_while_they_are_used(

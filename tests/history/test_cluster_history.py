@@ -322,6 +322,20 @@ def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPat
         assert not read and own.partition.clusters == 0
 
 
+def test_pools_that_no_row_names_are_given_back() -> None:
+    """Of rows that come and go, as beams do, while others stay."""
+    with filled(1, 400) as case:
+        case.select_rows([0] * 6)
+        pages, shares = case.history.clustered.pages, []
+        for turn in range(120):
+            case.select_rows([min(turn % 3, 1), 0, 1, 2, 3, 4])
+            case.history.sweep()
+            case.append(4)
+            shares.append(len(pages._owned) / len(pages.pools))
+        assert max(shares) <= 2
+        case.check()
+
+
 @pytest.mark.parametrize("stop", [None, 1700, 3])
 def test_blocks_have_no_places_that_no_row_fills(stop: int | None) -> None:
     """Attention takes its time over what is none, too."""
