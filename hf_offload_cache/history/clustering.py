@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-BATCH = 4 * 1024
-"""Keys that are clustered together, at most: more are in batches, so that time grows with their number. Of 8K keys
-clusters vary 1.001 times as much as if all were clustered together, in half the time (SmolLM2-135M on text)."""
+BATCH = 16 * 1024
+"""Keys that are clustered together, at most: more are in batches, so that time grows with their number. In batches of
+4K clusters of 8K keys vary 1.001 times as much, in half the time, and hold as much attention mass; but of 14 facts in
+7K tokens 11 are found, and 14 where all are clustered together (SmolLM2-135M)."""
 _ITERATIONS = 5
 """At most, of two-means."""
 _POWERS = 6
