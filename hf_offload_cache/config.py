@@ -129,6 +129,11 @@ class OffloadConfig:
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
 
+    @property
+    def leave_together(self) -> int:
+        """Tokens that leave the latest ones together, at least; in whole groups."""
+        return 1
+
     @classmethod
     def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
         """The fields that a context was `saved` with, as this version has them."""

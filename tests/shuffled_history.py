@@ -54,7 +54,7 @@ class ShuffledHistory(PositionHistory):
             self.places = np.concatenate([self.places, places], 1)
         self.tail.replace(entries[:, count:])
         self.length += keys.shape[2]
-        new = [self.form.split(entries[:, :count])[0]] if count else []
+        new = [self.form.split(entries[:, :count])] if count else []
         return Sealed(self.units, self.sealed_tokens, new, self.stored_keys)
 
     def write(self, ids: np.ndarray, entries: torch.Tensor) -> None:

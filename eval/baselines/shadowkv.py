@@ -36,7 +36,7 @@ class ValueHistory(PositionHistory):
         keys = torch.cat([self.recent_keys, keys], 2)
         count = keys.shape[2] - self.recent.shape[1]
         self.keep(keys[:, :, count:].clone())
-        return dataclasses.replace(sealed, keys=[keys[:, :, :count]] if count else [])
+        return dataclasses.replace(sealed, parts=[(keys[:, :, :count], values[:, :, :count])] if count else [])
 
     def keep(self, keys: torch.Tensor) -> None:
         """Hold `keys` (rows, Hk, t, D), the caller's own, as those of the tail."""

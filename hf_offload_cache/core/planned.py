@@ -10,7 +10,7 @@ from typing import Any
 from ..config import OffloadConfig, parse_size
 from ..fetch.staging import Staging
 from ..fetch.write_queue import WriteQueue
-from ..history.packing import sealed_groups
+from ..history.packing import latest_tokens, sealed_groups
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
@@ -81,7 +81,7 @@ def plan_store(kind: LayerKind, config: OffloadConfig, records: int) -> LayerPla
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     """Bytes of the two buffers that a streamed history goes through."""
     group = kind.form.group_size
-    units = max(config.block_tokens // group, -(-config.num_recent // group) + 2)  # what `truncate` reads back
+    units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # by `truncate` too
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
 
 

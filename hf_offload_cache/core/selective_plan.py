@@ -8,7 +8,7 @@ from ..config import OffloadConfig, SelectiveConfig
 from ..fetch.areas import Areas
 from ..fetch.staging import Staging
 from ..fetch.tier import SlotTier
-from ..history.packing import sealed_groups
+from ..history.packing import latest_tokens, sealed_groups
 from ..memory.plan import LayerPlan, Planned
 from ..predictors.sinks import sink_units
 from .offload_layer import OffloadLayer
@@ -73,7 +73,7 @@ class SelectivePlan(OffloadLayer):
         most_units = cls.most_records(config, form.group_size, wanted)
         units = sealed_groups(form, config, context)
         payload = form.payload_width * form.dtype.itemsize
-        latest = config.num_recent + form.group_size + cls.most_beside(kind, config)
+        latest = latest_tokens(form, config) + cls.most_beside(kind, config)
         tail_units = -(-latest // form.group_size)
         soon, ahead = units * 9 // 8 + 8, 0 if config.look_ahead is False else 1
         together = max(most_units, 2 * wanted)  # of candidates that are verified

@@ -35,16 +35,21 @@ class Sealed:
     """How many units are sealed now, these included."""
     tokens: int
     """How many tokens a row are in sealed units now."""
-    keys: list[torch.Tensor]
-    """Keys (rows, Hk, ·, Dk) of the new ones, in order; empty: none."""
+    parts: list[tuple[torch.Tensor, torch.Tensor]]
+    """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv) of the new ones, in order, none of them empty."""
     stored: Callable[[], Iterator[torch.Tensor]]
     """Keys (rows, Hk, ·, Dk) of everything sealed, in order, part by part, each valid until the next: read back when
     called. So a predictor that has to begin anew never reads by itself."""
 
     @property
+    def keys(self) -> list[torch.Tensor]:
+        """Those of `parts`; empty: nothing is new."""
+        return [keys for keys, _ in self.parts]
+
+    @property
     def fresh(self) -> int:
         """Tokens a row that are new."""
-        return sum(part.shape[2] for part in self.keys)
+        return sum(keys.shape[2] for keys, _ in self.parts)
 
 
 class History(Protocol):

@@ -29,7 +29,7 @@ from .cluster_members import members
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
-from .packing import places_within, sealed_groups
+from .packing import leaving, places_within, sealed_groups
 from .partition import Partition
 from .planned_clusters import planned_clusters
 from .readers import Readers
@@ -65,8 +65,7 @@ class ClusterHistory:
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
         self.together = self.leave_together(form, clusters)
-        self._tail_tokens = config.num_recent + self.together - form.group_size
-        self.tail = RollingTail(form, rows, self._tail_tokens, device, storage.account)
+        self.tail = RollingTail(form, rows, config.num_recent + self.together, device, storage.account)
         waiting = clusters.append_buffer, clusters.together(form.group_size)
         buffer = AppendBuffer(form, rows, *waiting, device, storage.account)
         known = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
@@ -111,7 +110,7 @@ class ClusterHistory:
         self.place()
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
-        count, told = max(0, total - self._num_recent) // group * group, list[torch.Tensor]()
+        count, told = max(0, total - self._num_recent) // group * group, []
         if count < self.together:
             self.tail.append(keys, values)
         else:
@@ -123,9 +122,9 @@ class ClusterHistory:
             self.clustered.add(coming, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
             self.tail.replace(tail)
-            told = [self.form.split(old[:, :count])[0], keys[:, :, : max(0, count - held)]]
+            told = leaving(self.form, old, keys, values, count)
         self.length += keys.shape[2]
-        sealed, told = self.clustered.sealed, [part for part in told if part.shape[2]]
+        sealed = self.clustered.sealed
         return Sealed(self.units, sealed, told, lambda: iter([self.whole(sealed)[0]]))
 
     @property
@@ -276,8 +275,7 @@ class ClusterHistory:
         history.clustered.restore(tree["clusters"])
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            own = form, len(tail), history._tail_tokens, device, storage.account
-            history.tail = RollingTail(*own, tail.shape[1])
+            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
         history.tail.replace(tail)
         history.length = length
         return history

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..config import OffloadConfig
 from .record_format import RecordFormat
@@ -16,15 +17,36 @@ def places_within(counts: np.ndarray) -> np.ndarray:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def leaving(
+    form: RecordFormat, tail: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of the first `count` tokens of a tail (rows, t, entry width), followed by these new ones (rows,
+    heads, n, D): views, in parts of which none is empty."""
+    new = max(0, count - tail.shape[1])
+    parts = [form.split(tail[:, :count]), (keys[:, :, :new], values[:, :, :new])]
+    return [part for part in parts if part[0].shape[2]]
+
+
 def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
     """Groups a row that `append` packs at a time."""
     return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
 
 
-def packing_bytes(form: RecordFormat, rows: int, num_recent: int, groups: int) -> int:
-    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail."""
+def together(form: RecordFormat, config: OffloadConfig) -> int:
+    """Groups that leave a tail together."""
+    return -(-config.leave_together // form.group_size)
+
+
+def latest_tokens(form: RecordFormat, config: OffloadConfig) -> int:
+    """Tokens a row that a tail holds at most when an `append` has ended, and one group."""
+    return config.num_recent + together(form, config) * form.group_size
+
+
+def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:
+    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
+    tokens."""
     group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
-    return rows * (groups * group_bytes + (num_recent + form.group_size) * form.entry_bytes)
+    return rows * (groups * group_bytes + latest * form.entry_bytes)
 
 
 def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:

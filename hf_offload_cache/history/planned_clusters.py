@@ -21,7 +21,7 @@ def planned_clusters(
     store they have."""
     tokens = sealed_groups(form, config, context) * form.group_size
     count = clusters.most_clusters(tokens, form.group_size)
-    tail = RollingTail.planned(form, rows, config.num_recent + together - form.group_size)
+    tail = RollingTail.planned(form, rows, config.num_recent + together)
     waiting = AppendBuffer.planned(form, rows, clusters.append_buffer + clusters.together(form.group_size))
     labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
     tables, means = Partition.planned(count, form.key_width, rows)

@@ -19,7 +19,7 @@ from .base import Block, Sealed, joined
 from .block_table import BlockTable
 from .captured_history import check_captured
 from .freezing import frozen
-from .packing import packing_bytes, piece_groups, sealed_groups
+from .packing import latest_tokens, leaving, packing_bytes, piece_groups, sealed_groups, together
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 from .weak_call import weak_call
@@ -47,23 +47,25 @@ class PositionHistory:
         self.length = 0
         self._storage = storage
         self._name = name
-        self._num_recent = config.num_recent
+        self._num_recent, self._together = config.num_recent, together(form, config)
+        self._latest = latest_tokens(form, config)
         self._step = max(1, config.block_tokens // form.group_size)
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
-        self.tail = RollingTail(form, rows, config.num_recent, device, storage.account)
+        self.tail = RollingTail(form, rows, self._latest, device, storage.account)
         self._weak_keys = weak_call(self._stored_keys)
         self._nothing = Sealed(0, 0, [], self._weak_keys)
 
     @staticmethod
     def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
         """What `rows` rows of `context` tokens take at most."""
-        tail = RollingTail.planned(form, rows, config.num_recent)
+        latest = latest_tokens(form, config)
+        tail = RollingTail.planned(form, rows, latest)
         groups = sealed_groups(form, config, context)
         own = Planned.always({"rolling tail": tail, "tables": BlockTable.planned(groups, rows)})
         filled = piece_groups(form, rows, parse_size(config.write_queue))
-        pack = {"prefill": packing_bytes(form, rows, config.num_recent, filled)}
-        pack["decode"] = packing_bytes(form, rows, config.num_recent, 1)
+        pack = {"prefill": packing_bytes(form, rows, latest, filled)}
+        pack["decode"] = packing_bytes(form, rows, latest, min(filled, together(form, config)))
         moving = {} if rows == 1 else {"moving rows": tail}  # the old ones stay until the new ones are made
         return LayerPlan(own, Planned(*({**moving, "packing": pack[phase]} for phase in ("prefill", "decode"))))
 
@@ -149,7 +151,7 @@ class PositionHistory:
         history.table = BlockTable.of(store, ids)
         if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
             history.tail.close()
-            history.tail = RollingTail(form, len(tail), config.num_recent, device, storage.account, tail.shape[1])
+            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
         history.tail.replace(tail)
         history.length = tree["length"]
         return history
@@ -163,16 +165,15 @@ class PositionHistory:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
         groups, held = self.table.num_groups, self.tail.length
-        if held + keys.shape[2] < self._num_recent + self.form.group_size:  # nothing leaves the tail
+        if not (count := self._leaving(held + keys.shape[2])):
             self.tail.append(keys, values)
             self.length += keys.shape[2]
             if self._nothing.units != groups:
                 self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_keys)
             return self._nothing
         self._moved = False
-        count = max(0, held + keys.shape[2] - self._num_recent) // self.form.group_size
         count = min(count, piece_groups(self.form, self.rows, self._storage.write_queue))
-        packing = packing_bytes(self.form, self.rows, self._num_recent, count)
+        packing = packing_bytes(self.form, self.rows, self._latest, count)
         try:
             with self._storage.account.holding("packing", packing):
                 sealed = self._append(keys, values)
@@ -189,22 +190,21 @@ class PositionHistory:
     def _stored_keys(self) -> Iterator[torch.Tensor]:
         return (block.keys for block in self.blocks(self.units * self.form.group_size))
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+    def _leaving(self, held: int) -> int:
+        """Groups that leave a tail of so many tokens."""
+        return max(0, held - self._num_recent) // (self._together * self.form.group_size) * self._together
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         group, old = self.form.group_size, self.tail.entries
         total = old.shape[1] + keys.shape[2]
-        count = max(0, total - self._num_recent) // group
-        sealed: list[torch.Tensor] = []
-        if count:
-            ids = self.table.append(count)
-            held = old[:, : count * group].clone()
-            sealed = [self.form.split(held)[0], keys[:, :, : count * group - held.shape[1]]]
-            sealed = [part for part in sealed if part.shape[2]]
+        count = self._leaving(total)
+        ids = self.table.append(count)
+        sealed = leaving(self.form, old[:, : count * group].clone(), keys, values, count * group)
         if total <= self.tail.capacity:
             self.tail.append(keys, values)
-            if count:
-                self._write(ids, self.tail.entries[:, : count * group])
-                self._moved = True
-                self.tail.drop_first(count * group)
+            self._write(ids, self.tail.entries[:, : count * group])
+            self._moved = True
+            self.tail.drop_first(count * group)
         else:
             piece = piece_groups(self.form, self.rows, self._storage.write_queue)
             for start in range(0, count, piece):
@@ -272,7 +272,7 @@ class PositionHistory:
             self.tail.drop_last(self.length - length)
             self.length = length
             return None
-        keep = max(0, length - self._num_recent) // group
+        keep = self._leaving(length)
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
         for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):

@@ -12,23 +12,22 @@ from .record_format import RecordFormat
 class RollingTail:
     """Entries (B, length, entry_width) of the latest tokens of one layer, on the layer's device.
 
-    Has room for `num_recent + group_size` tokens, or for `least`; `OffloadLayer` seals the oldest groups before it
-    would overflow. The buffer is the tail's own: views from `entries` are valid until the next change.
+    Has room for `capacity` tokens a row: histories seal the oldest groups before it would overflow. The buffer is the
+    tail's own: views from `entries` are valid until the next change.
     """
 
     def __init__(
         self,
         form: RecordFormat,
         batch: int,
-        num_recent: int,
+        capacity: int,
         device: torch.device,
         account: MemoryAccount,
-        least: int = 0,
     ) -> None:
         self.form = form
         self.length = 0
         self._account = account
-        shape = (batch, max(least, num_recent + form.group_size), form.entry_width)
+        shape = (batch, capacity, form.entry_width)
         account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
         self._hold(lasting_empty(*shape, dtype=form.dtype, device=device))
 
@@ -39,9 +38,9 @@ class RollingTail:
         """Tokens a row that there is room for."""
 
     @staticmethod
-    def planned(form: RecordFormat, rows: int, num_recent: int) -> int:
+    def planned(form: RecordFormat, rows: int, capacity: int) -> int:
         """Bytes of the tail of one layer."""
-        return rows * (num_recent + form.group_size) * form.entry_bytes
+        return rows * capacity * form.entry_bytes
 
     @property
     def entries(self) -> torch.Tensor:

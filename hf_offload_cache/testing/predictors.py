@@ -74,7 +74,8 @@ class PredictorTests:
             yield from whole.split(101, 2)
 
         parts = [part for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2) if part.shape[2]]
-        sealed = Sealed(keys.shape[2] // self.form.group_size, keys.shape[2], parts, stored)
+        both = [(part, part) for part in parts]
+        sealed = Sealed(keys.shape[2] // self.form.group_size, keys.shape[2], both, stored)
         shape = (len(keys), self.num_heads, 40, self.form.key_dim)
         queries = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         predictor.learn(sealed, queries.to(self.form.dtype), visible)

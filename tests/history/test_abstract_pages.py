@@ -240,7 +240,7 @@ def failing(*given: Any) -> None:
 
 
 def test_a_history_without_room_for_a_page_holds_nothing(storage: Storage) -> None:
-    storage.account.limit = RollingTail.planned(FORM, 2, CONFIG.num_recent)
+    storage.account.limit = RollingTail.planned(FORM, 2, CONFIG.num_recent + FORM.group_size)
     with pytest.raises(BudgetError):
         ChunkHistory(storage, FORM, 2, CPU, CONFIG, "layer 0")
     assert storage.account.by_owner["rolling tail"] == 0

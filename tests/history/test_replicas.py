@@ -26,7 +26,7 @@ from hf_offload_cache.stores.memory import MemoryStore
 FORM = RecordFormat(1, 16, 1, 16, torch.float32, 64)
 CPU = torch.device("cpu")
 CONFIG: Any = types.SimpleNamespace(
-    num_recent=8, block_tokens=256, group_size=64, keeps_pages=False, keeps_replicas=True
+    leave_together=1, num_recent=8, block_tokens=256, group_size=64, keeps_pages=False, keeps_replicas=True
 )
 
 

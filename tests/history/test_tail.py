@@ -24,7 +24,7 @@ def sequence(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def make(batch: int, num_recent: int, group: int) -> tuple[RollingTail, MemoryAccount]:
     account = MemoryAccount()
     form = RecordFormat(2, 3, 3, 5, torch.float32, group)
-    return RollingTail(form, batch, num_recent, torch.device("cpu"), account), account
+    return RollingTail(form, batch, num_recent + group, torch.device("cpu"), account), account
 
 
 def holds(tail: RollingTail, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -49,7 +49,8 @@ class Case:
         self.keys = torch.randn(2, 2, TOKENS, 8, generator=generator) + 2 * common
         config = AbstractTreeConfig(chunk_size=CHUNK, **{"num_sinks": 3, "num_selected": 40, **fields})
         self.predictor = AbstractTreePredictor(FORM, 2, config, MemoryAccount(), 0)
-        self.predictor.learn(Sealed(CHUNKS, TOKENS, [self.keys], lambda: iter([self.keys])), self.keys, None)
+        sealed = Sealed(CHUNKS, TOKENS, [(self.keys, self.keys)], lambda: iter([self.keys]))
+        self.predictor.learn(sealed, self.keys, None)
         self.states = 2 * torch.randn(2, HEADS, 8, generator=generator)
         values = torch.randn(2, 2, TOKENS, 4, generator=generator)
         self.entries = FORM.entries(self.keys, values, torch.empty(2, TOKENS, FORM.entry_width))
@@ -217,7 +218,7 @@ def test_chunks_that_a_row_does_not_have_keep_nothing() -> None:
         CHUNK
     )[:, None]  # fmt: skip
     case.predictor.truncate(0)
-    case.predictor.learn(Sealed(CHUNKS, TOKENS, [case.keys], lambda: iter([case.keys])), case.keys, None)
+    case.predictor.learn(Sealed(CHUNKS, TOKENS, [(case.keys, case.keys)], lambda: iter([case.keys])), case.keys, None)
     case.entries = FORM.entries(case.keys, torch.zeros(2, 2, TOKENS, 4), torch.empty(2, TOKENS, FORM.entry_width))
     units, choice = case.choose(10)
     assert (units[0] < 0).any() and (units[1] >= 0).all()

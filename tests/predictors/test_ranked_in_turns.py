@@ -39,7 +39,7 @@ def keys_of(rows: int, units: int, seed: int = 0) -> torch.Tensor:
 
 def learn(one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None) -> None:
     fresh = keys.shape[2] if fresh is None else fresh
-    sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [keys[:, :, -fresh:]], lambda: iter([keys]))
+    sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [(keys[:, :, -fresh:],) * 2], lambda: iter([keys]))
     shape = len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM
     one.learn(sealed, torch.randn(shape, generator=torch.Generator().manual_seed(5)), None)
 
