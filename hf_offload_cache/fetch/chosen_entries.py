@@ -1,0 +1,130 @@
+"""The entries that each key head of a row wants, as they were stored, beside a copy of all (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from .choice import Choice
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Keys (rows, heads, m, Dk) and values (rows, heads, m, Dv) of `tokens` (rows, heads, m), -1: none, which are
+    undefined there and finite."""
+
+    tokens: np.ndarray
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def records_of(tokens: np.ndarray, group_size: int, most: int) -> list[Choice]:
+    """The units of `group_size` tokens in the order of the sequence that hold `tokens` (rows, heads, m), -1: none: of
+    each row the first `most`, then more."""
+    wanted = np.zeros((len(tokens), int(tokens.max(initial=-1)) // group_size + 2), dtype=bool)
+    wanted[np.arange(len(tokens))[:, None], (tokens // group_size).reshape(len(tokens), -1)] = True  # -1: the last one
+    rows = [own.nonzero()[0] for own in wanted[:, :-1]]
+    units = np.full((len(rows), max(map(len, rows), default=0)), -1, dtype=np.int64)
+    for own, found in zip(units, rows, strict=True):
+        own[: len(found)] = found
+    return [Choice(units[:, start : start + most]) for start in range(0, units.shape[1], most)]
+
+
+def picked(form: Any, records: torch.Tensor, choice: Choice, tokens: np.ndarray) -> Entries:
+    """The entries of those of `tokens` (rows, heads, m) that lie in `records` (rows, M, entries a record, entry width)
+    of `choice`, as `records_of` named them: a copy."""
+    units, own = choice.units, tokens // form.group_size
+    at, there = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=bool)
+    for row, held in enumerate(units):
+        held = held[held >= 0]
+        if held.size:
+            at[row] = np.minimum(np.searchsorted(held, own[row]), held.size - 1)
+            there[row] = held[at[row]] == own[row]
+    place = torch.from_numpy(at * form.group_size + tokens % form.group_size).to(records.device)
+    keys, values = form.split(records.flatten(1, 2))
+    of_row, of_head = (torch.arange(count, device=records.device) for count in tokens.shape[:2])
+    where = of_row[:, None, None], of_head[:, None], place
+    return Entries(np.where(there, tokens, -1), keys[where], values[where])
+
+
+class ChosenEntries:
+    """Room for `count` entries a row and key head, in the account as "chosen entries", on the history's device. What is
+    chosen again stays where it lies. For the thread that runs the model."""
+
+    def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
+        self.form, self.count, self._device, self._account = form, count, device, account
+        self.tokens = np.full((rows, form.num_key_heads, count), -1, dtype=np.int64)
+        """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
+        account.hold("chosen entries", self.planned(form, rows, count))
+        shape = rows, form.num_key_heads, count
+        self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
+        self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
+
+    @staticmethod
+    def planned(form: Any, rows: int, count: int) -> int:
+        """Bytes of so many entries a row and head, and which they are."""
+        return rows * count * (form.entry_bytes + 8 * form.num_key_heads)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+
+    @property
+    def entries(self) -> Entries:
+        """All of them: views, valid until the next change."""
+        return Entries(self.tokens, self.keys, self.values)
+
+    @property
+    def empty(self) -> bool:
+        return not bool((self.tokens >= 0).any())
+
+    def absent(self, wanted: np.ndarray) -> np.ndarray:
+        """`wanted` tokens (rows, heads, m) that are not here, -1: none, the others -1."""
+        return np.where(_among(wanted, self.tokens), -1, wanted)
+
+    def replace(self, wanted: np.ndarray, new: Sequence[Entries]) -> None:
+        """Hold `wanted` tokens (rows, heads, count at most), of which those that were absent are in `new`."""
+        self.tokens[~_among(self.tokens, wanted)] = -1
+        for some in new:
+            row, head, column = (some.tokens >= 0).nonzero()
+            free = np.argsort(self.tokens >= 0, 2, kind="stable")
+            rank = np.cumsum(some.tokens >= 0, 2) - 1
+            slot = free[row, head, rank[row, head, column]]
+            self.tokens[row, head, slot] = some.tokens[row, head, column]
+            into, out = (
+                tuple(torch.from_numpy(one).to(self._device) for one in (row, head, last)) for last in (slot, column)
+            )
+            self.keys[into], self.values[into] = some.keys[out], some.values[out]
+
+    def truncate(self, tokens: int) -> None:
+        """Only those of the first `tokens` tokens stay."""
+        self.tokens[self.tokens >= tokens] = -1
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        before, own = self.nbytes, rows.to(self._device)
+        after = self.planned(self.form, len(rows), self.count)
+        self._account.hold("chosen entries", after)
+        self.tokens = self.tokens[rows.cpu().numpy()]
+        self.keys, self.values = self.keys[own].clone(), self.values[own].clone()
+        self._account.release("chosen entries", before)
+
+    def close(self) -> None:
+        self._account.release("chosen entries", self.nbytes)
+        self.tokens, self.keys, self.values = self.tokens[:0], self.keys[:0], self.values[:0]
+
+
+def _among(these: np.ndarray, those: np.ndarray) -> np.ndarray:
+    """Which of `these` tokens (rows, heads, m) are among `those` (rows, heads, n) of the same row and head; not -1."""
+    most = max(int(these.max(initial=-1)), int(those.max(initial=-1)))
+    held = np.zeros((*these.shape[:2], most + 2), dtype=bool)
+    row, head = np.ogrid[: these.shape[0], : these.shape[1]]
+    held[row[..., None], head[..., None], those] = True
+    held[..., -1] = False  # where -1 is
+    return held[row[..., None], head[..., None], these]

@@ -1,0 +1,80 @@
+"""Elements in 1, 2 or 4 bits, group-wise, and what is made of them without unpacking (KIVI; SpeCache, section 3.4).
+
+A row is one group: its codes, the first in the lowest bits of the first byte, then scale and zero point in half
+precision; an element is code * scale + zero point. With 2 and 4 bits these are the rows of torch's own quantised
+embeddings, whose compiled code packs them and sums them up on a CPU. One bit is spread to two for that, block by block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+LARGEST = 65000.0
+"""No element stands for more: scales and zero points are in half precision."""
+SIDES = 4
+"""Bytes of a row beside its codes."""
+_OPS = torch.ops.quantized
+
+
+def row_bytes(group: int, bits: int) -> int:
+    """Of a group, whose codes fill whole bytes."""
+    return group * bits // 8 + SIDES
+
+
+def packed(values: torch.Tensor, bits: int, *, plain: bool = False) -> torch.Tensor:
+    """Rows (n, row_bytes) uint8 of groups (n, group).
+
+    With 1 bit the zero point is the middle of the lower half of the range, and one step beyond it that of the upper
+    (equation 3); `plain`: the least and the largest element, as with more bits (equation 2).
+    """
+    values = values.float().clamp(-LARGEST, LARGEST)
+    if bits > 1 and values.device.type == "cpu":
+        pack = _OPS.embedding_bag_2bit_prepack if bits == 2 else _OPS.embedding_bag_4bit_prepack
+        return pack(values.contiguous())
+    low, high = values.aminmax(dim=-1, keepdim=True)
+    if bits == 1 and not plain:
+        zero, scale = (3 * low + high) / 4, (high - low) / 2
+    else:
+        zero, scale = low, (high - low) / (2**bits - 1)
+    zero, scale = zero.half(), scale.half()
+    step = scale.float().clamp(min=torch.finfo(torch.float16).tiny)
+    codes = ((values - zero.float()) / step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    in_bytes = (codes.unflatten(1, (-1, 8 // bits)) << shifts).sum(2, dtype=torch.uint8)
+    return torch.cat([in_bytes, torch.cat([scale, zero], 1).view(torch.uint8)], 1)
+
+
+def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """The elements (..., group) float32 that rows (..., row_bytes) stand for: the twin of what sums them up."""
+    codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # in memory of their own
+    sides = sides.view(torch.float16).float()
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
+    spread = (codes.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
+    return spread * sides[..., :1] + sides[..., 1:]
+
+
+def summed(
+    rows: torch.Tensor, bits: int, which: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Sums (m, group) float32 of what rows (n, row_bytes) stand for, in host memory: of rows `which` (k,) int32, each
+    times its of `weights` (k,) float32, those from `offsets[i]` to `offsets[i + 1]` (m + 1,) int32."""
+    if bits == 1:
+        rows, bits = _in_two_bits(rows), 2
+    total = _OPS.embedding_bag_2bit_rowwise_offsets if bits == 2 else _OPS.embedding_bag_4bit_rowwise_offsets
+    return total(rows, which, offsets, False, 0, False, weights, None, True)
+
+
+def _in_two_bits(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of 1 bit as rows of 2."""
+    codes = np.take(_spread_bits(), rows[:, :-SIDES].numpy()).view(np.uint8)
+    return torch.cat([torch.from_numpy(codes), rows[:, -SIDES:]], 1)
+
+
+@cache
+def _spread_bits() -> np.ndarray:
+    """Of each byte its bits, each in two: (256,) uint16, little-endian."""
+    bits = np.arange(256)[:, None] >> np.arange(8) & 1
+    return (bits << 2 * np.arange(8)).sum(1).astype("<u2")

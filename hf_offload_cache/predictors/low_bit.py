@@ -1,0 +1,99 @@
+"""Tokens judged by a copy of their keys in a few bits (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import not_whole
+from ..fetch.choice import Choice
+from ..history.base import Sealed
+from ..memory.account import MemoryAccount
+from ..memory.plan import LayerPlan, Planned
+from .base import Query
+from .low_bit_copy import BLOCK, QUANTISED, LowBitCopy
+from .low_bit_form import LowBitForm
+from .sinks import largest, with_sinks
+
+
+class LowBitPredictor:
+    """Holds the copy, which attention itself goes over too. See `Predictor`.
+
+    Args:
+        reserve: tokens a row that the copy is to have room for at once; 0: it grows.
+    """
+
+    def __init__(
+        self, form: LowBitForm, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount, name: str,
+        reserve: int = 0,
+    ) -> None:  # fmt: skip
+        self.copy, self._num_sinks, self._account, self._name = (
+            LowBitCopy(form, rows, device, account, reserve), num_sinks, account, name,
+        )  # fmt: skip
+
+    @staticmethod
+    def planned(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> LayerPlan:
+        """What `rows` rows of `tokens` tokens take, `queries` of `heads` heads each in a step, and `scores` of each
+        head for all tokens at a time."""
+        held = form.nbytes(rows, tokens)
+        moving = {"moving rows": held} if rows > 1 else {}
+        width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
+        fitting = min(tokens, QUANTISED) * width * 13  # in 32 bits three times, and codes
+        scored = LowBitPredictor.scored_bytes(form, tokens, rows, heads, queries, scores)
+        return LayerPlan(
+            Planned.always({"low-bit copy": held}),
+            Planned({**moving, "fitting": fitting}, {**moving, "scores": scored}),
+        )
+
+    @staticmethod
+    def scored_bytes(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> int:
+        """While attention goes over `tokens` tokens: see `planned`; and of which rows sums are, times how much each."""
+        key_heads = form.entry.num_key_heads
+        summing = 2 * 8 * queries * heads // key_heads * min(tokens, BLOCK)
+        return rows * 4 * (tokens + 1) * (heads * scores + key_heads) + summing
+
+    def ready(self, units: int) -> bool:
+        return self.copy.tokens == units * self.copy.form.entry.group_size
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Of what it has learned all but these."""
+        assert self.copy.tokens + sealed.fresh == sealed.tokens, "tokens are missing"
+        self.copy.append(sealed.parts, sealed.tokens)
+
+    def select(self, query: Query, budget: int, guess: bool) -> Choice:
+        """As `Predictor.select`, whole units: by what their tokens have of the attention, summed over heads."""
+        copy = self.copy
+        rows, group = copy.rows, copy.form.entry.group_size
+        entry = copy.form.entry
+        states = (query.states * query.scaling).float().reshape(rows, entry.num_key_heads, -1, entry.key_dim)
+        scores = copy.scores(states, states.new_empty(*states.shape[:3], copy.tokens))
+        if query.visible is not None:
+            seen = query.visible[:, : copy.tokens].to(scores.device)
+            scores.masked_fill_(~seen[:, None, None], -torch.inf)
+        shares = scores.softmax(-1).sum((1, 2)).unflatten(1, (-1, group)).sum(2).cpu().numpy()
+        importance = with_sinks(shares, self._num_sinks, group, query.visible)
+        return Choice(np.sort(largest(importance, min(budget, importance.shape[1])), 1))
+
+    def truncate(self, units: int) -> None:
+        self.copy.truncate(units * self.copy.form.entry.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self.copy.select_rows(rows)
+
+    def capture(self) -> dict[str, Any]:
+        return self.copy.capture()
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        tokens = tree["units"] * self.copy.form.entry.group_size
+        if tokens % self.copy.form.group:
+            raise not_whole(self._name, f"{tokens} tokens are no whole groups of {self.copy.form.group}")
+        self.copy.restore(tree, tokens, self._name)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.copy.close()

@@ -1,0 +1,214 @@
+"""A copy of keys and values in a few bits, and what attention over it takes (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import not_whole
+from ..kernels.low_bit import packed, summed, unpacked
+from ..memory.account import MemoryAccount
+from ..memory.buffers import lasting_empty
+from .low_bit_form import LowBitForm
+
+QUANTISED = 512
+"""Tokens of a row that are quantised at a time."""
+BLOCK = 4096
+"""Tokens of a head that are summed up at a time, and"""
+_A_SUM = 512
+"""of these that go into one sum of values, so that threads have something each."""
+
+
+class LowBitCopy:
+    """Of `rows` rows of tokens, whole groups. In the account as "low-bit copy", on the device of the history. For the
+    thread that runs the model. Products and sums are made block by block: nothing is unpacked as a whole.
+
+    Args:
+        reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
+    """
+
+    def __init__(
+        self, form: LowBitForm, rows: int, device: torch.device, account: MemoryAccount, reserve: int = 0
+    ) -> None:
+        self.form, self.rows, self.tokens, self.device = form, rows, 0, device
+        self._account, self._reserve, self._room = account, reserve // form.group * form.group, 0
+        self._parts = self._made(rows, 0)
+
+    def _made(self, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        self._account.hold("low-bit copy", self.form.nbytes(rows, tokens))
+        layout = self.form.layout(rows, tokens)
+        return {name: lasting_empty(*shape, dtype=torch.uint8, device=self.device) for name, shape in layout.items()}
+
+    def _need(self, tokens: int) -> None:
+        """Have room for so many a row. Raises `BudgetError` with nothing changed."""
+        if tokens > self._room:
+            more = 0 if self._reserve or not self.tokens else tokens // 8 // self.form.group * self.form.group
+            room = max(tokens + more, self._reserve)
+            old, self._parts = self._parts, self._made(self.rows, room)
+            for name, part in self._held(old, self.tokens).items():
+                self._held(self._parts, self.tokens)[name].copy_(part)
+            self._let_go(old)
+            self._room = room
+
+    def _let_go(self, parts: dict[str, torch.Tensor]) -> None:
+        self._account.release("low-bit copy", sum(part.nbytes for part in parts.values()))
+
+    def _held(self, parts: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """What `parts` have of the first `tokens` tokens."""
+        return {"keys": parts["keys"][:, :, : tokens // self.form.group], "values": parts["values"][:, :, :, :tokens]}
+
+    # --- in ----------------------------------------------------------------------------------------------------
+
+    def append(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
+        """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv), each valid until the next, follow those that are held:
+        `tokens` then, whole groups. Raises `BudgetError`, and what `parts` raise, having changed nothing."""
+        self._need(tokens)
+        held = self.tokens
+        for keys, values in _pieces(parts, QUANTISED):
+            self._quantise(held, keys, values)
+            held += keys.shape[2]
+        self.tokens = held
+
+    def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        form, group, stop = self.form, self.form.group, first + keys.shape[2]
+        for row, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
+            groups = own_keys.unflatten(1, (-1, group)).transpose(2, 3)
+            into = self._parts["keys"][row, :, first // group : stop // group]
+            into.copy_(self._packed(groups).view_as(into))
+            filling = own_values[..., -1:].expand(-1, -1, form.value_dim - form.entry.value_dim)
+            groups = torch.cat([own_values, filling], 2).unflatten(2, (-1, form.value_group)).transpose(1, 2)
+            into = self._parts["values"][row, :, :, first:stop]
+            into.copy_(self._packed(groups).view_as(into))
+
+    def _packed(self, groups: torch.Tensor) -> torch.Tensor:
+        return packed(groups.reshape(-1, groups.shape[-1]), self.form.bits, plain=self.form.plain)
+
+    # --- out ---------------------------------------------------------------------------------------------------
+
+    def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
+        group, (count, dim) = self.form.group, queries.shape[2:]
+        for start, stop in self._blocks():
+            places = slice(start // group, stop // group)
+            for row, head in np.ndindex(*queries.shape[:2]):
+                groups, own = self._parts["keys"][row, head, places], queries[row, head]
+                if self.device.type == "cpu":
+                    bags = _bags(BLOCK // group, count, dim, len(groups))
+                    weights = own.expand(len(groups), -1, -1).reshape(-1)
+                    found = summed(groups.flatten(0, 1), self.form.bits, *bags, weights)
+                    found = found.view(len(groups), count, group)
+                else:
+                    found = own @ unpacked(groups, self.form.bits)
+                out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
+        return out
+
+    def weighted(self, shares: torch.Tensor) -> torch.Tensor:
+        """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
+        size, bits, compiled = self.form.value_group, self.form.bits, self.device.type == "cpu"
+        total = shares.new_zeros(*shares.shape[:3], self.form.value_dim)
+        for start, stop in self._blocks():
+            for row, head in np.ndindex(*shares.shape[:2]):
+                own = shares[row, head, :, start:stop]
+                for part, rows in enumerate(self._parts["values"][row, head, :, start:stop]):
+                    into = total[row, head, :, part * size : (part + 1) * size]
+                    into += self._summed(rows, own) if compiled else own @ unpacked(rows, bits)
+        return total[..., : self.form.entry.value_dim]
+
+    def _summed(self, rows: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Sums of rows (t, row bytes) by shares (n, t)."""
+        count, whole = len(shares), len(rows) // _A_SUM
+        edge, bits, found = whole * _A_SUM, self.form.bits, shares.new_zeros(len(shares), self.form.value_group)
+        if whole:
+            weights = shares[:, :edge].unflatten(1, (whole, _A_SUM)).transpose(0, 1).reshape(-1)
+            bags = _bags(BLOCK // _A_SUM, count, _A_SUM, whole)
+            found += summed(rows[:edge], bits, *bags, weights).view(whole, count, -1).sum(0)
+        if edge < len(rows):
+            bags = _bags(1, count, len(rows) - edge, 1)
+            found += summed(rows[edge:], bits, *bags, shares[:, edge:].reshape(-1))
+        return found
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + BLOCK, self.tokens)) for start in range(0, self.tokens, BLOCK))
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def truncate(self, tokens: int) -> None:
+        """Only the first `tokens`, whole groups, stay."""
+        self.tokens = min(self.tokens, tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old, rows = self._parts, rows.to(self.device)
+        if len(rows) == self.rows:
+            held = self._held(old, self.tokens)
+            pieces = *held["keys"].split(_A_SUM // self.form.group, 2), *held["values"].split(_A_SUM, 3)
+            for some in pieces:
+                some.copy_(some.index_select(0, rows))
+            return
+        self._parts = self._made(len(rows), self._room)
+        for name, part in old.items():
+            torch.index_select(part, 0, rows, out=self._parts[name])
+        self._let_go(old)
+        self.rows = len(rows)
+
+    def capture(self) -> dict[str, Any]:
+        """Views, valid until the next change."""
+        return dict(self._held(self._parts, self.tokens))
+
+    def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
+        """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        for part, shape in self.form.layout(self.rows, tokens).items():
+            found = tree.get(part)
+            if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != torch.uint8:
+                what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, torch.Tensor) else type(found)
+                raise not_whole(name, f"{part} of its low-bit copy are {what}, and {shape} bytes are needed")
+        self._need(tokens)
+        for part, held in self._held(self._parts, tokens).items():
+            held.copy_(tree[part])
+        self.tokens = tokens
+
+    def close(self) -> None:
+        """Give the memory back; it may be filled anew."""
+        self._let_go(self._parts)
+        self._parts, self.tokens, self._room = self._made(self.rows, 0), 0, 0
+
+
+def _bags(most: int, count: int, size: int, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`which` and `offsets` of `summed`: `wanted` times the next `size` rows, each `count` times over."""
+    which, offsets = _all_bags(most, count, size) if most > 1 else _all_bags.__wrapped__(1, count, size)
+    return which[: wanted * count * size], offsets[: wanted * count + 1]
+
+
+@lru_cache(4)
+def _all_bags(most: int, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    which = torch.arange(most * size, dtype=torch.int32).view(most, 1, size).expand(-1, count, -1).reshape(-1)
+    return which, torch.arange(0, len(which) + 1, size, dtype=torch.int32)
+
+
+def _pieces(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same, `size` tokens at a time, and at last what is left: views, or copies of what lies in several parts."""
+    begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for keys, values in parts:
+        first = sum(held.shape[2] for held, _ in begun)
+        edges = [0, *range(size - first, keys.shape[2] + 1, size)]
+        for start, stop in pairwise(edges):
+            yield _joined([*begun, (keys[:, :, start:stop], values[:, :, start:stop])])
+            begun = []
+        if keys.shape[2] > edges[-1]:
+            begun.append((keys[:, :, edges[-1] :].clone(), values[:, :, edges[-1] :].clone()))
+    if begun:
+        yield _joined(begun)
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)

@@ -1,0 +1,103 @@
+"""Attention over a copy in a few bits, some entries of which are replaced by those that were stored (SpeCache, 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..fetch.chosen_entries import Entries
+from .low_bit_copy import LowBitCopy
+
+
+class MixedAttention:
+    """Of the queries (B, H, q, D) of one call, over all tokens: those of `copy` before the latest ones, in one softmax.
+
+    Valid until the copy changes. Scores and shares are float32; the query heads of a key head lie together: (B, Hk, n,
+    ...) with n = H / Hk q, head by head.
+
+    Args:
+        latest: keys (B, Hk, t, Dk) and values (B, Hk, t, Dv) of all tokens behind the copy's, the queries' own at last.
+        mask: (·, 1, q, tokens), boolean (True: visible) or additive; None: causal, aligned at the lower right.
+    """
+
+    def __init__(
+        self, copy: LowBitCopy, query: torch.Tensor, scaling: float, latest: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        heads = copy.form.entry.num_key_heads
+        self._copy, self._mask, self._softcap = copy, mask, softcap
+        self._count = query.shape[2]
+        self._states = (query * scaling).float().unflatten(1, (heads, -1)).flatten(2, 3)
+        self._aux = None
+        if s_aux is not None:
+            self._aux = s_aux.float().view(heads, -1).repeat_interleave(self._count, 1)[None, ..., None]
+        self._keys, self._values = latest
+        shape = *self._states.shape[:3], copy.tokens + 1  # the last one stands for tokens that are none
+        self._scores = self._states.new_full((1,), -torch.inf).expand(shape).contiguous()
+        held = self._scores[..., :-1]
+        copy.scores(self._states, held)
+        self._cap(held)
+        if mask is not None:
+            self._hide(held, mask[..., : copy.tokens])
+        self._recent = self._cap(self._states @ self._keys.float().transpose(2, 3))
+        if mask is None:
+            count, width = self._count, self._recent.shape[3]
+            seen = torch.ones(count, width, dtype=torch.bool, device=query.device).tril(width - count)
+            self._hide(self._recent, seen)
+        else:
+            self._hide(self._recent, mask[..., copy.tokens :])
+
+    def _cap(self, scores: torch.Tensor) -> torch.Tensor:
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        return scores
+
+    def _hide(self, scores: torch.Tensor, mask: torch.Tensor) -> None:
+        """Apply a mask (·, 1, q, m) or (q, m) to scores (B, Hk, n, m)."""
+        own = scores.unflatten(2, (-1, self._count))  # (B, Hk, G, q, m)
+        mask = mask if mask.ndim == 2 else mask[:, :, None]
+        if mask.dtype == torch.bool:
+            own.masked_fill_(~mask, -torch.inf)
+        else:
+            own += mask
+
+    def attend(
+        self, replaced: Sequence[Entries], asked: int | None = None, *, last: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention with the tokens of `replaced`, distinct ones, as they are there: (B, q, H, Dv) float32; and what of
+        it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of the
+        query `asked`; None: of none. After the `last` call there is no other."""
+        scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
+        nothing = np.zeros((*scores.shape[:2], 0), dtype=np.int64)
+        tokens = np.concatenate([nothing, *(one.tokens for one in replaced)], 2)
+        places = torch.from_numpy(np.where(tokens < 0, none, tokens)).to(scores.device)
+        keys = torch.cat([*(one.keys for one in replaced), self._keys[:, :, :0]], 2)
+        values = torch.cat([*(one.values for one in replaced), self._values], 2).float()
+        every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
+        own = self._cap(self._states @ keys.float().transpose(2, 3))
+        if self._mask is not None and self._mask.dtype != torch.bool:  # its bias is the token's
+            bias = self._mask[:, 0, :, : none + 1].expand(len(own), -1, -1)
+            bias = bias.repeat(1, scores.shape[2] // self._count, 1)[:, None].expand_as(scores)
+            own += bias.gather(3, every)
+        own.masked_fill_(scores.gather(3, every) == -torch.inf, -torch.inf)
+        scores.scatter_(3, every, -torch.inf)
+        exact = torch.cat([own, self._recent], 3)
+        most = torch.maximum(scores.amax(3, keepdim=True), exact.amax(3, keepdim=True))
+        if self._aux is not None:
+            most = torch.maximum(most, self._aux)
+        scores.sub_(most).exp_()
+        exact.sub_(most).exp_()
+        total = scores.sum(3, keepdim=True) + exact.sum(3, keepdim=True)
+        if self._aux is not None:
+            total += (self._aux - most).exp()
+        scores /= total
+        exact /= total
+        output = self._copy.weighted(scores[..., :-1]) + exact @ values
+        output = output.unflatten(2, (-1, self._count)).flatten(1, 2).transpose(1, 2)
+        return output, None if asked is None else self._shares(scores, exact, places, asked)
+
+    def _shares(self, scores: torch.Tensor, exact: torch.Tensor, places: torch.Tensor, asked: int) -> torch.Tensor:
+        low, own = (one.unflatten(2, (-1, self._count))[:, :, :, asked].sum(2) for one in (scores, exact))
+        return low.scatter_add_(2, places, own[..., : places.shape[2]])[..., :-1]

@@ -1,0 +1,91 @@
+"""Entries that each key head chose: where they are read from, and what stays from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.fetch.chosen_entries import ChosenEntries, Entries, picked, records_of
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount
+
+FORM = RecordFormat(2, 3, 2, 5, torch.float32, 4)
+CPU = torch.device("cpu")
+
+
+def entries(tokens: np.ndarray) -> Entries:
+    """Of tokens (rows, heads, m): each number says whose it is."""
+    row, head = np.ogrid[: tokens.shape[0], : tokens.shape[1]]
+    value = torch.from_numpy(tokens + 1000 * row[..., None] + 10000 * head[..., None]).float()
+    return Entries(tokens, value[..., None].expand(-1, -1, -1, 3), -value[..., None].expand(-1, -1, -1, 5))
+
+
+def same(found: Entries, tokens: np.ndarray) -> None:
+    """It holds just these tokens (rows, heads, m), and what is theirs."""
+    expected, there = entries(found.tokens), torch.from_numpy(found.tokens >= 0)
+    for own, theirs in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert torch.equal(own[there], theirs[there]) and bool(own.isfinite().all())
+    for row, head in np.ndindex(tokens.shape[:2]):
+        held, wanted = (one[row, head][one[row, head] >= 0] for one in (found.tokens, tokens))
+        assert sorted(held) == sorted(wanted)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 10])
+def test_records_and_what_is_picked_of_them(most: int) -> None:
+    """So many at a time; each token once."""
+    tokens = np.array([[[5, 17, -1], [4, 6, 40]], [[-1, -1, -1], [8, -1, -1]]])
+    choices = records_of(tokens, 4, most)
+    units = np.concatenate([choice.units for choice in choices], 1)
+    assert units.tolist() == [[1, 4, 10], [2, -1, -1]] and all(choice.units.shape[1] <= most for choice in choices)
+    found = []
+    for choice in choices:
+        places = choice.units[:, :, None] * 4 + np.arange(4)
+        of = entries(np.repeat(places.reshape(2, 1, -1), 2, 1))
+        records = torch.cat([of.keys.transpose(1, 2).flatten(2), of.values.transpose(1, 2).flatten(2)], 2)
+        found.append(picked(FORM, records.unflatten(1, (-1, 4)), choice, tokens))
+        same(found[-1], found[-1].tokens)
+    assert np.array_equal(np.max([one.tokens for one in found], 0), tokens)
+    assert sum(int((one.tokens >= 0).sum()) for one in found) == 6
+    assert not records_of(np.full((2, 2, 3), -1), 4, most)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_chosen_again_stays_where_it_lies(data: st.DataObject) -> None:
+    held = ChosenEntries(FORM, 2, 5, CPU, MemoryAccount())
+    for _ in range(data.draw(st.integers(1, 5))):
+        count = data.draw(st.integers(1, 5))
+        draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
+        wanted = np.array([data.draw(draw) for _ in range(4)]).reshape(2, 2, count)
+        wanted[data.draw(st.integers(0, 1)), 0, : data.draw(st.integers(0, count))] = -1
+        before = held.tokens.copy()
+        absent = held.absent(wanted)
+        cut = data.draw(st.integers(0, 9))
+        held.replace(wanted, [entries(np.where(absent < cut, absent, -1)), entries(np.where(absent < cut, -1, absent))])
+        same(held.entries, wanted)
+        stays = (before == held.tokens) & (before >= 0)
+        assert stays.sum() == ((wanted >= 0) & (absent < 0)).sum()
+
+
+def test_rows_and_crops_and_the_account() -> None:
+    account = MemoryAccount()
+    held = ChosenEntries(FORM, 3, 4, CPU, account)
+    tokens = np.arange(24).reshape(3, 2, 4)
+    held.replace(tokens, [entries(tokens)])
+    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 3, 4)
+    held.truncate(20)
+    same(held.entries, np.where(tokens < 20, tokens, -1))
+    before = held.keys.clone()
+    held.select_rows(torch.tensor([2, 0]))
+    assert torch.equal(held.keys, before[[2, 0]])
+    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 2, 4)
+    account.limit = account.current
+    with pytest.raises(BudgetError):
+        held.select_rows(torch.tensor([0, 1, 1, 1]))
+    assert len(held.tokens) == 2 and account.by_owner["chosen entries"] == held.nbytes
+    held.close()
+    assert account.by_owner["chosen entries"] == 0

@@ -1,0 +1,69 @@
+"""Elements in 1, 2 or 4 bits and back, and sums of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_offload_cache.kernels.low_bit import LARGEST, packed, row_bytes, summed, unpacked
+
+
+def sample(count: int, group: int) -> torch.Tensor:
+    """Groups of different sizes and places; one has equal elements alone."""
+    made = torch.Generator().manual_seed(0)
+    values = torch.randn(count, group, generator=made) * torch.logspace(-2, 2, count)[:, None]
+    values += 3 * torch.logspace(-2, 2, count)[:, None] * torch.randn(count, 1, generator=made)
+    values[1] = 3.25
+    return values
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("group", [8, 40, 64])
+@pytest.mark.parametrize("plain", [False, True])
+def test_every_element_is_within_half_a_step(bits: int, group: int, plain: bool) -> None:
+    """Of its group, beyond what scale and zero point lose in half precision; with 1 bit as the paper has it no further
+    than a quarter of the range from the nearer of the two values, but where one is beyond both."""
+    values = sample(9, group)
+    rows = packed(values.bfloat16(), bits, plain=plain)
+    values = values.bfloat16().float()
+    assert rows.shape == (9, row_bytes(group, bits)) and rows.dtype == torch.uint8
+    width = values.amax(1) - values.amin(1)
+    step = width / 2 if bits == 1 and not plain else width / (2**bits - 1)
+    slack = 2**-9 * values.abs().amax(1) + 1e-6
+    apart = (unpacked(rows, bits) - values).abs()
+    assert bool((apart <= (step / 2 + slack)[:, None]).all())
+    assert torch.equal(unpacked(rows, bits)[1], values[1])
+
+
+def test_one_bit_as_the_paper_has_it() -> None:
+    """Equation 3: the two values are the middles of the halves of the range; plain, its ends."""
+    values = torch.tensor([[0.0, 1, 3, 5, 8, 8, 8, 8]])
+    assert unpacked(packed(values, 1), 1).tolist() == [[2, 2, 2, 6, 6, 6, 6, 6]]
+    assert unpacked(packed(values, 1, plain=True), 1).tolist() == [[0, 0, 0, 8, 8, 8, 8, 8]]
+
+
+def test_the_middles_are_nearer_than_the_ends() -> None:
+    values = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+    middles, ends = (unpacked(packed(values, 1, plain=plain), 1) for plain in (False, True))
+    assert (middles - values).square().mean() < 0.5 * (ends - values).square().mean()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_what_half_precision_does_not_have(bits: int) -> None:
+    """Is cut, and what hardly differs stays what it is."""
+    far = unpacked(packed(torch.tensor([[-1e6, 0, 1e6, 5, 0, 0, 0, 0]]), bits), bits)
+    assert bool(far.isfinite().all()) and float(far.abs().max()) <= 1.001 * LARGEST
+    near = unpacked(packed(torch.linspace(0, 3e-9, 8)[None], bits), bits)
+    assert float(near.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("group", [8, 64])
+def test_sums_are_those_of_what_rows_stand_for(bits: int, group: int) -> None:
+    rows = packed(sample(30, group), bits)
+    which = torch.randint(0, 30, (50,), generator=torch.Generator().manual_seed(1)).int()
+    offsets = torch.tensor([0, 7, 7, 30, 50]).int()
+    weights = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    found = summed(rows, bits, which, offsets, weights)
+    parts = (unpacked(rows, bits).double()[which.long()] * weights.double()[:, None]).split([7, 0, 23, 20])
+    torch.testing.assert_close(found.double(), torch.stack([part.sum(0) for part in parts]), rtol=1e-5, atol=1e-3)
