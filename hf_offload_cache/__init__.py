@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .caches.cluster import ClusterConfig as ClusterConfig
     from .caches.disk_swap import DiskSwapCache as DiskSwapCache
     from .caches.disk_swap import DiskSwapConfig as DiskSwapConfig
+    from .caches.spec import SpecCache as SpecCache
+    from .caches.spec import SpecConfig as SpecConfig
     from .config import OffloadConfig as OffloadConfig
     from .contexts.library import ContextLibrary as ContextLibrary
     from .contexts.verify import verify as verify

@@ -16,6 +16,7 @@ CACHES = {
     "disk-swap": "hf_offload_cache.caches.disk_swap:DiskSwapCache",
     "abstract-tree": "hf_offload_cache.caches.abstract_tree:AbstractTreeCache",
     "cluster": "hf_offload_cache.caches.cluster:ClusterCache",
+    "spec": "hf_offload_cache.caches.spec:SpecCache",
 }
 """Name -> "module:Class". Nothing is imported before `cache_class` asks for it."""
 

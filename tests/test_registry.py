@@ -42,7 +42,7 @@ def test_what_the_package_offers_is_there():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("disk-swop", "abstract-tree, cluster, other, or module:Class, got 'disk-swop': did you mean 'disk-swap'?"),
+        ("disk-swop", "cluster, spec, other, or module:Class, got 'disk-swop': did you mean 'disk-swap'?"),
         ("othr", "did you mean 'other'?"),
         ("zzz", "name one of these"),
         ("", "got ''"),

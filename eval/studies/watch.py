@@ -12,12 +12,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from hf_offload_cache.caches.spec_layer import SpecLayer
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
-from hf_offload_cache.history.base import History
 from hf_offload_cache.model.attention_call import AttentionCall
 
 
@@ -113,7 +113,7 @@ class Watch:
 
     def _combine(self, layer: SelectiveLayer, combine: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
-            self._chosen = choice, attended_columns(layer.history, choice, fetched, self.rolling)
+            self._chosen = choice, attended_columns(layer, choice, fetched, self.rolling)
             if not self.rolling:
                 entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
                 fetched = dataclasses.replace(fetched, entries=entries)
@@ -128,10 +128,10 @@ class Watch:
             self._chosen, counters = None, self.cache.storage.counters
             before = counters.units_resident
             output = attend(call)
-            kept = self.keys[layer.layer_idx]
-            kept.append(call.key[:, :, -call.num_queries :].detach().clone())
-            if call.num_queries == 1:
-                weights = attention_weights(call.query, kept, call.scaling)
+            kept, came = self.keys[layer.layer_idx], call.num_queries - layer.guessed
+            kept.append(call.key[:, :, -call.num_queries :][:, :, :came].detach().clone())
+            if came == 1:
+                weights = attention_weights(call.query[:, :, :1], kept, call.scaling)
                 assert weights.shape[1] == layer.length, "the context's keys are not those of the cache"
                 told(self._look(layer, weights, counters.units_resident - before))
             return output
@@ -153,10 +153,15 @@ def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: fl
     return (scores.flatten(0, 1) * scaling).softmax(-1)
 
 
-def attended_columns(history: History, choice: Choice, fetched: Fetched, rolling: bool) -> list[torch.Tensor]:
-    """For each row, positions of what was fetched for a choice, ascending; then of the tail, or of its last token."""
-    places = fetched.of_chosen(history.positions(choice.units))
+def attended_columns(layer: SelectiveLayer, choice: Choice, fetched: Fetched, rolling: bool) -> list[torch.Tensor]:
+    """For each row, or each key head that chooses for itself, positions of what was fetched for a choice, ascending;
+    then of the tail, or of its last token."""
+    history, places = layer.history, fetched.of_chosen(layer.history.positions(choice.units))
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+    if isinstance(layer, SpecLayer):
+        nothing = np.zeros((history.form.num_key_heads, 0), dtype=np.int64)
+        places = nothing if layer.chosen is None else layer.chosen.tokens[0]
+        there = places >= 0
     latest = np.arange(history.length - (history.recent.shape[1] if rolling else 1), history.length)
     return [
         torch.from_numpy(np.concatenate([np.sort(own[some]), latest])) for own, some in zip(places, there, strict=True)

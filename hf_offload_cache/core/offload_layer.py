@@ -120,8 +120,10 @@ class OffloadLayer(LayerOperations):
             raise
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        history = self.history
+        history, guessed = self.history, self.guessed
         keys, values = self._kept(key_states, value_states)
+        if guessed:
+            keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
         length = history.length
         whole = length == 0 or self.state != "tagged"
         if not length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
@@ -150,6 +152,12 @@ class OffloadLayer(LayerOperations):
             self.shared.unseen = self.layer_idx
         return key_states, value_states
 
+    @property
+    def guessed(self) -> int:
+        """See `Step.guessed`."""
+        step = self.shared.step
+        return 0 if step is None else step.guessed
+
     def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as the history keeps them."""
         dtype = self.history.form.dtype
@@ -177,7 +185,7 @@ class OffloadLayer(LayerOperations):
     def _attend(self, call: AttentionCall) -> Output:
         tag, kwargs = call.tag, call.kwargs
         assert tag is not None
-        replaceable = call.replaceable(self.history.length)
+        replaceable = call.replaceable(self.history.length + self.guessed)
         self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, None
         step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
@@ -188,7 +196,7 @@ class OffloadLayer(LayerOperations):
         if not replaceable or weights or kwargs.get("dropout"):  # the latter two: in this step alone
             keys, values = call.key, call.value
             if not tag.whole:
-                keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
+                keys, values = self._joined(call)
             return call.run(keys, values, call.mask)
         if tag.whole:
             return call.run(call.key, call.value, call.mask)
@@ -204,17 +212,9 @@ class OffloadLayer(LayerOperations):
         The step's own keys need not be as many as its queries: a layer that shares another's may ask for its last token
         alone.
         """
-        dtype, before = self.history.form.dtype, self.length - call.key.shape[2]
-        if self.length <= self.config.block_tokens:
-            if call.num_queries == 1:
-                keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
-                return call.run(keys, values, call.mask)
-            held = self.whole(before)
-            keys, values = (
-                torch.cat([no_backward(old, call.query), new], 2)
-                for old, new in zip(held, (call.key, call.value), strict=True)
-            )
-            return call.run(keys, values, call.mask)
+        dtype, before = self.history.form.dtype, self._before(call)
+        if before + call.key.shape[2] <= self.config.block_tokens:
+            return call.run(*self._joined(call), call.mask)
         step, mask, causal, added = self.shared.step, call.mask, False, call.key.shape[2]
         if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:
             mask, causal = step.streamed(mask)
@@ -224,6 +224,19 @@ class OffloadLayer(LayerOperations):
         own = call.key.to(dtype), call.value.to(dtype)
         output, weights = call.stream(self._blocks(before), own, mask, causal)
         return output.to(asked), weights
+
+    def _before(self, call: AttentionCall) -> int:
+        """Tokens held before those that the call brings."""
+        return self.length + self.guessed - call.key.shape[2]
+
+    def _joined(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything held, and what the call brings: of one query as it is kept, of several as it came."""
+        if call.num_queries == 1 and not self.guessed:
+            keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
+            return keys, values
+        held = zip(self.whole(self._before(call)), (call.key, call.value), strict=True)
+        keys, values = (torch.cat([no_backward(old, call.query), new], 2) for old, new in held)
+        return keys, values
 
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) of what is held before token `stop`, and positions, (B, Hkv, t) or (B, t)."""

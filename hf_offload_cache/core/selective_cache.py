@@ -34,13 +34,13 @@ class SelectiveCache(OffloadCache):
     layer_class: ClassVar[type[OffloadLayer]] = SelectiveLayer
     selects: ClassVar[bool] = True
 
+    config: Any
+
     def prepare(self, model: PreTrainedModel) -> None:
         settings = self.config
         assert isinstance(settings, SelectiveConfig)
         self.look_ahead: LookAhead | None = None
-        ahead = 0 if settings.look_ahead is False else 1
-        ahead += sum(layer.reads_for_next_step for layer in self.selective)
-        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, ahead)
+        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
         self._pace = Pace(settings.look_ahead)
         self._queue_for = 0  # sequences whose writes the queue is short for
         self._selective: dict[int, SelectiveLayer] = {}
@@ -89,6 +89,12 @@ class SelectiveCache(OffloadCache):
     def selective(self) -> list[SelectiveLayer]:
         """The layers that select."""
         return [layer for layer in self.offloaded if isinstance(layer, SelectiveLayer)]
+
+    @property
+    def reads_ahead(self) -> int:
+        """The most reads ahead of layers' gathers that are under way at a time."""
+        ahead = 0 if self.config.look_ahead is False else 1
+        return ahead + sum(layer.reads_for_next_step for layer in self.selective)
 
     # --- the step ----------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class SelectiveLayer(SelectivePlan):
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        queries = call.query.shape[0] * call.query.shape[2]
+        queries = call.query.shape[0] * (call.query.shape[2] - self.guessed)
         storage.counters.tokens_visible += queries * self.history.length
         storage.counters.tokens_attended += queries * fetched.entries.shape[1]
         with storage.timeline.span("attend", self.layer_idx):

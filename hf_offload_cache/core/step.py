@@ -31,6 +31,9 @@ class Step:
     """Of the tokens it adds, which are none: bool (B, tokens) in host memory; None: no padding."""
     lengths: list[int] = field(default_factory=list)
     """What each layer that has a length held before it."""
+    guessed: int = 0
+    """Of the tokens that the model is given, how many at the end are guesses: attended to, and kept by no layer. They
+    are not among `tokens`."""
     entered: bool = False
     """A decoder block was entered."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)

@@ -49,7 +49,7 @@ def test_all_of_it_selected_is_exact(method: str, case: str) -> None:
     with harness.unchanged(tiny("llama")), cls(tiny("llama"), **EVERYTHING) as cache:
         assert_exact(reference("llama", case), CASES[case](tiny("llama"), cache))
         assert cache.report().selected_fraction == 1
-        assert len(cls.gathers) >= 3 * 5
+        assert len(cls.gathers) >= 3 * 3
 
 
 def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -80,7 +80,8 @@ def test_every_sparse_gather_is_right(method: str) -> None:
     brought = max(-(-own.brought(LENGTH) // own.group_size) for own in of_layers)
     assert len(cls.gathers) >= 3 * (5 + 9)
     assert all(units.shape[1] <= 2 * (brought + 2) for _, units in cls.gathers)
-    assert all((units[:, 0] <= 53 // 4 + 1).all() for _, units in cls.gathers)  # the sinks' unit, of padded rows too
+    chosen = [units for _, units in cls.gathers if units.shape[1]]
+    assert all((units[:, 0] <= 53 // 4 + 1).all() for units in chosen)  # the sinks' unit, of padded rows too
 
 
 def test_a_budget_is_kept(method: str) -> None:

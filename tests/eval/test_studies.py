@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,11 +176,11 @@ def test_columns_of_hand_made_selections() -> None:
             return (units[:, :, None] * 2 + np.arange(2)).reshape(1, -1)
 
     choice, entries = Choice(np.array([[1, 3]])), torch.empty(1, 7, 1)
-    history: Any = History()
+    layer: Any = SimpleNamespace(history=History())
     whole = Fetched(entries, 4, None)
-    assert [own.tolist() for own in watch.attended_columns(history, choice, whole, True)] == [[2, 3, 6, 7, 8, 9, 10]]
+    assert [own.tolist() for own in watch.attended_columns(layer, choice, whole, True)] == [[2, 3, 6, 7, 8, 9, 10]]
     part = Fetched(entries, 4, np.array([[True, False, True, True]]))
-    assert [own.tolist() for own in watch.attended_columns(history, choice, part, False)] == [[2, 6, 7, 10]]
+    assert [own.tolist() for own in watch.attended_columns(layer, choice, part, False)] == [[2, 6, 7, 10]]
 
 
 def test_mass_outside_what_is_always_attended_to() -> None:

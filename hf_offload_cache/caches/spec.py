@@ -1,0 +1,144 @@
+"""`SpecCache`: SpeCache (section 3). A copy in a few bits guesses, what was stored answers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from ..config import OffloadConfig
+from ..core.guessed_token import guess_of, keep_a_guess, may_guess, with_guess, without_guess
+from ..core.offload_layer import OffloadLayer
+from ..core.selective_cache import SelectiveCache
+from ..core.step import Step
+from ..memory.search import Search
+from ..model.geometry import Geometry
+from .spec_config import SpecConfig
+from .spec_fit import fit_spec
+from .spec_layer import UNDER_WAY, SpecLayer
+
+
+class SpecCache(SelectiveCache):
+    """Keeps the KV cache on disk, and in memory a copy of it in a few bits.
+
+    `model.generate(..., past_key_values=SpecCache(model))`. See `SpecConfig` for the fields. Prefill is exact. A step
+    of decoding attends to every token: to the first and the latest ones, and to those that matter most, as they were
+    stored, to the others as the copy has them. Which matter most a guess of the next token says, which is decoded
+    beside each token, so that they are read while the rest of the step is computed.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = SpecConfig
+    layer_class: ClassVar[type[OffloadLayer]] = SpecLayer
+    config: SpecConfig
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
+        self._guess: torch.Tensor | None = None
+        self._can_guess = True
+        if self.config.exact or not self.config.speculative:
+            return
+        if keeping := keep_a_guess(self.layers):
+            self._can_guess = False
+            warnings.warn(
+                f"speculative=False for {type(model).__name__}: {keeping} of its layers cannot run two tokens and keep "
+                "one",
+                stacklevel=4,
+            )
+            return
+        layers = [layer for layer in self.selective if isinstance(layer, SpecLayer)]
+        for place, layer in enumerate(layers):
+            layer.collects = layers[(place - UNDER_WAY) % len(layers)]
+
+    @property
+    def reads_ahead(self) -> int:
+        return UNDER_WAY
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        return []
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_spec(search)
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        changed = super().begin_step(model, kwargs)
+        step = self.shared.step
+        call = kwargs if changed is None else changed
+        if step is None or not self._guesses(step, call):
+            self._guess = None
+            return changed
+        step.guessed = 1
+        if self._guess is None:
+            self._guess = self._decode_before(model, call)
+            if self._guess is None:
+                step.guessed = 0
+                return changed
+            step.started = time.perf_counter()
+        return with_guess(call, self._guess)
+
+    def _guesses(self, step: Step, call: dict[str, Any]) -> bool:
+        """Whether a guess is decoded beside the token of this step."""
+        config = self.config
+        if self.selecting is None or not (config.speculative and config.chosen and self._can_guess) or self.recording:
+            return False
+        return step.selects and step.tokens == 1 and may_guess(call)
+
+    def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
+        """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
+        is kept, counted or seen."""
+        with torch.no_grad():
+            output = model.forward(**call)
+        self._take_back_guess()
+        guess = guess_of(output)
+        self._can_guess = guess is not None
+        return guess
+
+    def _take_back_guess(self) -> None:
+        """What other layers hold of the guess is gone; ours have kept nothing of it."""
+        layer: Any
+        for layer in self._with_length:
+            if not isinstance(layer, OffloadLayer):
+                layer.crop(-1)
+
+    def end_step(self, output: Any = None) -> Any:
+        step = self.shared.step
+        if step is not None and step.guessed:
+            self._guess = guess_of(output)
+            self._take_back_guess()
+            output = without_guess(output)
+        changed = super().end_step(output)
+        return output if changed is None and step is not None and step.guessed else changed
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        super().rest()
+        for layer in self.selective:
+            assert isinstance(layer, SpecLayer)
+            layer.drop_chosen()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._guess = None
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._guess = None if self._guess is None else self._guess[beam_idx.to(self._guess.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._guess = None if self._guess is None else self._guess.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices).to(self._guess.device)]
+
+    def reset(self) -> None:
+        self._guess = None
+        super().reset()

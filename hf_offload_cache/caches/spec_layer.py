@@ -1,0 +1,289 @@
+"""A layer of `SpecCache`: a low-bit copy that guesses, and what was stored, which answers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..core.offload_layer import OffloadLayer, Output
+from ..core.planned import LayerKind
+from ..core.selective_layer import SelectiveLayer
+from ..core.selective_plan import area_bytes
+from ..core.step import Step
+from ..errors import BudgetError
+from ..fetch.areas import Areas
+from ..fetch.choice import Choice
+from ..fetch.chosen_entries import ChosenEntries, Entries, picked, records_of
+from ..fetch.fetched import Fetched
+from ..fetch.fetcher import Fetcher
+from ..history.base import Sealed
+from ..history.packing import latest_tokens, sealed_groups
+from ..history.record_format import RecordFormat
+from ..memory.plan import LayerPlan, Planned
+from ..model.attention_call import AttentionCall
+from ..predictors.low_bit import LowBitPredictor
+from ..predictors.low_bit_form import LowBitForm
+from ..predictors.mixed_attention import MixedAttention
+from .spec_config import SpecConfig
+
+UNDER_WAY = 2
+"""Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
+TOGETHER = 2
+"""Queries that are scored at a time: a token, and the guess beside it."""
+
+
+class SpecLayer(SelectiveLayer):
+    """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
+
+    config: SpecConfig
+    predictor: LowBitPredictor | None
+    collects: SpecLayer | None = None
+    """The layer whose read for the next step is collected when this one chooses; set by the cache."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.chosen: ChosenEntries | None = None
+        self._wanted: np.ndarray | None = None
+        """What the next step is to have, while that is read; None: it is in `chosen`."""
+        self._leaving: Entries | None = None
+        """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
+        """How the copy of a history of `form` lies in memory."""
+        return LowBitForm(form, config.bits, config.quant_group)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, SpecConfig)
+        tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
+        queries = TOGETHER  # of candidates, too
+        asked = kind.num_heads, queries, cls._scores(config, queries)
+        return LowBitPredictor.planned(cls.copy_form(kind.form, config), tokens, kind.rows, *asked)
+
+    @staticmethod
+    def _scores(config: SpecConfig, queries: int) -> int:
+        """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
+        return queries if config.speculative and not config.top_up else 2 * queries
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """What is brought at a time: half of what all key heads may want, most of which they had before."""
+        assert isinstance(config, SpecConfig)
+        return -(-kind.form.num_key_heads * config.chosen // 2)
+
+    @classmethod
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return OffloadLayer.planned.__func__(cls, kind, config, context)  # type: ignore[attr-defined]
+        assert isinstance(config, SpecConfig)
+        form, wanted = kind.form, cls.most_units(kind, config, context)
+        units = sealed_groups(form, config, context)
+        chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
+        latest = -(-latest_tokens(form, config) // form.group_size)
+        view = kind.rows * (min(wanted, units * 9 // 8 + 8) + latest) * form.payload_width * form.dtype.itemsize
+        area = area_bytes(kind, config, context, wanted)
+        areas = Areas.planned(area, view, view, UNDER_WAY if config.speculative else 0, kind.device)
+        selecting = LayerPlan(Planned(decode={"chosen entries": chosen}), Planned(decode=areas))
+        return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
+
+    @property
+    def fetcher(self) -> Fetcher:
+        own, config = super().fetcher, self.config
+        own.most_records = own.read_at_once = -(-self.history.form.num_key_heads * config.chosen // 2)
+        return own
+
+    # --- the copy ----------------------------------------------------------------------------------------------
+
+    def make_predictor(self) -> LowBitPredictor:
+        history, config = self.history, self.config
+        reserve = max(0, (config.max_context or 0) - config.num_recent)
+        own = history.rows, config.num_sinks, history.device, self.shared.storage.account, self.name, reserve
+        return LowBitPredictor(self.copy_form(history.form, config), *own)
+
+    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
+        predictor = self.predictor
+        if predictor is None:
+            return
+        if step.selects:
+            tokens = np.arange(sealed.tokens - sealed.fresh, sealed.tokens)
+            shape = self.history.rows, self.history.form.num_key_heads, sealed.fresh
+            keys, values = (torch.cat(parts, 2) for parts in zip(*sealed.parts, strict=True))
+            self._leaving = Entries(np.broadcast_to(tokens, shape), keys, values)
+        if predictor.copy.tokens + sealed.fresh == sealed.tokens:
+            super().learn(sealed, call, step)
+        else:  # attention did not come to us when some of it was sealed
+            predictor.copy.truncate(0)
+            blocks = ((block.keys, block.values) for block in self.history.blocks(sealed.tokens))
+            predictor.copy.append(blocks, sealed.tokens)
+
+    def can_choose(self) -> bool:
+        predictor, units = self.predictor, self.history.units
+        return predictor is not None and predictor.ready(units)
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
+        """Nothing beside the latest tokens is gathered: what this step is to have is in `chosen`, or comes now."""
+        if self.collects is not None:
+            self.collects.collect_soon()
+        self.collect()
+        return Choice.all_of(self.history.rows, 0)
+
+    def _latest(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the latest tokens, guesses at the end."""
+        keys, values = self.history.form.split(self.history.recent)
+        if not self.guessed:
+            return keys, values
+        guesses = (one[:, :, -self.guessed :].to(keys.dtype) for one in (call.key, call.value))
+        return tuple(torch.cat(both, 2) for both in zip((keys, values), guesses, strict=True))  # type: ignore[return-value]
+
+    def _held(self) -> ChosenEntries:
+        if self.chosen is None:
+            history = self.history
+            own = self.config.chosen, history.device, self.shared.storage.account
+            self.chosen = ChosenEntries(history.form, history.rows, *own)
+        return self.chosen
+
+    def _most(self, shares: torch.Tensor, visible: torch.Tensor | None) -> np.ndarray:
+        """The tokens (rows, Hk, m) that have most of these shares (rows, Hk, tokens), the first ones among them."""
+        sinks, count = self.config.num_sinks, min(self.config.chosen, shares.shape[2])
+        if not count:
+            return np.zeros((*shares.shape[:2], 0), dtype=np.int64)
+        if visible is None:
+            shares[:, :, :sinks] = torch.inf
+        else:
+            begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
+            first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
+            shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
+        return shares.topk(count, 2, sorted=False).indices.cpu().numpy()
+
+    def _bring(self, absent: np.ndarray) -> list[Entries]:
+        """The entries of these tokens, which are read, or were ahead."""
+        history, fetcher = self.history, self.fetcher
+        choices = records_of(absent, history.form.group_size, fetcher.most_records)
+        return [picked(history.form, fetcher.bring(history, choice), choice, absent) for choice in choices]
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    def _attend(self, call: AttentionCall) -> Output:
+        try:
+            return super()._attend(call)
+        finally:
+            self._leaving = None
+
+    def combine(
+        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
+    ) -> tuple[Output, Choice | None]:
+        """Over everything, in one softmax; and, where a guess looks ahead, what it wants. Of candidates the latest one
+        looks ahead; `TOGETHER` are scored at a time."""
+        assert self.predictor is not None
+        copy, (heads, queries) = self.predictor.copy, call.query.shape[1:3]
+        together = min(queries, TOGETHER)
+        asked = heads, together, self._scores(self.config, together)
+        scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
+        with self.shared.storage.account.holding("scores", scored):
+            begin = queries - together
+            output, replaced, following = self._last(call, self._over(call, begin, queries), visible)
+            before = [
+                self._over(call, start, min(start + together, begin)).attend(replaced)[0]
+                for start in range(0, begin, together)
+            ]
+        return (torch.cat([*before, output], 1).to(call.query.dtype), None), following
+
+    def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention:
+        """Attention of some of the queries of a call, over what is not behind the last of them."""
+        assert self.predictor is not None
+        later, query = call.query.shape[2] - stop, call.query[:, :, start:stop]
+        keys, values = (one[:, :, : one.shape[2] - later] for one in self._latest(call))
+        mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
+        return MixedAttention(
+            self.predictor.copy, query, call.scaling, (keys, values), mask, call.softcap, call.s_aux
+        )
+
+    def _last(
+        self, call: AttentionCall, mixed: MixedAttention, visible: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Entries], Choice | None]:
+        """Attention of the last queries of a call; what of the copy was replaced; and what the next step wants."""
+        config, counters, queries = self.config, self.shared.storage.counters, call.query.shape[2]
+        replaced = [] if self._leaving is None else [self._leaving]
+        if not config.chosen:
+            return mixed.attend(replaced)[0], replaced, None
+        asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
+        chosen, ahead = self._held(), queries > 1 or self.guessed > 0
+        if real and (config.top_up or not ahead or chosen.empty):
+            _, shares = mixed.attend([chosen.entries, *replaced], asked - self.guessed, last=False)
+            assert shares is not None
+            wanted = self._most(shares, visible)
+            if ahead and not chosen.empty:
+                first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
+                replaced += self._bring(chosen.absent(np.where(wanted < first, wanted, -1)))
+            else:
+                absent, replaced = chosen.absent(wanted), []
+                chosen.replace(wanted, self._bring(absent))
+                self._count(wanted, absent)
+        replaced = [chosen.entries, *replaced]
+        held = sum(int((one.tokens >= 0).sum(2).max(initial=0)) for one in replaced)
+        counters.tokens_attended += call.query.shape[0] * real * held
+        output, shares = mixed.attend(replaced, asked if ahead else None)
+        if shares is None:
+            return output, replaced, None
+        self._wanted = self._most(shares, visible)
+        absent = chosen.absent(self._wanted)
+        self._count(self._wanted, absent)
+        choices = records_of(absent, self.history.form.group_size, self.fetcher.most_records)
+        return output, replaced, choices[0] if choices else None
+
+    def _count(self, wanted: np.ndarray, absent: np.ndarray) -> None:
+        counters, there = self.shared.storage.counters, int((wanted >= 0).sum())
+        counters.units_selected += there
+        counters.units_resident += there - int((absent >= 0).sum())
+
+    def ahead(self, choice: Choice) -> None:
+        with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+            self.fetcher.ahead(self.history, choice)
+
+    def collect(self) -> None:
+        """Let what was chosen for the next step be in `chosen`. Raises as a gather; it is to be collected then."""
+        if (wanted := self._wanted) is not None:
+            chosen = self._held()
+            chosen.replace(wanted, self._bring(chosen.absent(wanted)))
+            self._wanted = None
+
+    def collect_soon(self) -> None:
+        """As `collect`; what fails is left to the step that wants it."""
+        with contextlib.suppress(OSError, BudgetError):
+            self.collect()
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def drop_chosen(self) -> None:
+        """What was chosen is of no more use: it is given back."""
+        self._wanted = None
+        if self.chosen is not None:
+            self.chosen.close()
+            self.chosen = None
+
+    def truncated(self, units: int) -> None:
+        super().truncated(units)
+        tokens = units * self.history.form.group_size
+        if self.chosen is not None:
+            self.chosen.truncate(tokens)
+        if self._wanted is not None:
+            self._wanted[self._wanted >= tokens] = -1
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self.chosen is not None:
+            self.chosen.select_rows(rows)
+        if self._wanted is not None:
+            self._wanted = self._wanted[rows.cpu().numpy()]
+
+    def close(self) -> None:
+        self.drop_chosen()
+        super().close()

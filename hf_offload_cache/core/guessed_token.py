@@ -1,0 +1,68 @@
+"""A guess of the next token that a model is given beside each token, and that nobody but the cache sees (SpeCache,
+section 3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from .offload_layer import OffloadLayer
+
+_OF_TOKENS = ("position_ids", "cache_position")
+"""Arguments that have something for each token that comes, on their last axis."""
+_KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS}
+
+
+def keep_a_guess(layers: list[Any]) -> int:
+    """How many layers of a cache keep a state that a guess has changed, or are not known to take one back. The others
+    are made ready for it."""
+    keep = 0
+    for layer in layers:
+        known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) or not known:
+            keep += 1
+        elif hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    return keep
+
+
+def may_guess(call: dict[str, Any]) -> bool:
+    """Whether a model may be given one token more than this call of one token a sequence has: its arguments are known
+    to allow it, and what it returns is known."""
+    ids, mask, keep = (call.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
+    if ids is None or ids.shape[1] != 1 or call.get("use_cache") is False or call.get("return_dict") is False:
+        return False
+    if isinstance(keep, torch.Tensor) or (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)):
+        return False
+    others = (value for name, value in call.items() if name not in _KNOWN)
+    return not call.get("output_attentions") and not any(isinstance(value, torch.Tensor) for value in others)
+
+
+def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
+    """The call with `guess`, ids (B, 1), behind its token."""
+    ids, mask, keep = call["input_ids"], call.get("attention_mask"), call.get("logits_to_keep")
+    changed = {**call, "input_ids": torch.cat([ids, guess.to(ids.device)], 1)}
+    if mask is not None:
+        changed["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, -1:])], 1)
+    for name in _OF_TOKENS:
+        if (places := call.get(name)) is not None:
+            changed[name] = torch.cat([places, places[..., -1:] + 1], -1)
+    if keep:
+        changed["logits_to_keep"] = keep + 1
+    return changed
+
+
+def guess_of(output: Any) -> torch.Tensor | None:
+    """The likeliest token (B, 1) after the last one of a model's output; None where it has no logits."""
+    logits = getattr(output, "logits", None)
+    return None if logits is None else logits[:, -1].argmax(-1, keepdim=True)
+
+
+def without_guess(output: Any) -> Any:
+    """The output of a model, in place, as if it had been given no guess."""
+    output.logits = output.logits[:, :-1]
+    if (states := getattr(output, "hidden_states", None)) is not None:
+        output.hidden_states = tuple(one[:, :-1] for one in states)
+    return output

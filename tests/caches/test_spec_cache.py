@@ -1,0 +1,280 @@
+"""`SpecCache`: every token attended to, the guess beside it seen by nobody, what was chosen as it came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import PAD, TOLERANCE, generate, padding, prompt, repetitive_prompt
+from long_llama import long_model
+from low_bits import stood_for
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from hf_offload_cache.caches.spec import SpecCache
+from hf_offload_cache.caches.spec_config import SpecConfig
+from hf_offload_cache.caches.spec_layer import SpecLayer
+from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.model.geometry import Geometry
+
+LENGTH, NEW = 300, 80
+SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "engine": "memory", "block_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bits": 3}, "bits must be one of"),
+        ({"quant_group": 16}, "quant_group must be one of"),
+        ({"group_size": 24}, "group_size must divide quant_group"),
+        ({"num_selected": -1}, "num_selected must be at least 0"),
+        ({"speculative": 1}, "speculative must be one of"),
+        ({"top_up": None}, "top_up must be one of"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SpecConfig(**fields)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sample": {"do_sample": True, "top_k": 0},
+    "candidates": {"prompt_lookup_num_tokens": 4},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "speculative": {},
+    "not speculative": {"speculative": False},
+    "topped up": {"top_up": True},
+    "1 bit": {"bits": 1, "quant_group": 64},
+}
+
+
+def asked(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mask = padding(rows, LENGTH, 41)
+    return prompt(long_model(), rows, LENGTH).masked_fill(mask == 0, PAD), {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_all_of_it_chosen_is_exact(setting: str, way: str) -> None:
+    """Whatever the copy says: all of it is replaced, while more becomes a part of it. `DynamicCache`'s tokens."""
+    model, rows = long_model(), 1 if way == "candidates" else 2
+    ids, mask = (repetitive_prompt(model, LENGTH), {}) if rows == 1 else asked(rows)
+    found = []
+    with SpecCache(model, **{**SMALL, "num_selected": 1000, **SETTINGS[setting]}) as own:
+        for cache in (own, DynamicCache(config=model.config)):
+            torch.manual_seed(0)
+            found.append(generate(model, cache, ids, max_new_tokens=NEW, **mask, **WAYS[way]))
+        assert torch.equal(found[0].tokens, found[1].tokens)
+        torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0, atol=TOLERANCE)
+        assert own.report().selected_fraction == 1.0
+        assert own.layers[1].predictor.copy.tokens > LENGTH
+
+
+def copied(layer: SpecLayer, came: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the copy of a layer stands for, from what came in."""
+    form, held = layer.predictor.copy.form, layer.predictor.copy.tokens
+    return stood_for(form, *came[:, :, :held].split([form.entry.key_dim, form.entry.value_dim], 3))
+
+
+class CheckedLayer(SpecLayer):
+    """Each step's output against one softmax, in float64, over what it should have attended to, from what came in; and
+    what it then asks for against the tokens that have most of that softmax."""
+
+    came: torch.Tensor | None = None
+    steps: list[int]
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *given: Any, **more: Any) -> Any:
+        returned = super().update(keys, values, *given, **more)
+        both = torch.cat([keys, values], -1).detach().clone()
+        self.fresh = both[:, :, both.shape[2] - self.guessed :]
+        both = both[:, :, : both.shape[2] - self.guessed]
+        self.came = both if self.came is None else torch.cat([self.came[:, :, : self.length - both.shape[2]], both], 2)
+        return returned
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        self.came = self.came[rows]
+
+    def combine(self, call: Any, choice: Any, fetched: Any, visible: Any) -> Any:
+        self.collect()
+        tokens = None if self.chosen is None else self.chosen.tokens.copy()
+        before, leaving = self._wanted, self._leaving
+        (output, weights), following = super().combine(call, choice, fetched, visible)
+        if tokens is None or before is not None or self.config.top_up or not self.guessed:
+            return (output, weights), following
+        held, dim = self.predictor.copy.tokens, self.history.form.key_dim
+        low_keys, low_values = copied(self, self.came)
+        every = torch.cat([self.came, self.fresh], 2)
+        keys, values = every[..., :dim].double().clone(), every[..., dim:].double().clone()
+        for row, head in np.ndindex(tokens.shape[:2]):
+            exact = torch.zeros(held, dtype=torch.bool)
+            exact[tokens[row, head][tokens[row, head] >= 0]] = True
+            if leaving is not None:
+                exact[leaving.tokens[row, head].tolist()] = True
+            keys[row, head, :held][~exact] = low_keys[row, head][~exact].double()
+            values[row, head, :held][~exact] = low_values[row, head][~exact].double()
+        repeats = call.query.shape[1] // keys.shape[1]
+        scores = call.query.double() @ keys.repeat_interleave(repeats, 1).transpose(2, 3) * call.scaling
+        q, length = scores.shape[2:]
+        seen = torch.ones(q, length, dtype=torch.bool).tril(length - q) if call.mask is None else call.mask
+        shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        expected = (shares @ values.repeat_interleave(repeats, 1)).transpose(1, 2)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
+        wanted = shares[:, :, -1, :held].unflatten(1, (-1, repeats)).sum(2)
+        for row, head in np.ndindex(tokens.shape[:2]):
+            asked = self._wanted[row, head]
+            first = 0 if visible is None else int(visible[row].int().argmax())
+            others = np.setdiff1d(asked, first + np.arange(self.config.num_sinks))
+            assert len(asked) == self.config.chosen and len(others) == self.config.num_selected
+            rest = np.setdiff1d(np.arange(held), asked)
+            assert wanted[row, head][others].min() >= wanted[row, head][rest].max() - 1e-6
+        self.steps.append(len(tokens[tokens >= 0]))
+        return (output, weights), following
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_attends_to_what_it_should(bits: int, padded: bool) -> None:
+    """Latest tokens and what was chosen as they came, the rest as the copy has it; the guess chooses what follows."""
+    steps: list[int] = []
+    layer = type("Layer", (CheckedLayer,), {"steps": steps})
+    cls = type("SpecCache", (SpecCache,), {"layer_class": layer})
+    ids, mask = asked(2) if padded else (prompt(long_model(), 2, LENGTH), {})
+    with cls(long_model(), num_selected=20, bits=bits, **SMALL) as cache:
+        generate(long_model(), cache, ids, max_new_tokens=NEW, **mask)
+    assert len(steps) > 3 * (NEW - 2) and set(steps) == {2 * 2 * 24}
+
+
+class Seen(LogitsProcessor):
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.shapes.append((*input_ids.shape, *scores.shape))
+        return scores.roll(1, -1)
+
+
+class Stop(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= LENGTH + 12)
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.put_, self.ended = list[torch.Tensor](), 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_.append(value.reshape(-1))
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_guess_is_seen_by_nobody() -> None:
+    """Streamers, processors and criteria see a token a step, hidden states are those of one, and the text is that of a
+    plain call; a forward a token, and one more."""
+    model, forwards = long_model(), list[int]()
+    ids = prompt(model, 1, LENGTH)
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, given, out: forwards.append(out.shape[1]))
+    found = []
+    for told in (True, False):
+        forwards.clear()
+        seen, streamer = Seen(), Streamer()
+        more = {"streamer": streamer, "output_hidden_states": True} if told else {}
+        with SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
+            out = model.generate(
+                ids, past_key_values=cache, do_sample=False, max_new_tokens=40, return_dict_in_generate=True,
+                logits_processor=LogitsProcessorList([seen]), stopping_criteria=StoppingCriteriaList([Stop()]), **more,
+            )  # fmt: skip
+            assert cache.tokens == LENGTH + 11
+            assert cache.report().decode_steps == 11
+        assert forwards == [LENGTH, 1, *[2] * 11]
+        assert seen.shapes == [(1, LENGTH + i, 1, 199) for i in range(12)]
+        if told:
+            assert torch.equal(torch.cat(streamer.put_), out.sequences[0]) and streamer.ended == 1
+            assert [one[-1].shape[1] for one in out.hidden_states] == [LENGTH, *[1] * 11]
+        found.append(out.sequences)
+    hook.remove()
+    assert torch.equal(*found)
+
+
+def test_nothing_is_fetched() -> None:
+    """Without entries as they were stored: the copy alone answers, one token a forward."""
+    model, forwards = long_model(), list[int]()
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, given, out: forwards.append(out.shape[1]))
+    with SpecCache(model, num_selected=0, **SMALL) as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=12)
+        report = cache.report()
+        assert report.bytes_read == 0 and 0 < report.selected_fraction < 0.2
+    hook.remove()
+    assert forwards == [LENGTH, *[1] * 11]
+
+
+def test_more_bits_are_nearer() -> None:
+    """To `DynamicCache`'s logits; and so is a copy some entries of which are replaced."""
+    model, apart = long_model(), dict[str, float]()
+    ids = prompt(model, 1, LENGTH)
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=2).logits
+    for name, fields in {
+        "1": {"bits": 1, "num_selected": 0}, "2": {"num_selected": 0}, "4": {"bits": 4, "num_selected": 0},
+        "2, fetched": {"num_selected": 128, "speculative": False},
+    }.items():  # fmt: skip
+        with SpecCache(model, **SMALL, **fields) as cache:
+            apart[name] = float((generate(model, cache, ids, max_new_tokens=2).logits - expected)[1].abs().max())
+    assert apart["4"] < apart["2"] < apart["1"] and apart["2, fetched"] < apart["2"]
+
+
+def test_a_second_turn_and_a_crop_into_the_copy() -> None:
+    """All chosen: as `DynamicCache`, whatever was cropped and asked since."""
+    model, found = long_model(), []
+    with SpecCache(model, num_selected=1000, **SMALL) as own:
+        for cache in (own, DynamicCache(config=model.config)):
+            out = generate(model, cache, prompt(model, 2, LENGTH), max_new_tokens=30).tokens
+            cache.crop(-86)
+            ids = torch.cat([out[:, : LENGTH + 29 - 86], prompt(model, 2, 9, seed=8)], 1)
+            out = generate(model, cache, ids, max_new_tokens=50).tokens
+            found.append(generate(model, cache, torch.cat([out, prompt(model, 2, 5)], 1), max_new_tokens=20).tokens)
+    assert torch.equal(*found)
+
+
+def test_what_is_saved_opens_with_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is quantised anew, and answers are the same."""
+    model, ids = long_model(), prompt(long_model(), 1, LENGTH)
+    fields = {**SMALL, "engine": "auto"}
+    with SpecCache(model, path=tmp_path, num_selected=20, **fields) as cache:
+        first = generate(model, cache, ids, max_new_tokens=4).tokens
+        cache.save(tmp_path / "context")
+        more = torch.cat([first, prompt(model, 1, 3)], 1)
+        expected = generate(model, cache, more, max_new_tokens=8).tokens
+    with SpecCache.open(tmp_path / "context", model, path=tmp_path) as opened:
+        assert opened.layers[0].predictor.copy.tokens == 288
+        assert torch.equal(generate(model, opened, more, max_new_tokens=8).tokens, expected)
+
+
+@pytest.mark.parametrize(("bits", "group", "share"), [(2, 64, 0.2), (1, 64, 0.14), (1, 32, 0.165)])
+def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
+    """Of SmolLM2-135M's shape, 64 tokens a key head as they were stored: scales, latest tokens, tables and what is
+    double included."""
+    shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=64, intermediate_size=16, vocab_size=32)).bfloat16()
+    geometry = Geometry.of(model)
+    full, fields = geometry.full_kv_bytes(8192, 1), {"bits": bits, "quant_group": group, "num_selected": 64}
+    config = SpecCache.fit(geometry, int(share * full), 8192, 1, fields)
+    plan = SpecCache.plan(geometry, config, 8192, 1)
+    elements = 2 * 30 * 3 * 64 * (8192 - config.num_recent) // group * group
+    assert plan.decode["low-bit copy"] == pytest.approx(elements * (bits + 32 / group) / 8, rel=0.01)
+    assert plan.peak_bytes <= share * full
