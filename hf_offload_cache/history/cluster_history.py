@@ -37,7 +37,7 @@ from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
 HELD_BACK = 256
-"""Tokens that are clustered at once, from which on their clusters wait for queries to be placed by."""
+"""Tokens of a call from which on they make clusters of their own, which wait for queries to be placed by."""
 
 
 class ClusterHistory:
@@ -107,7 +107,20 @@ class ClusterHistory:
     # --- in ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        """As `History.append`. Fewer than `HELD_BACK` tokens join the clusters that there are, as many at a time as
+        may: where one such part raises, those before it have come, as `length` says, and `truncate` drops them."""
         self.place()
+        own, step = self.clustered.partition, self.clustered.buffer.joining
+        first = self._num_recent + step - self.tail.length
+        joins = self.together == step and first < keys.shape[2] < HELD_BACK and own.clusters
+        if not joins or not ((own.counts > 0) & ~own.closed).any(1).all():
+            return self._append(keys, values)
+        edges = list(range(first, keys.shape[2], step))
+        parts = zip(keys.tensor_split(edges, 2), values.tensor_split(edges, 2), strict=True)
+        sealed = [self._append(*both) for both in parts]
+        return dataclasses.replace(sealed[-1], parts=[part for one in sealed for part in one.parts])
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
         count, told = max(0, total - self._num_recent) // group * group, []

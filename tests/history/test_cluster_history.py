@@ -21,7 +21,7 @@ from hf_offload_cache.history import clustered_entries, moments, new_clusters
 from hf_offload_cache.history.base import History
 from hf_offload_cache.history.cluster_bytes import streaming
 from hf_offload_cache.history.cluster_form import ClusterForm
-from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.history.cluster_history import HELD_BACK, ClusterHistory
 from hf_offload_cache.history.cluster_pages import in_order
 from hf_offload_cache.history.clustered_entries import ClusteredEntries
 from hf_offload_cache.history.record_format import RecordFormat
@@ -208,10 +208,26 @@ def test_a_write_that_fails_loses_nothing() -> None:
                 except StoreError:
                     failures += 1
                     case.seed -= 1
+                    case.history.truncate(case.keys.shape[2])  # of what joins in parts some have come
                     case.check()
                     case.append(tokens)
                 case.check()
             assert failures == 1
+
+
+@pytest.mark.parametrize("tokens", [5, 31, 100, 255])
+def test_a_call_of_some_tokens_joins_the_clusters_that_there_are(tokens: int) -> None:
+    """A turn's question, as decoded tokens do, whatever the tail held; a long call makes clusters of its own."""
+    for before in (400, 403, 409):
+        with filled(2, before) as case:
+            own, sealed = case.history.clustered, case.history.clustered.sealed
+            case.append(tokens)
+            for labels in own.labels:
+                assert np.isin(labels[sealed:], labels[:sealed]).sum() >= 0.9 * (own.sealed - sealed)
+            case.check()
+            sealed = own.sealed
+            case.append(HELD_BACK + 8)
+            assert not any(np.isin(labels[sealed:], labels[:sealed]).any() for labels in own.labels)
 
 
 def test_rows_that_share_clusters_write_to_pages_of_their_own() -> None:
@@ -240,6 +256,7 @@ def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
                     case.append(tokens)
                     case.check()
             case.seed -= 1
+            case.history.truncate(case.keys.shape[2])
             case.check()
             patch.undo()
             case.append(tokens)
