@@ -75,6 +75,7 @@ def test_of_first_tokens_in_clusters_larger_than_what_is_wanted_these_alone_are_
             kept = []
             for place, cluster in enumerate(own[own >= 0]):
                 members = np.flatnonzero(layer.history.clustered.labels[row] == cluster)
+                members = members[: layer.history.clustered.stored[row, cluster]]  # the others wait
                 kept += members[choice.keep[row, place][: len(members)]].tolist()
             assert set(range(cache.config.num_sinks)) <= set(kept) and len(kept) <= per_page
 
