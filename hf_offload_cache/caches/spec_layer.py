@@ -73,9 +73,13 @@ class SpecLayer(SelectiveLayer):
 
     @classmethod
     def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        """What is brought at a time: half of what all key heads may want, most of which they had before."""
         assert isinstance(config, SpecConfig)
-        return -(-kind.form.num_key_heads * config.chosen // 2)
+        return cls._together(kind.form, config)
+
+    @staticmethod
+    def _together(form: RecordFormat, config: SpecConfig) -> int:
+        """Records a row that are brought at a time: half of what all key heads may want, most of which they had."""
+        return -(-form.num_key_heads * config.chosen // 2)
 
     @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -94,8 +98,8 @@ class SpecLayer(SelectiveLayer):
 
     @property
     def fetcher(self) -> Fetcher:
-        own, config = super().fetcher, self.config
-        own.most_records = own.read_at_once = -(-self.history.form.num_key_heads * config.chosen // 2)
+        own = super().fetcher
+        own.most_records = own.read_at_once = self._together(self.history.form, self.config)
         return own
 
     # --- the copy ----------------------------------------------------------------------------------------------

@@ -29,9 +29,7 @@ class LowBitPredictor:
         self, form: LowBitForm, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount, name: str,
         reserve: int = 0,
     ) -> None:  # fmt: skip
-        self.copy, self._num_sinks, self._account, self._name = (
-            LowBitCopy(form, rows, device, account, reserve), num_sinks, account, name,
-        )  # fmt: skip
+        self.copy, self._num_sinks, self._name = LowBitCopy(form, rows, device, account, reserve), num_sinks, name
 
     @staticmethod
     def planned(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> LayerPlan:
@@ -65,9 +63,8 @@ class LowBitPredictor:
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         """As `Predictor.select`, whole units: by what their tokens have of the attention, summed over heads."""
         copy = self.copy
-        rows, group = copy.rows, copy.form.entry.group_size
-        entry = copy.form.entry
-        states = (query.states * query.scaling).float().reshape(rows, entry.num_key_heads, -1, entry.key_dim)
+        entry, group = copy.form.entry, copy.form.entry.group_size
+        states = (query.states * query.scaling).float().reshape(copy.rows, entry.num_key_heads, -1, entry.key_dim)
         scores = copy.scores(states, states.new_empty(*states.shape[:3], copy.tokens))
         if query.visible is not None:
             seen = query.visible[:, : copy.tokens].to(scores.device)
