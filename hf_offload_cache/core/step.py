@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..model.masks import before_causal, shown
+from ..model.masks import seen_before, shown
 
 MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
@@ -37,7 +37,7 @@ class Step:
     entered: bool = False
     """A decoder block was entered."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
-    _streamed: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
+    _streamed: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
 
     @classmethod
     def alone(cls, sequences: int, history: int, tokens: int) -> Step:
@@ -66,16 +66,20 @@ class Step:
         """Whether a mask hides something of the last query, or has a bias for it: else attention is as well without."""
         return mask is not None and self._look(mask)[1]
 
-    def streamed(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-        """What `stream_attention` is to be given as its mask and `causal` in the place of a mask that has a row for
-        each query: see `masks.before_causal`. Looked at once a step for each mask."""
-        for known, shorter, causal in self._streamed:
+    def streamed(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `stream_attention` is to be given as its mask and `seen` in the place of a mask that has a row for each
+        query: see `masks.seen_before`. Looked at once a step for each mask."""
+        for known, *found in self._streamed:
             if known is mask:
-                return shorter, causal
-        seen = before_causal(mask)
-        shorter = mask if seen is None else None if bool(seen.all()) else seen
-        self._streamed.append((mask, shorter, seen is not None))
-        return shorter, seen is not None
+                return found[0], found[1]
+        own: torch.Tensor | None = mask
+        seen: torch.Tensor | None = None
+        if (alike := seen_before(mask)) is not None:
+            seen, causal = alike
+            if causal:
+                own, seen = None, None if bool(seen.all()) else seen
+        self._streamed.append((mask, own, seen))
+        return own, seen
 
     def _look(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         for known, seen, changes in self._masks:

@@ -154,10 +154,11 @@ class AttentionCall:
         return keys.to(dtype), values.to(dtype)
 
     def stream(
-        self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
+        seen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """`stream_attention` of this query under a mask; no weights. A backward pass through it raises."""
         special = partial(stream_attention, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux)
         with torch.no_grad():
-            output = special(self.query, history, own, mask, causal=causal)
+            output = special(self.query, history, own, mask, seen=seen)
         return no_backward(output, self.query), None

@@ -13,21 +13,20 @@ def shown(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def before_causal(mask: torch.Tensor) -> torch.Tensor | None:
-    """What every query sees of the tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that hides
-    of each of these q those after it and nothing else, and shows what comes before them to all queries or to none, as
-    padding. Attention is faster told so than with such a mask. None: it is no such mask."""
+def seen_before(mask: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
+    """What every query sees of the tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that shows
+    each of those to all queries or to none, as padding. Attention is faster told so than with a row for each query.
+    And whether it hides of these q those after each of them and nothing else. None: it is no such mask."""
     queries, columns = mask.shape[-2:]
     if columns < queries:
         return None
     before, own = mask.split([columns - queries, queries], -1)
-    causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
-    if not bool((shown(own) == causal).all()) or not bool((_plain(own) == causal).all()):
-        return None
-    seen = shown(before[:, :, :1])
+    seen = shown(before[:, :, -1:])
     parts = zip(before.split(_COLUMNS, -1), seen.split(_COLUMNS, -1), strict=True)
-    alike = all(bool(((_plain(part) == some) & (shown(part) == some)).all()) for part, some in parts)
-    return seen if alike else None
+    if not all(bool(((_plain(part) == some) & (shown(part) == some)).all()) for part, some in parts):
+        return None
+    causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
+    return seen, bool((shown(own) == causal).all()) and bool((_plain(own) == causal).all())
 
 
 def _plain(mask: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ def stream_attention(
     own: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     *,
-    causal: bool = False,
+    seen: torch.Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -29,10 +29,10 @@ def stream_attention(
 
     `own` is the block that ends with the queries' own tokens, in order. `history` gives what comes before it and what
     every query may see: blocks in any order, all with positions, or all without and in order. `mask` (·, 1, q, T) is as
-    the model made it, with a column for each position, the last ones for `own`; or (·, 1, 1, ·), a row for all queries.
-    `causal`, or no mask: of `own` a query sees what does not come after it, aligned at the lower right, whatever the
-    mask, which needs no columns for it, says. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit a head that
-    joins the denominator alone. An entry at position -1 is seen by no query; a query that sees nothing gives zeros.
+    the model made it, with a column for each position, the last ones for `own`; None: of `own` a query sees what does
+    not come after it, aligned at the lower right. `seen` (·, 1, 1, ·) is what all queries see of the history, whatever
+    the mask says of it. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit a head that joins the denominator
+    alone. An entry at position -1 is seen by no query; a query that sees nothing gives zeros.
 
     Each block is merged into a running float32 result by its log-sum-exp: equal to one softmax over all blocks up to
     float32 rounding. A block is used up before the next is asked for. Returns (B, q, H, Dv) in the query's dtype,
@@ -40,7 +40,7 @@ def stream_attention(
     """
     heads, num_queries, dim = query.shape[1:]
     scaling = dim**-0.5 if scaling is None else scaling
-    causal = causal or mask is None
+    before = mask if seen is None else seen
     total: torch.Tensor | None = None
     log_sum: torch.Tensor
 
@@ -62,13 +62,13 @@ def stream_attention(
         positions = rest[0] if rest else None
         if positions is None:
             stop = begin + keys.shape[2]
-            merge(keys, values, None if mask is None else additive_mask(mask[..., begin:stop]), False)
+            merge(keys, values, None if before is None else additive_mask(before[..., begin:stop]), False)
             begin = stop
         else:
-            merge(keys, values, mask_at(mask, positions), False)
+            merge(keys, values, mask_at(before, positions), False)
     keys, values = own
-    last = None if causal or mask is None else additive_mask(mask[..., mask.shape[-1] - keys.shape[2] :])
-    merge(keys, values, last, causal and num_queries > 1)
+    last = None if mask is None else additive_mask(mask[..., mask.shape[-1] - keys.shape[2] :])
+    merge(keys, values, last, mask is None and num_queries > 1)
     assert total is not None
     if s_aux is not None:
         sink = s_aux.float().reshape(1, heads, 1)
@@ -82,7 +82,7 @@ def stream_attention_reference(
     own: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     *,
-    causal: bool = False,
+    seen: torch.Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -94,7 +94,7 @@ def stream_attention_reference(
     heads, value_dim, length = own[0].shape[1], own[1].shape[3], own[0].shape[2]
     end = max([0, *(int(p.max()) + 1 for _, _, p in blocks if p is not None)])
     end = max(end, sum(keys.shape[2] for keys, _, p in blocks if p is None))
-    end = end if mask is None or causal else mask.shape[-1] - length
+    end = end if mask is None else mask.shape[-1] - length
     keys = torch.zeros(batch, heads, end + length, dim, dtype=query.dtype, device=query.device)
     values = torch.zeros(batch, heads, end + length, value_dim, dtype=query.dtype, device=query.device)
     held = torch.zeros(batch, heads, end + length, dtype=torch.bool, device=query.device)
@@ -114,13 +114,15 @@ def stream_attention_reference(
                 values[row, head, here[real]] = block_values[row, head, real]
                 held[row, head, here[real]] = True
     places = torch.arange(end + length, device=query.device)
-    if causal or mask is None:
-        ends = torch.arange(num_queries, device=query.device)[:, None] + end + length - num_queries
-        bias = mask_at(mask, places.where(places < end, -1))
-        bias = bias.expand(-1, -1, num_queries, -1).masked_fill(places >= end, 0.0)
-        bias = bias.masked_fill(places > ends, float("-inf"))
-    else:
+    ends = torch.arange(num_queries, device=query.device)[:, None] + end + length - num_queries
+    if mask is not None:
         bias = mask_at(mask, places)
+    else:
+        bias = torch.zeros(1, 1, num_queries, end + length, device=query.device).masked_fill(places > ends, -torch.inf)
+    if seen is not None:
+        before = mask_at(seen, places[:end]).expand(-1, -1, num_queries, -1)
+        rows = max(len(before), len(bias))
+        bias = torch.cat([before.expand(rows, -1, -1, -1), bias[..., end:].expand(rows, -1, -1, -1)], -1)
     bias = bias.expand(batch, heads, num_queries, -1).masked_fill(~held.unsqueeze(2), float("-inf"))
     scale = dim**-0.5 if scaling is None else scaling
     output, log_sum = attend_block_reference(query, keys, values, bias, causal=False, scaling=scale, softcap=softcap)

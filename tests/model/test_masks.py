@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import ClusterCache, DiskSwapCache
 from hf_offload_cache.model import stream_attention as streaming
-from hf_offload_cache.model.masks import before_causal
+from hf_offload_cache.model.masks import seen_before
 
 
 def causal(rows: int, queries: int, columns: int) -> torch.Tensor:
@@ -31,36 +31,43 @@ def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
         return torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
 
     plain = causal(2, queries, columns)
-    assert (seen := before_causal(made(plain))) is not None
-    assert seen.shape == (2, 1, 1, columns - queries)
-    assert bool(seen.all())
+    assert (found := seen_before(made(plain))) is not None
+    assert found[0].shape == (2, 1, 1, columns - queries)
+    assert bool(found[0].all()) and found[1]
     for query, column in {(0, 0), (queries - 1, 0), (queries - 1, columns - 1), (0, columns - 1)}:
         other = plain.clone()
         other[1, 0, query, column] ^= True
-        seen = before_causal(made(other))
-        assert seen is None or (queries == 1 and column < columns - queries and not bool(seen.all()))
+        found = seen_before(made(other))
+        before = column < columns - queries
+        assert found is None if before and queries > 1 else found is not None and found[1] == before
+        assert found is None or bool(found[0].all()) != before
     if kind != "bool":
         biased = made(plain)
         biased[0, 0, -1, 0] = 0.5
-        assert before_causal(biased) is None
+        found = seen_before(biased)
+        assert found is None or (columns == queries and not found[1])
     if columns > queries:
         padded = plain.clone()
         padded[1, ..., :2] = False  # of one row, to all of its queries
-        assert (seen := before_causal(made(padded))) is not None
-        assert (~seen).nonzero().tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]]
+        assert (found := seen_before(made(padded))) is not None
+        assert (~found[0]).nonzero().tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]] and found[1]
+        padded[1, ..., : columns - queries + 1] = False  # into what these queries bring
+        assert (found := seen_before(made(padded))) is not None
+        assert not bool(found[0][1].any()) and bool(found[0][0].all()) and not found[1]
 
 
 def test_fewer_columns_than_queries_are_not_causal() -> None:
-    assert before_causal(torch.ones(1, 1, 3, 2, dtype=torch.bool)) is None
+    assert seen_before(torch.ones(1, 1, 3, 2, dtype=torch.bool)) is None
 
 
 @pytest.mark.parametrize("method", [DiskSwapCache, ClusterCache])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [0, 7, 60])
 def test_pieces_of_a_prompt_go_without_a_row_of_a_mask_for_each_query(
-    padded: bool, method: type[DiskSwapCache | ClusterCache], monkeypatch: pytest.MonkeyPatch
+    padded: int, method: type[DiskSwapCache | ClusterCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is large and slow is left out: a row goes for all queries where some are padded or places hold nothing, and
-    none where all is seen; logits are those of one piece."""
+    none where all is seen, but for their own tokens, where padding reaches into these; logits are those of one piece.
+    """
     model, masks = fresh("llama"), list[torch.Tensor | None]()
     attend = streaming.attend_block
 
@@ -71,16 +78,16 @@ def test_pieces_of_a_prompt_go_without_a_row_of_a_mask_for_each_query(
     monkeypatch.setattr(streaming, "attend_block", watched)
     ids = torch.randint(1, 190, (2, 120), generator=torch.Generator().manual_seed(0))
     seen = torch.ones(2, 120, dtype=torch.long)
-    if padded:
-        seen[1, :7] = 0
+    seen[1, :padded] = 0
     with torch.no_grad(), method(model, exact=True, block_tokens=16, num_recent=8, group_size=4) as cache:
         for stop in (48, 96, 120):
             start = cache.get_seq_length()
             out = model(ids[:, start:stop], attention_mask=seen[:, :stop], past_key_values=cache).logits[:, -1]
         whole = model(ids, attention_mask=seen).logits[:, -1]
     assert len(masks) > 3 * 2
-    rows = {mask.shape[2] for mask in masks if mask is not None}
-    assert rows == ({1} if padded or method is ClusterCache else set())
+    rows = [mask.shape[2] for mask in masks if mask is not None]
+    assert {1} <= set(rows) if padded or method is ClusterCache else not rows
+    assert rows.count(48) == (3 if padded == 60 else 0) and set(rows) <= {1, 48}  # of the second piece, a layer
     assert any(mask is None for mask in masks)  # of what a piece sees of itself
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
 

@@ -342,8 +342,24 @@ def test_a_row_of_a_mask_for_all_queries(positions: bool, dtype: torch.dtype, hi
     blocks = shuffled(keys, values, 100, "head", 5, 3) if positions else split(keys, values, [40], 600)[0]
     expected = dense(query, keys, values, visible)
     for attention in (stream_attention, stream_attention_reference):
-        result = attention(query, iter(blocks), own, None if hidden == "none" else seen, causal=True)
+        result = attention(query, iter(blocks), own, None, seen=None if hidden == "none" else seen)
         assert error(result, expected, values) < (FLOAT32 * 10 if dtype == torch.float32 else BFLOAT16)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_row_for_what_comes_before_and_a_mask_of_their_own(positions: bool) -> None:
+    """What the mask says of the history does not count; of their own tokens it does."""
+    query, keys, values = tensors(2, 4, 2, 40, 140, 8, 8, 5)
+    seen, visible = torch.ones(2, 1, 1, 100, dtype=torch.bool), torch.ones(2, 1, 40, 140, dtype=torch.bool).tril(100)
+    seen[1], visible[1, ..., :110] = False, False  # so that the first ten of these queries see nothing
+    own = keys[:, :, 100:], values[:, :, 100:]
+    blocks = shuffled(keys, values, 100, "head", 5, 3) if positions else split(keys, values, [40], 40)[0]
+    given, expected = visible.clone(), dense(query, keys, values, visible)
+    given[..., :100] = ~given[..., :100]
+    for attention in (stream_attention, stream_attention_reference):
+        result = attention(query, iter(blocks), own, given, seen=seen)
+        assert error(result, expected, values) < FLOAT32 * 10
+        assert not result[1, :10].any()
 
 
 def test_columns_of_a_mask_of_one_row_go_for_all_rows() -> None:
