@@ -3,17 +3,17 @@ section 8)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
-from hf_offload_cache.history.cluster_form import ClusterForm
+from hf_offload_cache.caches.cluster_config import ClusterConfig
 from hf_offload_cache.history.cluster_history import ClusterHistory
 from hf_offload_cache.history.packing import places_within
 from hf_offload_cache.history.partition import Partition
-from hf_offload_cache.history.record_format import RecordFormat
 
 WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""
@@ -82,12 +82,13 @@ class StaticClusterHistory(ClusterHistory):
     partition_class = StaticPartition
 
 
-class LocalClusterHistory(ClusterHistory):
+@dataclass(frozen=True)
+class LocalClusterConfig(ClusterConfig):
     """Tokens wait in the tail until there is a window of them, which is made into clusters of its own."""
 
-    @classmethod
-    def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:
-        return max(WINDOW, super().leave_together(form, clusters))
+    @property
+    def leave_together(self) -> int:
+        return max(WINDOW, super().leave_together)
 
 
 class UnplacedClusterHistory(ClusterHistory):
@@ -112,8 +113,6 @@ class StaticClusterLayer(ClusterLayer):
 class LocalClusterLayer(ClusterLayer):
     """See `LocalClusterCache`. What waits in the tail is among what a step attends to, as what waits for its cluster is
     of the others."""
-
-    history_class: ClassVar[type[ClusterHistory]] = LocalClusterHistory
 
     @property
     def budget(self) -> int:
@@ -144,6 +143,7 @@ class LocalClusterCache(ClusterCache):
     """ClusterKV-like: what is decoded is clustered by itself, a window at a time; older clusters stay."""
 
     layer_class = LocalClusterLayer
+    config_class = LocalClusterConfig
 
 
 class UnplacedClusterCache(ClusterCache):

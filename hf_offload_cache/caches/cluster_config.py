@@ -79,6 +79,10 @@ class ClusterConfig(SelectedShareConfig):
             raise ConfigError(f"split_threshold must be a number above 0, got {threshold!r}: use 1.25")
 
     @property
+    def leave_together(self) -> int:
+        return max(1, self.join_every)
+
+    @property
     def clusters(self) -> ClusterForm:
         """How a history makes clusters."""
         assert self.cluster_size is not None and self.cluster_capacity is not None

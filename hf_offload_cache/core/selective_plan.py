@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ..config import OffloadConfig, SelectiveConfig
 from ..fetch.areas import Areas
-from ..fetch.staging import Staging
 from ..fetch.tier import SlotTier
 from ..history.packing import latest_tokens, sealed_groups
 from ..memory.plan import LayerPlan, Planned
@@ -19,8 +16,6 @@ from .selecting import most_slots
 class SelectivePlan(OffloadLayer):
     """The side of `SelectiveLayer` that is asked before there is a layer: each hook beside that of what it plans."""
 
-    reads_for_next_step: ClassVar[bool] = False
-    """`combine` says what the same layer's next step will want: each layer has a read of its own under way."""
 
     @classmethod
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -86,8 +81,6 @@ class SelectivePlan(OffloadLayer):
         areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else whole))
         slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, form.group_size, units))
         own = predictor.own + cls.plan_tiers(kind, config, slots, units)
-        if cls.reads_for_next_step:
-            own = own + Planned(decode={"staging": area * Staging.sides(kind.device)})
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
         if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
             prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])

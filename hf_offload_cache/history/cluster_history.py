@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from .cluster_members import members
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
 from .freezing import frozen
-from .packing import leaving, places_within, sealed_groups
+from .packing import leaving, places_within, sealed_groups, together
 from .partition import Partition
 from .planned_clusters import planned_clusters
 from .readers import Readers
@@ -37,7 +38,8 @@ from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
 HELD_BACK = 256
-"""Tokens of a call from which on they make clusters of their own, which wait for queries to be placed by."""
+"""A call of fewer tokens joins the clusters that there are. Where so many leave the tail at once, and not as many ever
+join together, their clusters wait for queries to be placed by."""
 
 
 class ClusterHistory:
@@ -64,24 +66,19 @@ class ClusterHistory:
         sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
         partition = self.partition_class(rows, form.key_width, *sizes, number=clusters.number, mapped=mapped)
-        self.together = self.leave_together(form, clusters)
+        self.together = together(form, config) * form.group_size
         self.tail = RollingTail(form, rows, config.num_recent + self.together, device, storage.account)
         waiting = clusters.append_buffer, clusters.together(form.group_size)
         buffer = AppendBuffer(form, rows, *waiting, device, storage.account)
         known = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
         self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, known)
 
-    @classmethod
-    def leave_together(cls, form: RecordFormat, clusters: ClusterForm) -> int:
-        """Tokens beyond the latest ones leave the tail when there are so many: whole groups."""
-        return clusters.together(form.group_size)
-
-    @classmethod
+    @staticmethod
     def planned(
-        cls, form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
+        form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
     ) -> tuple[LayerPlan, int]:
         """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
-        return planned_clusters(form, config, clusters, context, rows, cls.leave_together(form, clusters))
+        return planned_clusters(form, config, clusters, context, rows)
 
     @property
     def units(self) -> int:
@@ -112,13 +109,14 @@ class ClusterHistory:
         self.place()
         own, step = self.clustered.partition, self.clustered.buffer.joining
         first = self._num_recent + step - self.tail.length
-        joins = self.together == step and first < keys.shape[2] < HELD_BACK and own.clusters
+        joins = self.together == step and 0 < first < keys.shape[2] < HELD_BACK and own.clusters
         if not joins or not ((own.counts > 0) & ~own.closed).any(1).all():
             return self._append(keys, values)
-        edges = list(range(first, keys.shape[2], step))
-        parts = zip(keys.tensor_split(edges, 2), values.tensor_split(edges, 2), strict=True)
-        sealed = [self._append(*both) for both in parts]
-        return dataclasses.replace(sealed[-1], parts=[part for one in sealed for part in one.parts])
+        old, before, edges = self.tail.entries.clone(), self.clustered.sealed, range(first, keys.shape[2], step)
+        for start, stop in pairwise([0, *edges, keys.shape[2]]):
+            sealed = self._append(keys[:, :, start:stop], values[:, :, start:stop])
+        told = leaving(self.form, old, keys, values, sealed.tokens - before)
+        return dataclasses.replace(sealed, parts=told)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         held, group = self.tail.length, self.form.group_size

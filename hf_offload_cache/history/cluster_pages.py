@@ -132,7 +132,7 @@ class ClusterPages:
 
     @property
     def garbage(self) -> bool:
-        """Rows were selected, and half as many pools have come again as some row named when `sweep` last looked."""
+        """Rows were selected, and half as many pools have come again as `sweep` left of ours."""
         return self.moved and len(self._owned) > self._look_from
 
     def select_rows(self, rows: np.ndarray) -> None:
@@ -146,9 +146,9 @@ class ClusterPages:
         """Give back the pools that no row names; returns their records, and those that were left to others: what was
         read of them is void."""
         live = self.pools
-        self._look_from = 3 * len(live) // 2
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         self._owned = np.intersect1d(self._owned, live, assume_unique=True)
+        self._look_from = 3 * len(self._owned) // 2
         records = (dead[:, None] + np.arange(self.pool)).reshape(-1)
         if dead.size:
             self._store.free(records)

@@ -8,20 +8,19 @@ from .append_buffer import AppendBuffer
 from .cluster_bytes import planned_packing, streaming
 from .cluster_form import ClusterForm
 from .cluster_pages import ClusterPages
-from .packing import sealed_groups
+from .packing import sealed_groups, together
 from .partition import Partition
 from .record_format import RecordFormat
 from .rolling_tail import RollingTail
 
 
 def planned_clusters(
-    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int, together: int
+    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
 ) -> tuple[LayerPlan, int]:
-    """What `rows` rows of `context` tokens, which leave the tail `together`, take at most, and how many records of a
-    store they have."""
+    """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
     tokens = sealed_groups(form, config, context) * form.group_size
     count = clusters.most_clusters(tokens, form.group_size)
-    tail = RollingTail.planned(form, rows, config.num_recent + together)
+    tail = RollingTail.planned(form, rows, config.num_recent + together(form, config) * form.group_size)
     waiting = AppendBuffer.planned(form, rows, clusters.append_buffer + clusters.together(form.group_size))
     labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
     tables, means = Partition.planned(count, form.key_width, rows)
