@@ -69,6 +69,10 @@ class ClusterLayer(SelectiveLayer):
         if self._fetcher is not None:
             self._fetcher.renew(records, payloads, gone)
 
+    def settle_rows(self, rows: torch.Tensor) -> None:
+        self._own.place()
+        self._own.clustered.settle_shared(self.rows.expand(rows))
+
     # --- slots -------------------------------------------------------------------------------------------------
 
     def _policy(self) -> Policies:
@@ -109,9 +113,7 @@ class ClusterLayer(SelectiveLayer):
     @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         assert isinstance(config, ClusterConfig)
-        group = kind.form.group_size
-        together = cls.history_class.leave_together(kind.form, config.clusters)
-        return config.append_buffer + config.clusters.together(group) + together - group
+        return config.append_buffer + config.clusters.together(kind.form.group_size)
 
     @classmethod
     def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
@@ -157,7 +159,7 @@ class ClusterLayer(SelectiveLayer):
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> tuple[Output, Choice | None]:
+    ) -> Output:
         output = super().combine(call, choice, fetched, visible)
         together, now = self._own.together, self.length + self.layer_idx  # layers take turns
         if now // together > (now - call.query.shape[2]) // together:

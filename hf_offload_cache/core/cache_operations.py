@@ -26,6 +26,8 @@ class CacheOperations(Cache):
     shared: Shared
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
+    _cropped: int | None = None
+    """Tokens that a crop which could not read was to leave: see `_end_crop`."""
     _announced: bool | None = None
     """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording began."""
     _tokens: TokenLog
@@ -96,6 +98,8 @@ class CacheOperations(Cache):
         for it and cannot now: what is left of it is taken back at the next call.
         """
         shared, step = self.shared, self.shared.step
+        if self._cropped is not None:
+            self._end_crop()
         if step is None:
             return False
         lengths = self.lengths()
@@ -143,16 +147,53 @@ class CacheOperations(Cache):
         self.recording, self._announced = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' caches do. Where a layer cannot read what it has to, `StoreError` is raised, and the next
+        call ends the crop."""
         self.take_back()
-        tokens_to_remove = int(tokens_to_remove)
-        with self.shared.changing():
+        self.shared.check_open()
+        length, tokens_to_remove = self._tokens.length, int(tokens_to_remove)
+        kept = min(length, max(0, tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove))
+        self.shared.books_changed = True
+        try:
             super().crop(tokens_to_remove)
-            kept = tokens_to_remove if tokens_to_remove > 0 else self._tokens.length + tokens_to_remove
-            self._tokens.truncate(max(0, kept))
+        except BaseException as error:
+            ours = all(isinstance(layer, OffloadLayer) for layer in self.layers) and not self.has_linear_state
+            if not (ours and isinstance(error, StoreError) and set(self.lengths()) <= {length, kept}):
+                self.shared.storage.torn = True
+            else:
+                self._cropped = kept
+                error.add_note(f"some layers are cropped: the next call ends it, and the cache holds {kept:,} tokens")
+            raise
+        self._tokens.truncate(kept)
+
+    def _end_crop(self) -> None:
+        """Crop the layers that an earlier `crop` did not come to. Raises `StoreError`: the next call goes on."""
+        assert self._cropped is not None
+        self.shared.check_open()
+        for layer in self.offloaded:
+            if layer.length > self._cropped:
+                layer.crop(self._cropped - layer.length)
+        self._tokens.truncate(self._cropped)
+        self._cropped = None
+
+    def _settle(self, rows: torch.Tensor) -> None:
+        """Row i is about to become what row `rows[i]` is: what layers read for that is read while nothing has changed.
+        Raises `StoreError`; the cache goes on then."""
+        self.shared.check_open()
+        try:
+            for layer in self.offloaded:
+                if layer.is_initialized and rows.tolist() != list(range(layer.batch)):
+                    layer.settle_rows(rows)
+        except StoreError:
+            raise
+        except BaseException:
+            self.shared.storage.torn = True
+            raise
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.take_back()
         self._check_rows(len(beam_idx))
+        self._settle(beam_idx)
         with self.shared.changing():
             super().reorder_cache(beam_idx)
             self._tokens.select_rows(beam_idx)
@@ -160,14 +201,17 @@ class CacheOperations(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.take_back()
         self._check_rows(self._tokens.batch * repeats)
+        rows = torch.arange(self._tokens.batch).repeat_interleave(repeats)
+        self._settle(rows)
         with self.shared.changing():
             super().batch_repeat_interleave(repeats)
-            self._tokens.select_rows(torch.arange(self._tokens.batch).repeat_interleave(repeats))
+            self._tokens.select_rows(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.take_back()
         indices = torch.as_tensor(indices)
         self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
+        self._settle(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
         with self.shared.changing():
             super().batch_select_indices(indices)
             self._tokens.select_rows(indices)
@@ -178,7 +222,7 @@ class CacheOperations(Cache):
         self.shared.check_open()
         super().reset()
         self._renew_kept()
-        self.recording = False
+        self.recording, self._cropped = False, None
         self._tokens.truncate(0)
         self.shared.storage.reset_counters()
 

@@ -104,7 +104,7 @@ class LayerOperations(CacheLayerMixin):
             self.dropped(freed)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row `beam_idx[i]` is now; moves no stored data."""
+        """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
         if self.is_initialized and beam_idx.tolist() != list(range(self.batch)):
             self.select_rows(beam_idx)
 
@@ -116,6 +116,10 @@ class LayerOperations(CacheLayerMixin):
         if self.is_initialized:
             indices = torch.as_tensor(indices)
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
+
+    def settle_rows(self, rows: torch.Tensor) -> None:
+        """What `select_rows` would have to read first is read: it raises nothing that `StoreError` is then. Raises it,
+        with nothing changed that a step would see."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""

@@ -97,7 +97,8 @@ class OffloadLayer(LayerOperations):
         Returned are views of the arguments ("tagged", or an empty history), else new tensors with the whole history.
         The arguments are copied: the caller may reuse them after attention. Keys and values of two types, as
         `torch.autocast` makes them, are kept in the type that attention casts both to. Raises `SeamLostError`,
-        `PromptError` and `StoreFullError` before anything is taken in.
+        `PromptError` and `StoreFullError` before anything is taken in; what `StoreError`s have left of it is taken
+        back, or, without a forward around it, the cache is not to be used until `reset`.
         """
         shared, storage = self.shared, self.shared.storage
         if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
@@ -113,10 +114,11 @@ class OffloadLayer(LayerOperations):
             )
         if self.state == "tagged":
             shared.check_front(self.layer_idx, self.history.length)
+        held = self.history.length
         try:
             return self._take_in(key_states, value_states)
         except BaseException as error:
-            shared.step_failed(error)
+            shared.step_failed(error, taken=self.history.length != held)
             raise
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,14 +217,14 @@ class OffloadLayer(LayerOperations):
         dtype, before = self.history.form.dtype, self._before(call)
         if before + call.key.shape[2] <= self.config.block_tokens:
             return call.run(*self._joined(call), call.mask)
-        step, mask, causal, added = self.shared.step, call.mask, False, call.key.shape[2]
+        step, mask, seen, added = self.shared.step, call.mask, None, call.key.shape[2]
         if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:
-            mask, causal = step.streamed(mask)
+            mask, seen = step.streamed(mask)
         asked = call.query.dtype
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         own = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before), own, mask, causal)
+        output, weights = call.stream(self._blocks(before), own, mask, seen)
         return output.to(asked), weights
 
     def _before(self, call: AttentionCall) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,88 @@ def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatc
         assert cache.tokens == LENGTH
         expected, found = (call(held, prompt(model, 2, 40, seed=5)) for held in (twin, cache))
         torch.testing.assert_close(found, expected)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "crop": lambda cache: cache.crop(-30),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 0, 1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_one_of_whose_reads_fails(method: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crop is ended by the next call, other changes have not begun: nothing is lost, whichever read it is."""
+    cls, model, wait, left = cache_class(method), long_model(), Ticket.wait, [0]
+
+    def failing(ticket: Ticket) -> float:
+        waited = wait(ticket)
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoreError(errno.EIO, "one read was made to fail")
+        return waited
+
+    def call(cache: Any, seed: int, count: int = 1) -> torch.Tensor:
+        with torch.no_grad():
+            return model(prompt(model, cache.sequences or 2, count, seed=seed), past_key_values=cache).logits[:, -1:]
+
+    monkeypatch.setattr(Ticket, "wait", failing)
+    failed = 0
+    for number in (1, 2, 5):
+        with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+            for held in (cache, twin):
+                call(held, 0, LENGTH)
+                for step in range(20):
+                    call(held, step)
+            left[0] = number
+            try:
+                CHANGES[change](cache)
+            except StoreError as error:
+                failed += 1
+                left[0] = 0
+                if change == "crop":
+                    assert any(f"holds {LENGTH - 10} tokens" in note for note in error.__notes__)
+                else:
+                    CHANGES[change](cache)
+            left[0] = 0
+            CHANGES[change](twin)
+            for step in range(3):
+                torch.testing.assert_close(call(cache, 50 + step), call(twin, 50 + step))
+            assert cache.tokens == twin.tokens
+    assert failed or change != "crop"
+
+
+def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has taken nothing in, or the cache says that it is not to be used."""
+    cls, model, wait, left = cache_class(method), long_model(), Ticket.wait, [0]
+    made = torch.Generator().manual_seed(0)
+    geometry = model.config.num_key_value_heads, model.config.head_dim
+
+    def failing(ticket: Ticket) -> float:
+        waited = wait(ticket)
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoreError(errno.EIO, "one read was made to fail")
+        return waited
+
+    def states(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = torch.randn(2, 1, geometry[0], count, geometry[1], generator=made).unbind(0)
+        return keys, values
+
+    monkeypatch.setattr(Ticket, "wait", failing)
+    for number in (1, 3):
+        with cls(model, **SOME) as cache:
+            cache.update(*states(400), 0)
+            left[0], new = number, states(100)
+            try:
+                cache.update(*new, 0)
+            except StoreError:
+                left[0] = 0
+                if cache.layers[0].length != 400:
+                    with pytest.raises(RuntimeError, match="reset"):
+                        cache.update(*new, 0)
+            left[0] = 0
 
 
 @pytest.mark.parametrize("number", range(4))
