@@ -73,4 +73,17 @@ def checked(cls: type[Any]) -> type[Any]:
                 assert torch.equal(both, came[row][:, where])
             gathers.append((self.layer_idx, units))
 
+        def attends_to(self, call: Any, stored: Any) -> None:
+            """Of `SpecCache`, which gathers nothing: each token once, as it came."""
+            super().attends_to(call, stored)
+            assert self.came is not None and self.came.shape[2] == self.length
+            for row, head in np.ndindex(*self.came.shape[:2]):
+                parts = [(one.tokens[row, head], one.keys[row, head], one.values[row, head]) for one in stored]
+                named = np.concatenate([tokens[tokens >= 0] for tokens, *_ in parts] or [np.zeros(0, dtype=int)])
+                assert len(set(named.tolist())) == len(named) and named.max(initial=-1) < self.predictor.copy.tokens
+                for tokens, keys, values in parts:
+                    both = torch.cat([keys, values], -1)[torch.from_numpy(tokens >= 0)]
+                    assert torch.equal(both, self.came[row, head][torch.from_numpy(tokens[tokens >= 0])])
+            gathers.append((self.layer_idx, np.zeros((len(self.came), 0), dtype=np.int64)))
+
     return type(cls.__name__, (cls,), {"layer_class": Layer, "gathers": gathers})

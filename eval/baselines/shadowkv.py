@@ -90,7 +90,7 @@ class ShadowKVLayer(BaselineLayer):
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], Choice | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over the rebuilt keys and the fetched values of the chosen chunks, and over the latest tokens."""
         history, predictor = self.history, self.predictor
         assert isinstance(predictor, ProjectedKeys)
@@ -99,7 +99,7 @@ class ShadowKVLayer(BaselineLayer):
         values = history.form.split(fetched.entries)[1]
         rebuilt = predictor.compact.rebuild(torch.from_numpy(history.positions(choice.units)).to(history.device))
         keys = torch.cat([rebuilt.to(history.form.dtype), history.recent_keys], 2)
-        return call.attend(keys, values, None), None
+        return call.attend(keys, values, None)
 
 
 @dataclass(frozen=True)

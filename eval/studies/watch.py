@@ -98,7 +98,9 @@ class Watch:
             for layer in self.cache.offloaded:
                 self._wrap(layer, "attend", self._attend(layer, layer.attend, self.told))
         for layer in self.cache.offloaded:
-            if isinstance(layer, SelectiveLayer):
+            if isinstance(layer, SpecLayer):
+                self._wrap(layer, "attend_sparsely", self._mixed(layer, layer.attend_sparsely))
+            elif isinstance(layer, SelectiveLayer):
                 self._wrap(layer, "combine", self._combine(layer, layer.combine))
         return self
 
@@ -118,6 +120,18 @@ class Watch:
                 entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
                 fetched = dataclasses.replace(fetched, entries=entries)
             return combine(call, choice, fetched, visible)
+
+        return watched
+
+    def _mixed(self, layer: SpecLayer, attend: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(call: AttentionCall, visible: torch.Tensor | None) -> Any:
+            output, history = attend(call, visible), layer.history
+            nothing = np.zeros((history.form.num_key_heads, 0), dtype=np.int64)
+            tokens = nothing if layer.chosen is None else layer.chosen.tokens[0]
+            latest = np.arange(history.length - history.recent.shape[1], history.length)
+            columns = [np.concatenate([np.sort(own[own >= 0]), latest]) for own in tokens]
+            self._chosen = Choice.all_of(history.rows, 0), [torch.from_numpy(own) for own in columns]
+            return output
 
         return watched
 
@@ -158,10 +172,6 @@ def attended_columns(layer: SelectiveLayer, choice: Choice, fetched: Fetched, ro
     then of the tail, or of its last token."""
     history, places = layer.history, fetched.of_chosen(layer.history.positions(choice.units))
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
-    if isinstance(layer, SpecLayer):
-        nothing = np.zeros((history.form.num_key_heads, 0), dtype=np.int64)
-        places = nothing if layer.chosen is None else layer.chosen.tokens[0]
-        there = places >= 0
     latest = np.arange(history.length - (history.recent.shape[1] if rolling else 1), history.length)
     return [
         torch.from_numpy(np.concatenate([np.sort(own[some]), latest])) for own, some in zip(places, there, strict=True)

@@ -15,9 +15,7 @@ from ..core.selective_plan import area_bytes
 from ..core.step import Step
 from ..errors import BudgetError
 from ..fetch.areas import Areas
-from ..fetch.choice import Choice
 from ..fetch.chosen_entries import ChosenEntries, Entries, picked, records_of
-from ..fetch.fetched import Fetched
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
 from ..history.packing import latest_tokens, sealed_groups
@@ -33,6 +31,9 @@ UNDER_WAY = 2
 """Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
 TOGETHER = 2
 """Queries that are scored at a time: a token, and the guess beside it."""
+LOYALTY = 4
+"""What is held counts so many times as much when the next is chosen: among shares that are alike it does not matter
+much which tokens are as they were stored, and reads are saved."""
 
 
 class SpecLayer(SelectiveLayer):
@@ -46,8 +47,6 @@ class SpecLayer(SelectiveLayer):
     def _clear(self) -> None:
         super()._clear()
         self.chosen: ChosenEntries | None = None
-        self._wanted: np.ndarray | None = None
-        """What the next step is to have, while that is read; None: it is in `chosen`."""
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
 
@@ -78,8 +77,8 @@ class SpecLayer(SelectiveLayer):
 
     @staticmethod
     def _together(form: RecordFormat, config: SpecConfig) -> int:
-        """Records a row that are brought at a time: half of what all key heads may want, most of which they had."""
-        return -(-form.num_key_heads * config.chosen // 2)
+        """Records a row that are brought at a time: a third of what all key heads may want, most of which they had."""
+        return -(-form.num_key_heads * config.chosen // 3)
 
     @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -132,13 +131,6 @@ class SpecLayer(SelectiveLayer):
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
-    def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
-        """Nothing beside the latest tokens is gathered: what this step is to have is in `chosen`, or comes now."""
-        if self.collects is not None:
-            self.collects.collect_soon()
-        self.collect()
-        return Choice.all_of(self.history.rows, 0)
-
     def _latest(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the latest tokens, guesses at the end."""
         keys, values = self.history.form.split(self.history.recent)
@@ -154,11 +146,17 @@ class SpecLayer(SelectiveLayer):
             self.chosen = ChosenEntries(history.form, history.rows, *own)
         return self.chosen
 
-    def _most(self, shares: torch.Tensor, visible: torch.Tensor | None) -> np.ndarray:
-        """The tokens (rows, Hk, m) that have most of these shares (rows, Hk, tokens), the first ones among them."""
+    def _most(self, shares: torch.Tensor, visible: torch.Tensor | None, loyalty: int = 1) -> np.ndarray:
+        """The tokens (rows, Hk, m) that have most of these shares (rows, Hk, tokens), which are changed, the first ones
+        among them."""
         sinks, count = self.config.num_sinks, min(self.config.chosen, shares.shape[2])
         if not count:
             return np.zeros((*shares.shape[:2], 0), dtype=np.int64)
+        if loyalty > 1:
+            held = self._held().tokens
+            row, head, column = (held >= 0).nonzero()
+            where = tuple(torch.from_numpy(one).to(shares.device) for one in (row, head, held[row, head, column]))
+            shares[where] *= loyalty
         if visible is None:
             shares[:, :, :sinks] = torch.inf
         else:
@@ -181,24 +179,27 @@ class SpecLayer(SelectiveLayer):
         finally:
             self._leaving = None
 
-    def combine(
-        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> tuple[Output, Choice | None]:
-        """Over everything, in one softmax; and, where a guess looks ahead, what it wants. Of candidates the latest one
-        looks ahead; `TOGETHER` are scored at a time."""
+    def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
+        """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
+        candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
         assert self.predictor is not None
-        copy, (heads, queries) = self.predictor.copy, call.query.shape[1:3]
+        timeline, copy, (heads, queries) = self.shared.storage.timeline, self.predictor.copy, call.query.shape[1:3]
+        with timeline.span("gather", self.layer_idx):
+            if self.collects is not None:
+                self.collects.collect_soon()
+            self.collect()
         together = min(queries, TOGETHER)
         asked = heads, together, self._scores(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
-        with self.shared.storage.account.holding("scores", scored):
+        attending = timeline.span("attend", self.layer_idx)
+        with attending, self.shared.storage.account.holding("scores", scored):
             begin = queries - together
-            output, replaced, following = self._last(call, self._over(call, begin, queries), visible)
+            output, replaced = self._last(call, self._over(call, begin, queries), visible)
             before = [
                 self._over(call, start, min(start + together, begin)).attend(replaced)[0]
                 for start in range(0, begin, together)
             ]
-        return (torch.cat([*before, output], 1).to(call.query.dtype), None), following
+        return torch.cat([*before, output], 1).to(call.query.dtype), None
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention:
         """Attention of some of the queries of a call, over what is not behind the last of them."""
@@ -212,52 +213,62 @@ class SpecLayer(SelectiveLayer):
 
     def _last(
         self, call: AttentionCall, mixed: MixedAttention, visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[Entries], Choice | None]:
-        """Attention of the last queries of a call; what of the copy was replaced; and what the next step wants."""
-        config, counters, queries = self.config, self.shared.storage.counters, call.query.shape[2]
+    ) -> tuple[torch.Tensor, list[Entries]]:
+        """Attention of the last queries of a call, and what of the copy was replaced."""
+        config, queries = self.config, call.query.shape[2]
         replaced = [] if self._leaving is None else [self._leaving]
         if not config.chosen:
-            return mixed.attend(replaced)[0], replaced, None
+            self.attends_to(call, replaced)
+            return mixed.attend(replaced)[0], replaced
         asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (config.top_up or not ahead or chosen.empty):
             _, shares = mixed.attend([chosen.entries, *replaced], asked - self.guessed, last=False)
             assert shares is not None
-            wanted = self._most(shares, visible)
             if ahead and not chosen.empty:
+                wanted = self._most(shares, visible)
                 first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
-                replaced += self._bring(chosen.absent(np.where(wanted < first, wanted, -1)))
+                replaced += self._bring(chosen.absent_of(np.where(wanted < first, wanted, -1)))
             else:
-                absent, replaced = chosen.absent(wanted), []
-                chosen.replace(wanted, self._bring(absent))
-                self._count(wanted, absent)
+                self._want(shares, visible)
+                self.collect()
+                replaced = []
         replaced = [chosen.entries, *replaced]
-        held = sum(int((one.tokens >= 0).sum(2).max(initial=0)) for one in replaced)
-        counters.tokens_attended += call.query.shape[0] * real * held
         output, shares = mixed.attend(replaced, asked if ahead else None)
-        if shares is None:
-            return output, replaced, None
-        self._wanted = self._most(shares, visible)
-        absent = chosen.absent(self._wanted)
-        self._count(self._wanted, absent)
-        choices = records_of(absent, self.history.form.group_size, self.fetcher.most_records)
-        return output, replaced, choices[0] if choices else None
+        self.attends_to(call, replaced)
+        if shares is not None:
+            self._want(shares, visible)
+            self._ahead(chosen)
+        return output, replaced
 
-    def _count(self, wanted: np.ndarray, absent: np.ndarray) -> None:
-        counters, there = self.shared.storage.counters, int((wanted >= 0).sum())
+    def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
+        """These entries, beside the latest ones, are attended to as they were stored by this call."""
+        most = sum(int((one.tokens >= 0).sum(2).max(initial=0)) for one in stored)
+        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        self.shared.storage.counters.attend(queries, self.history.length, most + self.history.recent.shape[1])
+
+    # --- the entries that are as they were stored --------------------------------------------------------------
+
+    def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """What has most of these shares is to be collected."""
+        chosen, counters = self._held(), self.shared.storage.counters
+        wanted = self._most(shares, visible, LOYALTY)
+        missing, there = int((chosen.want(wanted) >= 0).sum()), int((wanted >= 0).sum())
         counters.units_selected += there
-        counters.units_resident += there - int((absent >= 0).sum())
+        counters.units_resident += there - missing
 
-    def ahead(self, choice: Choice) -> None:
-        with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
-            self.fetcher.ahead(self.history, choice)
+    def _ahead(self, chosen: ChosenEntries) -> None:
+        """Begin to read what is absent, as far as there is room. A read that fails is made anew."""
+        assert chosen.absent is not None
+        if choices := records_of(chosen.absent, self.history.form.group_size, self.fetcher.most_records):
+            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+                self.fetcher.ahead(self.history, choices[0])
 
     def collect(self) -> None:
-        """Let what was chosen for the next step be in `chosen`. Raises as a gather; it is to be collected then."""
-        if (wanted := self._wanted) is not None:
-            chosen = self._held()
-            chosen.replace(wanted, self._bring(chosen.absent(wanted)))
-            self._wanted = None
+        """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""
+        chosen = self.chosen
+        if chosen is not None and chosen.absent is not None:
+            chosen.take(self._bring(chosen.absent))
 
     def collect_soon(self) -> None:
         """As `collect`; what fails is left to the step that wants it."""
@@ -268,7 +279,6 @@ class SpecLayer(SelectiveLayer):
 
     def drop_chosen(self) -> None:
         """What was chosen is of no more use: it is given back."""
-        self._wanted = None
         if self.chosen is not None:
             self.chosen.close()
             self.chosen = None
@@ -278,15 +288,11 @@ class SpecLayer(SelectiveLayer):
         tokens = units * self.history.form.group_size
         if self.chosen is not None:
             self.chosen.truncate(tokens)
-        if self._wanted is not None:
-            self._wanted[self._wanted >= tokens] = -1
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)
         if self.chosen is not None:
             self.chosen.select_rows(rows)
-        if self._wanted is not None:
-            self._wanted = self._wanted[rows.cpu().numpy()]
 
     def close(self) -> None:
         self.drop_chosen()

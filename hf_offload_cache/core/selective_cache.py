@@ -93,8 +93,7 @@ class SelectiveCache(OffloadCache):
     @property
     def reads_ahead(self) -> int:
         """The most reads ahead of layers' gathers that are under way at a time."""
-        ahead = 0 if self.config.look_ahead is False else 1
-        return ahead + sum(layer.reads_for_next_step for layer in self.selective)
+        return 0 if self.config.look_ahead is False else 1
 
     # --- the step ----------------------------------------------------------------------------------------------
 

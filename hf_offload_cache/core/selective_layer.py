@@ -194,6 +194,14 @@ class SelectiveLayer(SelectivePlan):
         if visible is not None:
             selecting.see_padding()
         storage.release_stream_buffers()
+        with torch.no_grad():
+            output, weights = self.attend_sparsely(call, visible)
+        return no_backward(output, call.query), weights
+
+    def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
+        """Choose, gather and attend."""
+        storage, selecting = self.shared.storage, self.selecting
+        assert selecting is not None
         with storage.timeline.span("rank", self.layer_idx):
             choice = self.choose_for(call, visible)
         with storage.timeline.span("gather", self.layer_idx):
@@ -201,30 +209,21 @@ class SelectiveLayer(SelectivePlan):
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        queries = call.query.shape[0] * (call.query.shape[2] - self.guessed)
-        storage.counters.tokens_visible += queries * self.history.length
-        storage.counters.tokens_attended += queries * fetched.entries.shape[1]
+        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        storage.counters.attend(queries, self.history.length, fetched.entries.shape[1])
         with storage.timeline.span("attend", self.layer_idx):
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    output, following = self.combine(call, choice, fetched, visible)
-                output = no_backward(output[0], call.query), output[1]
-            else:
-                output, following = self.combine(call, choice, fetched, visible)
-        if following is not None:
-            self.ahead(following)
-        return output
+            return self.combine(call, choice, fetched, visible)
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> tuple[Output, Choice | None]:
-        """Attention over what was fetched, and what the same layer's next step will want, if that is known now."""
+    ) -> Output:
+        """Attention over what was fetched."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
             keys, values = self.rows.unfold(keys), self.rows.unfold(values)
         if call.mask is None and fetched.valid is None and call.query.shape[2] == 1:
-            return call.attend(keys, values, None), None
-        return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched)), None
+            return call.attend(keys, values, None)
+        return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched))
 
     # --- ahead -------------------------------------------------------------------------------------------------
 

@@ -55,12 +55,16 @@ def picked(form: Any, records: torch.Tensor, choice: Choice, tokens: np.ndarray)
 
 class ChosenEntries:
     """Room for `count` entries a row and key head, in the account as "chosen entries", on the history's device. What is
-    chosen again stays where it lies. For the thread that runs the model."""
+    wanted again stays where it lies. For the thread that runs the model."""
 
     def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
         self.form, self.count, self._device, self._account = form, count, device, account
         self.tokens = np.full((rows, form.num_key_heads, count), -1, dtype=np.int64)
         """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
+        self.wanted: np.ndarray | None = None
+        """The tokens (rows, heads, m) that are to be held, -1: none; None: those that are."""
+        self.absent: np.ndarray | None = None
+        """Those of them that are not here, (rows, heads, n), -1: none; None as well."""
         account.hold("chosen entries", self.planned(form, rows, count))
         shape = rows, form.num_key_heads, count
         self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
@@ -84,13 +88,23 @@ class ChosenEntries:
     def empty(self) -> bool:
         return not bool((self.tokens >= 0).any())
 
-    def absent(self, wanted: np.ndarray) -> np.ndarray:
-        """`wanted` tokens (rows, heads, m) that are not here, -1: none, the others -1."""
-        return np.where(_among(wanted, self.tokens), -1, wanted)
+    def absent_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Those of `tokens` (rows, heads, m), -1: none, that are not here, (rows, heads, n), -1 behind them."""
+        absent = np.where(_among(tokens, self.tokens), -1, tokens)
+        absent = -np.sort(-absent, 2)
+        return absent[:, :, : int((absent >= 0).sum(2).max(initial=0))]
 
-    def replace(self, wanted: np.ndarray, new: Sequence[Entries]) -> None:
-        """Hold `wanted` tokens (rows, heads, count at most), of which those that were absent are in `new`."""
-        self.tokens[~_among(self.tokens, wanted)] = -1
+    def want(self, tokens: np.ndarray) -> np.ndarray:
+        """From the next `take` on these are held, (rows, heads, `count` at most), -1: none, and no others. Returns what
+        is `absent`."""
+        self.wanted, self.absent = tokens, self.absent_of(tokens)
+        return self.absent
+
+    def take(self, new: Sequence[Entries]) -> None:
+        """Hold what is wanted; what is absent is in `new`."""
+        if self.wanted is None:
+            return
+        self.tokens[~_among(self.tokens, self.wanted)] = -1
         for some in new:
             row, head, column = (some.tokens >= 0).nonzero()
             free = np.argsort(self.tokens >= 0, 2, kind="stable")
@@ -101,17 +115,23 @@ class ChosenEntries:
                 tuple(torch.from_numpy(one).to(self._device) for one in (row, head, last)) for last in (slot, column)
             )
             self.keys[into], self.values[into] = some.keys[out], some.values[out]
+        self.wanted = self.absent = None
 
     def truncate(self, tokens: int) -> None:
-        """Only those of the first `tokens` tokens stay."""
-        self.tokens[self.tokens >= tokens] = -1
+        """Only those of the first `tokens` tokens stay, and are wanted."""
+        for held in (self.tokens, self.wanted, self.absent):
+            if held is not None:
+                held[held >= tokens] = -1
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         before, own = self.nbytes, rows.to(self._device)
         after = self.planned(self.form, len(rows), self.count)
         self._account.hold("chosen entries", after)
-        self.tokens = self.tokens[rows.cpu().numpy()]
+        moved = rows.cpu().numpy()
+        self.tokens = self.tokens[moved]
+        if self.wanted is not None and self.absent is not None:
+            self.wanted, self.absent = self.wanted[moved], self.absent[moved]
         self.keys, self.values = self.keys[own].clone(), self.values[own].clone()
         self._account.release("chosen entries", before)
 
@@ -123,8 +143,9 @@ class ChosenEntries:
 def _among(these: np.ndarray, those: np.ndarray) -> np.ndarray:
     """Which of `these` tokens (rows, heads, m) are among `those` (rows, heads, n) of the same row and head; not -1."""
     most = max(int(these.max(initial=-1)), int(those.max(initial=-1)))
-    held = np.zeros((*these.shape[:2], most + 2), dtype=bool)
-    row, head = np.ogrid[: these.shape[0], : these.shape[1]]
-    held[row[..., None], head[..., None], those] = True
-    held[..., -1] = False  # where -1 is
-    return held[row[..., None], head[..., None], these]
+    rows, heads = these.shape[:2]
+    held = np.zeros((rows * heads, most + 2), dtype=bool)
+    row = np.arange(rows * heads)[:, None]
+    held[row, those.reshape(rows * heads, -1)] = True
+    held[:, -1] = False  # where -1 is
+    return held[row, these.reshape(rows * heads, -1)].reshape(these.shape)

@@ -1,8 +1,8 @@
-"""Elements in 1, 2 or 4 bits, group-wise, and what is made of them without unpacking (KIVI; SpeCache, section 3.4).
+"""Elements in 1, 2 or 4 bits, group-wise, and back (KIVI; SpeCache, section 3.4).
 
 A row is one group: its codes, the first in the lowest bits of the first byte, then scale and zero point in half
 precision; an element is code * scale + zero point. With 2 and 4 bits these are the rows of torch's own quantised
-embeddings, whose compiled code packs them and sums them up on a CPU. One bit is spread to two for that, block by block.
+embeddings, whose compiled code packs and unpacks them on a CPU. One bit is spread to two for that.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def packed(values: torch.Tensor, bits: int, *, plain: bool = False) -> torch.Ten
 
 
 def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """The elements (..., group) float32 that rows (..., row_bytes) stand for: the twin of what sums them up."""
+    """The elements (..., group) float32 that contiguous rows (..., row_bytes) stand for."""
+    if rows.device.type != "cpu":
+        return unpacked_plainly(rows, bits)
+    flat = rows.flatten(0, -2)
+    if bits == 1:
+        flat, bits = _in_two_bits(flat), 2
+    unpack = _OPS.embedding_bag_2bit_unpack if bits == 2 else _OPS.embedding_bag_4bit_unpack
+    return unpack(flat).view(*rows.shape[:-1], -1)
+
+
+def unpacked_plainly(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """As `unpacked`, by operations that every device has: its twin."""
     codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # in memory of their own
     sides = sides.view(torch.float16).float()
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     spread = (codes.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
     return spread * sides[..., :1] + sides[..., 1:]
-
-
-def summed(
-    rows: torch.Tensor, bits: int, which: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Sums (m, group) float32 of what rows (n, row_bytes) stand for, in host memory: of rows `which` (k,) int32, each
-    times its of `weights` (k,) float32, those from `offsets[i]` to `offsets[i + 1]` (m + 1,) int32."""
-    if bits == 1:
-        rows, bits = _in_two_bits(rows), 2
-    total = _OPS.embedding_bag_2bit_rowwise_offsets if bits == 2 else _OPS.embedding_bag_4bit_rowwise_offsets
-    return total(rows, which, offsets, False, 0, False, weights, None, True)
 
 
 def _in_two_bits(rows: torch.Tensor) -> torch.Tensor:

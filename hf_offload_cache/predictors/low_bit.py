@@ -13,7 +13,7 @@ from ..history.base import Sealed
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
 from .base import Query
-from .low_bit_copy import BLOCK, QUANTISED, LowBitCopy
+from .low_bit_copy import BLOCK, LowBitCopy, fitting_bytes
 from .low_bit_form import LowBitForm
 from .sinks import largest, with_sinks
 
@@ -37,20 +37,19 @@ class LowBitPredictor:
         head for all tokens at a time."""
         held = form.nbytes(rows, tokens)
         moving = {"moving rows": held} if rows > 1 else {}
-        width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
-        fitting = min(tokens, QUANTISED) * width * 13  # in 32 bits three times, and codes
+        many, few = (fitting_bytes(form, min(tokens, count)) for count in (tokens, form.group))
         scored = LowBitPredictor.scored_bytes(form, tokens, rows, heads, queries, scores)
-        return LayerPlan(
-            Planned.always({"low-bit copy": held}),
-            Planned({**moving, "fitting": fitting}, {**moving, "scores": scored}),
-        )
+        decode = {**moving, "fitting": few, "scores": max(0, scored - few)}  # one after the other
+        return LayerPlan(Planned.always({"low-bit copy": held}), Planned({**moving, "fitting": many}, decode))
 
     @staticmethod
     def scored_bytes(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> int:
-        """While attention goes over `tokens` tokens: see `planned`; and of which rows sums are, times how much each."""
-        key_heads = form.entry.num_key_heads
-        summing = 2 * 8 * queries * heads // key_heads * min(tokens, BLOCK)
-        return rows * 4 * (tokens + 1) * (heads * scores + key_heads) + summing
+        """While attention goes over `tokens` tokens: see `planned`; and a block of a head, unpacked, and its scores."""
+        key_heads, block = form.entry.num_key_heads, min(tokens, BLOCK)
+        width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
+        spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
+        unpacked = block * (width + spread + 4 * queries * heads // key_heads)
+        return rows * 4 * (tokens + 1) * (heads * scores + key_heads) + unpacked
 
     def ready(self, units: int) -> bool:
         return self.copy.tokens == units * self.copy.form.entry.group_size

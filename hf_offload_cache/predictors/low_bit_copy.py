@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import not_whole
-from ..kernels.low_bit import packed, summed, unpacked
+from ..kernels.low_bit import packed, unpacked
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .low_bit_form import LowBitForm
@@ -19,14 +18,18 @@ from .low_bit_form import LowBitForm
 QUANTISED = 512
 """Tokens of a row that are quantised at a time."""
 BLOCK = 4096
-"""Tokens of a head that are summed up at a time, and"""
-_A_SUM = 512
-"""of these that go into one sum of values, so that threads have something each."""
+"""Tokens of a head that are unpacked at a time: a MB of 64 channels, which stays near the processor."""
+
+
+def fitting_bytes(form: LowBitForm, tokens: int) -> int:
+    """While so many tokens a row are quantised: a piece of a row in 32 bits three times, and its codes."""
+    width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
+    return min(tokens, QUANTISED) * width * 13
 
 
 class LowBitCopy:
     """Of `rows` rows of tokens, whole groups. In the account as "low-bit copy", on the device of the history. For the
-    thread that runs the model. Products and sums are made block by block: nothing is unpacked as a whole.
+    thread that runs the model. Products and sums are made block by block: it is never unpacked as a whole.
 
     Args:
         reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
@@ -69,9 +72,10 @@ class LowBitCopy:
         `tokens` then, whole groups. Raises `BudgetError`, and what `parts` raise, having changed nothing."""
         self._need(tokens)
         held = self.tokens
-        for keys, values in _pieces(parts, QUANTISED):
-            self._quantise(held, keys, values)
-            held += keys.shape[2]
+        with self._account.holding("fitting", fitting_bytes(self.form, tokens - held)):
+            for keys, values in _pieces(parts, QUANTISED):
+                self._quantise(held, keys, values)
+                held += keys.shape[2]
         self.tokens = held
 
     def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -92,45 +96,25 @@ class LowBitCopy:
 
     def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
-        group, (count, dim) = self.form.group, queries.shape[2:]
+        group = self.form.group
         for start, stop in self._blocks():
-            places = slice(start // group, stop // group)
             for row, head in np.ndindex(*queries.shape[:2]):
-                groups, own = self._parts["keys"][row, head, places], queries[row, head]
-                if self.device.type == "cpu":
-                    bags = _bags(BLOCK // group, count, dim, len(groups))
-                    weights = own.expand(len(groups), -1, -1).reshape(-1)
-                    found = summed(groups.flatten(0, 1), self.form.bits, *bags, weights)
-                    found = found.view(len(groups), count, group)
-                else:
-                    found = own @ unpacked(groups, self.form.bits)
+                groups = self._parts["keys"][row, head, start // group : stop // group]
+                found = queries[row, head] @ unpacked(groups, self.form.bits)  # (groups, n, tokens of a group)
                 out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
         return out
 
     def weighted(self, shares: torch.Tensor) -> torch.Tensor:
         """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
-        size, bits, compiled = self.form.value_group, self.form.bits, self.device.type == "cpu"
-        total = shares.new_zeros(*shares.shape[:3], self.form.value_dim)
+        group, total = self.form.group, shares.new_zeros(*shares.shape[:3], self.form.value_dim)
         for start, stop in self._blocks():
             for row, head in np.ndindex(*shares.shape[:2]):
-                own = shares[row, head, :, start:stop]
-                for part, rows in enumerate(self._parts["values"][row, head, :, start:stop]):
-                    into = total[row, head, :, part * size : (part + 1) * size]
-                    into += self._summed(rows, own) if compiled else own @ unpacked(rows, bits)
+                own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
+                sums = total[row, head].split(self.form.value_group, 1)
+                for into, rows in zip(sums, self._parts["values"][row, head, :, start:stop], strict=True):
+                    parts = own @ unpacked(rows, self.form.bits).unflatten(0, (-1, group))  # for threads one each
+                    into += parts.sum(0)
         return total[..., : self.form.entry.value_dim]
-
-    def _summed(self, rows: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Sums of rows (t, row bytes) by shares (n, t)."""
-        count, whole = len(shares), len(rows) // _A_SUM
-        edge, bits, found = whole * _A_SUM, self.form.bits, shares.new_zeros(len(shares), self.form.value_group)
-        if whole:
-            weights = shares[:, :edge].unflatten(1, (whole, _A_SUM)).transpose(0, 1).reshape(-1)
-            bags = _bags(BLOCK // _A_SUM, count, _A_SUM, whole)
-            found += summed(rows[:edge], bits, *bags, weights).view(whole, count, -1).sum(0)
-        if edge < len(rows):
-            bags = _bags(1, count, len(rows) - edge, 1)
-            found += summed(rows[edge:], bits, *bags, shares[:, edge:].reshape(-1))
-        return found
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         return ((start, min(start + BLOCK, self.tokens)) for start in range(0, self.tokens, BLOCK))
@@ -146,7 +130,7 @@ class LowBitCopy:
         old, rows = self._parts, rows.to(self.device)
         if len(rows) == self.rows:
             held = self._held(old, self.tokens)
-            pieces = *held["keys"].split(_A_SUM // self.form.group, 2), *held["values"].split(_A_SUM, 3)
+            pieces = *held["keys"].split(BLOCK // self.form.group, 2), *held["values"].split(BLOCK, 3)
             for some in pieces:
                 some.copy_(some.index_select(0, rows))
             return
@@ -176,18 +160,6 @@ class LowBitCopy:
         """Give the memory back; it may be filled anew."""
         self._let_go(self._parts)
         self._parts, self.tokens, self._room = self._made(self.rows, 0), 0, 0
-
-
-def _bags(most: int, count: int, size: int, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`which` and `offsets` of `summed`: `wanted` times the next `size` rows, each `count` times over."""
-    which, offsets = _all_bags(most, count, size) if most > 1 else _all_bags.__wrapped__(1, count, size)
-    return which[: wanted * count * size], offsets[: wanted * count + 1]
-
-
-@lru_cache(4)
-def _all_bags(most: int, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    which = torch.arange(most * size, dtype=torch.int32).view(most, 1, size).expand(-1, count, -1).reshape(-1)
-    return which, torch.arange(0, len(which) + 1, size, dtype=torch.int32)
 
 
 def _pieces(

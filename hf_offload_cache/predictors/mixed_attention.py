@@ -42,12 +42,12 @@ class MixedAttention:
         if mask is not None:
             self._hide(held, mask[..., : copy.tokens])
         self._recent = self._cap(self._states @ self._keys.float().transpose(2, 3))
-        if mask is None:
-            count, width = self._count, self._recent.shape[3]
-            seen = torch.ones(count, width, dtype=torch.bool, device=query.device).tril(width - count)
-            self._hide(self._recent, seen)
-        else:
+        if mask is not None:
             self._hide(self._recent, mask[..., copy.tokens :])
+        else:
+            own = self._recent.unflatten(2, (-1, self._count))
+            for before in range(1, self._count):
+                own[:, :, :, -before - 1, -before:] = -torch.inf
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         if self._softcap is not None:
@@ -55,9 +55,8 @@ class MixedAttention:
         return scores
 
     def _hide(self, scores: torch.Tensor, mask: torch.Tensor) -> None:
-        """Apply a mask (·, 1, q, m) or (q, m) to scores (B, Hk, n, m)."""
-        own = scores.unflatten(2, (-1, self._count))  # (B, Hk, G, q, m)
-        mask = mask if mask.ndim == 2 else mask[:, :, None]
+        """Apply a mask (·, 1, q, m) to scores (B, Hk, n, m)."""
+        own, mask = scores.unflatten(2, (-1, self._count)), mask[:, :, None]  # (B, Hk, G, q, m)
         if mask.dtype == torch.bool:
             own.masked_fill_(~mask, -torch.inf)
         else:
@@ -81,7 +80,7 @@ class MixedAttention:
             bias = self._mask[:, 0, :, : none + 1].expand(len(own), -1, -1)
             bias = bias.repeat(1, scores.shape[2] // self._count, 1)[:, None].expand_as(scores)
             own += bias.gather(3, every)
-        own.masked_fill_(scores.gather(3, every) == -torch.inf, -torch.inf)
+        own.masked_fill_(scores.gather(3, every) == -torch.inf, -torch.inf)  # hidden, or none
         scores.scatter_(3, every, -torch.inf)
         exact = torch.cat([own, self._recent], 3)
         most = torch.maximum(scores.amax(3, keepdim=True), exact.amax(3, keepdim=True))

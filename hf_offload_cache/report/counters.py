@@ -30,6 +30,11 @@ class Counters:
     stall_seen: float = 0.0
     flight_seen: float = 0.0
 
+    def attend(self, queries: int, held: int, entries: int) -> None:
+        """So many queries, to each of which `held` tokens were visible, attended to `entries` as they were stored."""
+        self.tokens_visible += queries * held
+        self.tokens_attended += queries * entries
+
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:
         """A step has ended, after `decode_seconds` (None: it was not one of decoding). `flight_seconds` is the
         prefetcher's; what came to it and to `stall_seconds` since the step before is of this one."""

@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_offload_cache.caches.spec import SpecCache
 from hf_offload_cache.caches.spec_config import SpecConfig
-from hf_offload_cache.caches.spec_layer import SpecLayer
+from hf_offload_cache.caches.spec_layer import LOYALTY, SpecLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.predictors import low_bit_copy
@@ -109,13 +109,12 @@ class CheckedLayer(SpecLayer):
         super().select_rows(rows)
         self.came = self.came[rows]
 
-    def combine(self, call: Any, choice: Any, fetched: Any, visible: Any) -> Any:
+    def attend_sparsely(self, call: Any, visible: Any) -> Any:
         self.collect()
-        tokens = None if self.chosen is None else self.chosen.tokens.copy()
-        before, leaving = self._wanted, self._leaving
-        (output, weights), following = super().combine(call, choice, fetched, visible)
-        if tokens is None or before is not None or self.config.top_up or not self.guessed:
-            return (output, weights), following
+        tokens, leaving = None if self.chosen is None else self.chosen.tokens.copy(), self._leaving
+        output, weights = super().attend_sparsely(call, visible)
+        if tokens is None or self.config.top_up or not self.guessed:
+            return output, weights
         held, dim = self.predictor.copy.tokens, self.history.form.key_dim
         low_keys, low_values = copied(self, self.came)
         every = torch.cat([self.came, self.fresh], 2)
@@ -136,14 +135,15 @@ class CheckedLayer(SpecLayer):
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
         wanted = shares[:, :, -1, :held].unflatten(1, (-1, repeats)).sum(2)
         for row, head in np.ndindex(tokens.shape[:2]):
-            asked = self._wanted[row, head]
+            wanted[row, head, tokens[row, head]] *= LOYALTY
+            asked = self.chosen.wanted[row, head]
             first = 0 if visible is None else int(visible[row].int().argmax())
             others = np.setdiff1d(asked, first + np.arange(self.config.num_sinks))
             assert len(asked) == self.config.chosen and len(others) == self.config.num_selected
             rest = np.setdiff1d(np.arange(held), asked)
             assert wanted[row, head][others].min() >= wanted[row, head][rest].max() - 1e-6
         self.steps.append(len(tokens[tokens >= 0]))
-        return (output, weights), following
+        return output, weights
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -49,7 +49,7 @@ def combined() -> Iterator[Combined]:
     combine = SelectiveLayer.combine
 
     def watched(layer: Any, call: AttentionCall, choice: Choice, fetched: Fetched, visible: Any) -> Any:
-        output, following = combine(layer, call, choice, fetched, visible)
+        output, weights = combine(layer, call, choice, fetched, visible)
         keys, values = layer.whole()
         count, tail = call.num_queries, layer.history.recent.shape[1]
         places = torch.from_numpy(layer.history.positions(choice.units)[0])
@@ -60,10 +60,10 @@ def combined() -> Iterator[Combined]:
         scores = query @ keys[0, :, places].repeat_interleave(groups, 0).transpose(1, 2) * call.scaling
         scores = scores.masked_fill(places > own[:, None], float("-inf"))
         expected = scores.softmax(-1) @ values[0, :, places].repeat_interleave(groups, 0)
-        torch.testing.assert_close(output[0][0], expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output[0], expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
         seen.queries.append(count)
         seen.units.append(choice.units.shape[1])
-        return output, following
+        return output, weights
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SelectiveLayer, "combine", watched)

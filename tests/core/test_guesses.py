@@ -105,33 +105,6 @@ def test_a_look_ahead_beyond_the_budget_is_left_out(checked_gathers: Gathers) ->
     assert all(torch.equal(*pair) for pair in zip(*logits, strict=True))
 
 
-class NextStepLayer(PageLayer):
-    """Wants in the next step what it wants in this one, and says so."""
-
-    reads_for_next_step = True
-
-    def combine(self, call: Any, choice: Choice, fetched: Any, visible: Any) -> Any:
-        output, _ = super().combine(call, choice, fetched, visible)
-        return output, choice
-
-
-class NextStepCache(PageCache):
-    layer_class = NextStepLayer
-
-
-def test_every_layer_reads_for_its_next_step(checked_gathers: Gathers) -> None:
-    """Not the first alone: between two steps each has a read of its own under way, in memory that is planned."""
-    model = long_fresh("llama", num_hidden_layers=4)
-    fields: dict[str, Any] = {**FIELDS, "look_ahead": False, "reuse_capacity": 0, "write_queue": "64KiB"}
-    with NextStepCache(model, **fields) as cache:
-        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=6)
-        assert all(layer._fetcher is not None and layer._fetcher.guess is not None for layer in cache.selective)
-        staged = cache.storage.account.by_owner["staging"]
-        plan = NextStepCache.plan(Geometry.of(model), cache.config, LENGTH + 8, 1)
-        plain = PageCache.plan(Geometry.of(model), cache.config, LENGTH + 8, 1)
-    assert plain.decode["staging"] < staged <= plan.decode["staging"] == 5 * plain.decode["staging"]
-
-
 class TwoTiersLayer(PageLayer):
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         form = self.history.form

@@ -63,19 +63,24 @@ def test_what_is_chosen_again_stays_where_it_lies(data: st.DataObject) -> None:
         wanted = np.array([data.draw(draw) for _ in range(4)]).reshape(2, 2, count)
         wanted[data.draw(st.integers(0, 1)), 0, : data.draw(st.integers(0, count))] = -1
         before = held.tokens.copy()
-        absent = held.absent(wanted)
+        absent = held.want(wanted)
+        assert absent is held.absent and np.array_equal(held.tokens, before)
+        assert absent.shape[2] == (absent >= 0).sum(2).max(initial=0)
         cut = data.draw(st.integers(0, 9))
-        held.replace(wanted, [entries(np.where(absent < cut, absent, -1)), entries(np.where(absent < cut, -1, absent))])
+        held.take([entries(np.where(absent < cut, absent, -1)), entries(np.where(absent < cut, -1, absent))])
         same(held.entries, wanted)
         stays = (before == held.tokens) & (before >= 0)
-        assert stays.sum() == ((wanted >= 0) & (absent < 0)).sum()
+        assert stays.sum() == (wanted >= 0).sum() - (absent >= 0).sum()
+        held.take([])  # nothing is wanted
+        same(held.entries, wanted)
 
 
 def test_rows_and_crops_and_the_account() -> None:
     account = MemoryAccount()
     held = ChosenEntries(FORM, 3, 4, CPU, account)
     tokens = np.arange(24).reshape(3, 2, 4)
-    held.replace(tokens, [entries(tokens)])
+    held.want(tokens)
+    held.take([entries(tokens)])
     assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 3, 4)
     held.truncate(20)
     same(held.entries, np.where(tokens < 20, tokens, -1))
