@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _TREE = "tree, a tenth"
 _A_TENTH = "--set", f"{_TREE}:cache=abstract-tree,num_selected=null"
+_FETCHED, _ALONE = "1 bit", "1 bit, alone"
+_COPY = "cache=spec,bits=1,quant_group=32"
+_ONE_BIT = "--set", f"{_FETCHED}:{_COPY}", "--set", f"{_ALONE}:{_COPY},num_selected=0"
 _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "text": (["-m", "eval.bench_text"], ["--quick"]),
     "text, whole": (["-m", "eval.bench_text", "--chunk", "7936", "--steps", "32"], ["--quick"]),
@@ -48,6 +51,15 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "long outputs, equal mass": (["-m", "eval.studies.long_equal_mass"], ["--quick"]),
     "long outputs, reads": (["-m", "eval.studies.cluster_reads"], ["--quick"]),
     "memory, clusters": (["-m", "eval.memory", "--cache", "cluster"], ["--tokens", "2048"]),
+    "low bits": (["-m", "eval.studies.low_bit_quality"], ["--quick"]),
+    "low bits, hits": (["-m", "eval.studies.low_bit_hits"], ["--quick"]),
+    "low bits, speed": (["-m", "eval.studies.low_bit_speed"], ["--quick"]),
+    "low bits, attention": (["-m", "eval.studies.low_bit_attention"], ["--quick"]),
+    "low bits, one fact": (["-m", "eval.studies.quality_needles_budget", "--known", *_ONE_BIT], ["--quick"]),
+    "low bits, one of four": (
+        ["-m", "eval.studies.quality_needles_budget", "--known", "--facts", "4", *_ONE_BIT], ["--quick"],
+    ),
+    "memory, low bits": (["-m", "eval.memory", "--cache", "spec", "--budget", "1/5"], ["--tokens", "2048"]),
     "compress": (["-m", "eval.studies.speed_compress"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),
@@ -71,9 +83,12 @@ def _lost_share(method: str) -> Callable[[dict[str, Any]], float]:
     return lambda found: found["methods"][method]["lost"] / max(1, found["methods"][method]["of"])
 
 
-def _found_by_tree(found: dict[str, Any]) -> float | None:
-    row = found["summary"]["contenders"][_TREE]
-    return None if row["lost_share"] is None else 1 - row["lost_share"]
+def _found_by(name: str) -> Callable[[dict[str, Any]], float | None]:
+    def share(found: dict[str, Any]) -> float | None:
+        row = found["summary"]["contenders"][name]
+        return None if row["lost_share"] is None else 1 - row["lost_share"]
+
+    return share
 
 
 def _first_token(found: dict[str, Any]) -> float:
@@ -135,10 +150,15 @@ PROMISES: tuple[Promise, ...] = (
     Promise("its growth over the lengths", "< 2x", "contexts", lambda r: r["growth"]["growth"], lambda v: v < 2),
     Promise("8 forks and their answers, of the disk", "< 5%", "contexts", _added_by_forks, lambda v: v < 0.05),
     Promise("checking reads, of a step", "< 3%", "contexts", lambda r: r["checking"]["cost"], lambda v: v < 0.03),
-    Promise("one fact, found by the tree", ">= .95", "chunks, one fact", _found_by_tree, lambda v: v >= 0.95),
-    Promise("one among four", ">= .9", "chunks, one of four", _found_by_tree, lambda v: v >= 0.9),
+    Promise("one fact, found by the tree", ">= .95", "chunks, one fact", _found_by(_TREE), lambda v: v >= 0.95),
+    Promise("one among four", ">= .9", "chunks, one of four", _found_by(_TREE), lambda v: v >= 0.9),
+    Promise("one fact, 1 bit", ">= .95", "low bits, one fact", _found_by(_FETCHED), lambda v: v >= 0.95),
+    Promise("one among four", ">= .9", "low bits, one of four", _found_by(_FETCHED), lambda v: v >= 0.9),
+    Promise("one fact, 1 bit, the copy alone", "-", "low bits, one fact", _found_by(_ALONE), lambda v: True),
+    Promise("one among four", "-", "low bits, one of four", _found_by(_ALONE), lambda v: True),
     Promise("account of the tree against process", "within 5%", "memory, tree", _difference, lambda v: abs(v) <= 0.05),
     Promise("account of clusters, process", "within 5%", "memory, clusters", _difference, lambda v: abs(v) <= 0.05),
+    Promise("account of low bits, process", "within 5%", "memory, low bits", _difference, lambda v: abs(v) <= 0.05),
     Promise("account against process", "within 5%", "memory", _difference, lambda v: abs(v) <= 0.05),
 )  # fmt: skip
 
