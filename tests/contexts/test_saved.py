@@ -296,6 +296,7 @@ def test_reordering_one_fork_leaves_the_other() -> None:
 def test_forks_share_the_disk(tmp_path: Path) -> None:
     model = long_model()
     with _prefilled(model) as cache:
+        cache.storage.prefetcher.flush()
         before = cache.disk_bytes
         assert before == cache.own_disk_bytes > 0
         forks = [cache.fork() for _ in range(8)]

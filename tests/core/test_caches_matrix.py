@@ -137,12 +137,16 @@ def test_saved_opened_and_forked(method: str, tmp_path: Path) -> None:
 
 def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that are one place off do not get through."""
-    gather = Fetcher.gather
+    gather, bring = Fetcher.gather, Fetcher.bring
 
     def shifted(fetcher: Fetcher, history: Any, choice: Any) -> Any:
         found = gather(fetcher, history, choice)
         return dataclasses.replace(found, entries=found.entries.roll(1, 1))
 
+    def shifted_too(fetcher: Fetcher, history: Any, choice: Any) -> Any:
+        return bring(fetcher, history, choice).roll(1, 2)
+
     monkeypatch.setattr(Fetcher, "gather", shifted)
+    monkeypatch.setattr(Fetcher, "bring", shifted_too)
     with checked(cache_class(method))(long_model(), **SOME) as cache, pytest.raises(AssertionError):
         generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=2)

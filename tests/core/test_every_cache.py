@@ -159,7 +159,7 @@ def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest
             left[0] = 0
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the `number`-th wait of a step: refused until `reset`, or as if it had not been; right after `reset`."""
     cls, model = checked(cache_class(method)), long_model()

@@ -132,7 +132,7 @@ def test_a_stream_is_the_models_attention_over_blocks() -> None:
     call = AttentionCall(_refuse, _Module(), query, keys[:, :, 20:], values[:, :, 20:], mask, (), {"scaling": 0.3})
     order = torch.randperm(20, generator=generator)
     blocks = [(keys[:, :, part], values[:, :, part], part) for part in order.split(6)]
-    found, weights = call.stream(blocks, (call.key, call.value), mask, False)
+    found, weights = call.stream(blocks, (call.key, call.value), mask, None)
     assert weights is None
     torch.testing.assert_close(found, expected, rtol=10 * FLOAT32, atol=10 * FLOAT32)
 
