@@ -134,6 +134,11 @@ class OffloadConfig:
         """Tokens that leave the latest ones together, at least; in whole groups."""
         return 1
 
+    @property
+    def records_apart(self) -> bool:
+        """Whether budgets leave out what is stored, since it is kept in host memory beside the compute memory."""
+        return False
+
     @classmethod
     def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
         """The fields that a context was `saved` with, as this version has them."""

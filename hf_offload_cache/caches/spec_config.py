@@ -22,7 +22,9 @@ class SpecConfig(SelectiveConfig):
     fetched, and the first ones are as the copy has them, too."""
     num_recent: int = 64
     """Latest tokens, which are in memory as they were stored; up to `quant_group` more until they are quantised."""
-    group_size: int | None = 4
+    group_size: int | None = None
+    """Tokens a record. None: 4, or with `engine="memory"`, of which no more of a record is taken than is wanted of it,
+    `quant_group`."""
     reuse_capacity: int = 0
     """Tokens of records read before that stay in memory; what is chosen again does so anyhow."""
     look_ahead: bool | None = False
@@ -43,6 +45,8 @@ class SpecConfig(SelectiveConfig):
         self._one_of("quant_group", (32, 64))
         self._one_of("speculative", (True, False))
         self._one_of("top_up", (True, False))
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", self.quant_group if self.engine == "memory" else 4)
         if self.group_size is not None and self.quant_group % self.group_size:
             raise ConfigError(
                 f"group_size must divide quant_group ({self.quant_group}), got {self.group_size}: use group_size=4"
@@ -55,6 +59,10 @@ class SpecConfig(SelectiveConfig):
     @property
     def leave_together(self) -> int:
         return self.quant_group
+
+    @property
+    def records_apart(self) -> bool:
+        return self.engine == "memory"
 
     @property
     def chosen(self) -> int:

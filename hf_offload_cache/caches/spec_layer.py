@@ -15,7 +15,8 @@ from ..core.selective_plan import area_bytes
 from ..core.step import Step
 from ..errors import BudgetError
 from ..fetch.areas import Areas
-from ..fetch.chosen_entries import ChosenEntries, Entries, picked, records_of
+from ..fetch.chosen_entries import ChosenEntries, Entries
+from ..fetch.entry_reads import EntryReads
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
 from ..history.packing import latest_tokens, sealed_groups
@@ -90,8 +91,10 @@ class SpecLayer(SelectiveLayer):
         chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
         latest = -(-latest_tokens(form, config) // form.group_size)
         view = kind.rows * (min(wanted, units * 9 // 8 + 8) + latest) * form.payload_width * form.dtype.itemsize
-        area = area_bytes(kind, config, context, wanted)
-        areas = Areas.planned(area, view, view, UNDER_WAY if config.speculative else 0, kind.device)
+        area, ahead = area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
+        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
+            area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
+        areas = Areas.planned(area, view, view, ahead, kind.device)
         selecting = LayerPlan(Planned(decode={"chosen entries": chosen}), Planned(decode=areas))
         return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
 
@@ -165,11 +168,14 @@ class SpecLayer(SelectiveLayer):
             shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
         return shares.topk(count, 2, sorted=False).indices.cpu().numpy()
 
+    @property
+    def _reads(self) -> EntryReads:
+        assert self.selecting is not None
+        return EntryReads(self.shared.storage, self.selecting.areas)
+
     def _bring(self, absent: np.ndarray) -> list[Entries]:
         """The entries of these tokens, which are read, or were ahead."""
-        history, fetcher = self.history, self.fetcher
-        choices = records_of(absent, history.form.group_size, fetcher.most_records)
-        return [picked(history.form, fetcher.bring(history, choice), choice, absent) for choice in choices]
+        return self._reads.bring(self.fetcher, self.history, absent)
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -238,7 +244,8 @@ class SpecLayer(SelectiveLayer):
         self.attends_to(call, replaced)
         if shares is not None:
             self._want(shares, visible)
-            self._ahead(chosen)
+            assert chosen.absent is not None
+            self._reads.ahead(self.fetcher, self.history, chosen.absent)
         return output, replaced
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
@@ -256,13 +263,6 @@ class SpecLayer(SelectiveLayer):
         missing, there = int((chosen.want(wanted) >= 0).sum()), int((wanted >= 0).sum())
         counters.units_selected += there
         counters.units_resident += there - missing
-
-    def _ahead(self, chosen: ChosenEntries) -> None:
-        """Begin to read what is absent, as far as there is room. A read that fails is made anew."""
-        assert chosen.absent is not None
-        if choices := records_of(chosen.absent, self.history.form.group_size, self.fetcher.most_records):
-            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
-                self.fetcher.ahead(self.history, choices[0])
 
     def collect(self) -> None:
         """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""

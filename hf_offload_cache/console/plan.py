@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields)
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
-    needs = {"memory": plan.weight_bytes + plan.peak_bytes, "disk": plan.disk_bytes}
+    needs = {"memory": plan.weight_bytes + plan.peak_bytes + plan.host_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
     _print(arguments, plan, config, needs, room, fits)
     for shortfall in cls.shortfalls(config, geometry, fields):
@@ -108,6 +108,8 @@ def _print(
     table.add_row("this cache", size_text(plan.prefill_bytes), size_text(plan.decode_bytes))
     table.add_row("budget", *[size_text(int(config.memory)) if config.memory else "-"] * 2)
     table.add_row("on disk", *[size_text(plan.disk_bytes)] * 2)
+    if plan.host_bytes:
+        table.add_row("in host memory, beside the budget", *[size_text(plan.host_bytes)] * 2)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"peak: {size_text(plan.peak_bytes)}{ratio}")

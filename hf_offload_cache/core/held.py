@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..fetch.storage import Storage
+from ..memory.account import RECORDS
 from ..model.own_model import OwnModel
 from ..model.peft_adapters import adapter_fields
 from .cache_operations import CacheOperations
@@ -76,6 +77,12 @@ class Held(CacheOperations):
         return self.storage.account.current
 
     @property
+    def host_bytes(self) -> int:
+        """Of `memory_bytes`, records that budgets do not count: see `OffloadConfig.records_apart`."""
+        self.account_live()
+        return self.storage.account.apart
+
+    @property
     def disk_bytes(self) -> int:
         """What lies on the disk for this cache, what it shares with others included."""
         self.storage.check_process()
@@ -92,7 +99,7 @@ class Held(CacheOperations):
         """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""
         account = self.storage.account
         account.observe("layers not offloaded", self.kept_bytes())
-        account.observe("records in memory", sum(store.memory_bytes for store in self.storage.stores))
+        account.observe(RECORDS, sum(store.memory_bytes for store in self.storage.stores))
         account.observe("tables", sum(layer.tables_nbytes for layer in self.offloaded))
         self.shared.books_changed = False
 

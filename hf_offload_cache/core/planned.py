@@ -13,6 +13,7 @@ from ..fetch.write_queue import WriteQueue
 from ..history.packing import latest_tokens, sealed_groups
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
+from ..memory.account import RECORDS
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry, LayerShape
@@ -133,9 +134,10 @@ def plan_cache(
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
-        held = held + Planned(*({"records in memory": nbytes // sides} for nbytes in read))
+        held = held + Planned(*({RECORDS: nbytes // sides} for nbytes in read))
     on_disk = 0 if config.engine == "memory" else store_bytes
-    return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes)
+    apart = RECORDS if config.records_apart else None
+    return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes, apart)
 
 
 def search(

@@ -15,7 +15,7 @@ import torch
 
 from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
-from ..memory.account import MemoryAccount
+from ..memory.account import RECORDS, MemoryAccount
 from ..report.counters import Counters
 from ..report.timeline import NO_TIMELINE, Timeline
 from ..report.trace import Trace
@@ -53,7 +53,8 @@ class Storage:
         self.key = None if config.encryption_key is None else load_key(config.encryption_key)
         self.directory = Path(tempfile.gettempdir() if path is None else path).absolute()
         self.engine, self.description = choose_engine(config.engine, self.directory)
-        self.account = MemoryAccount(None if config.memory is None else parse_size(config.memory, "memory"))
+        limit = None if config.memory is None else parse_size(config.memory, "memory")
+        self.account = MemoryAccount(limit, [RECORDS] if config.records_apart else [])
         self.counters = Counters()
         self.timeline: Timeline = NO_TIMELINE
         if config.trace is not None:

@@ -6,11 +6,14 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from ..errors import BudgetError
 from ..report.text import size_text
+
+RECORDS = "records in memory"
+"""The owner of what stores keep in host memory."""
 
 
 class Spare(Protocol):
@@ -28,14 +31,15 @@ class MemoryAccount:
 
     Args:
         limit: the most that may be held, in bytes; None: no limit.
+        apart: owners whose bytes the limit does not count.
 
     Attributes:
         pressed: how often something was given back so that something else could be held.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, apart: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
-        self.limit = limit
+        self.limit, self._apart = limit, frozenset(apart)
         self.by_owner: Counter[str] = Counter()
         self.current = 0
         self.peak = 0
@@ -59,7 +63,12 @@ class MemoryAccount:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more are within the limit as it is."""
-        return self.limit is None or self.current + nbytes <= self.limit
+        return self.limit is None or self.current - self.apart + nbytes <= self.limit
+
+    @property
+    def apart(self) -> int:
+        """Bytes of `current` that the limit does not count."""
+        return sum(self.by_owner[owner] for owner in self._apart)
 
     def hold(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` more (or, negative, less). Above the limit what others `spare` is given back first, one after

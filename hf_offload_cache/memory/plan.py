@@ -79,14 +79,18 @@ class MemoryPlan:
     """What the store needs; it takes up to an eighth as much again, at most 64 MiB a layer, while the disk has room."""
     full_kv_bytes: int
     weight_bytes: int
+    host_bytes: int = 0
+    """Records in host memory that budgets do not count: see `OffloadConfig.records_apart`."""
 
     @classmethod
-    def of(cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int) -> Self:
-        """The sum of what all owners planned."""
-        prefill, decode = (
-            {owner: held for owner, held in each.items() if held} for each in (planned.prefill, planned.decode)
-        )
-        return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes)
+    def of(
+        cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, apart: str | None = None
+    ) -> Self:
+        """The sum of what all owners planned; but for the one that is `apart`."""
+        both = planned.prefill, planned.decode
+        host = 0 if apart is None else max(each.get(apart, 0) for each in both)
+        prefill, decode = ({owner: held for owner, held in each.items() if held and owner != apart} for each in both)
+        return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes, host)
 
     @property
     def prefill_bytes(self) -> int:

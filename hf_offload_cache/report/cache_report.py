@@ -17,6 +17,8 @@ class Account(Protocol):
     limit: int | None
     peak: int
     @property
+    def apart(self) -> int: ...
+    @property
     def by_owner(self) -> Mapping[str, int]: ...
 
 
@@ -39,6 +41,8 @@ class CacheReport:
     """What `DynamicCache` would hold now: all rows, padding and layers that are not offloaded included."""
     memory_bytes: int
     """What the cache holds now in compute and host memory, layers that are not offloaded included."""
+    host_bytes: int
+    """Of `memory_bytes`, records in host memory that the budget does not count (`SpecCache` with engine="memory")."""
     peak_memory_bytes: int
     memory_by_owner: dict[str, int]
     disk_bytes: int
@@ -93,6 +97,7 @@ class CacheReport:
     ) -> CacheReport:
         """A report of `figures`, which are fields, and of what the books say."""
         return cls(
+            host_bytes=account.apart,
             peak_memory_bytes=account.peak,
             memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
             memory_budget=account.limit,
@@ -130,7 +135,9 @@ class CacheReport:
         ratio = f" (1/{self.full_kv_bytes / self.memory_bytes:.1f} of the full KV)" if self.memory_bytes else ""
         rows = {
             "full KV": size_text(self.full_kv_bytes),
-            "memory now": size_text(self.memory_bytes) + ratio,
+            "memory now": size_text(self.memory_bytes)
+            + ratio
+            + (f"; {size_text(self.host_bytes)} of it beside the budget, in host memory" if self.host_bytes else ""),
             "memory peak": size_text(self.peak_memory_bytes),
             "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
             "  of it now": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),

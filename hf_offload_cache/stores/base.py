@@ -110,6 +110,16 @@ class Store(ABC):
         """
 
     @property
+    def in_memory(self) -> bool:
+        """Whether all records lie in host memory, so that `read_parts` has them."""
+        return False
+
+    def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
+        """Fill row i of `out` (uint8, (n, size), host memory) with that many bytes of record `ids[i]` from its byte
+        `first_bytes[i]` on, as they lie in it. For stores that are `in_memory`."""
+        raise NotImplementedError(f"{self.name}: records on a disk are read whole")
+
+    @property
     @abstractmethod
     def capacity(self) -> int:
         """Records that exist, taken or not: ids are below it."""

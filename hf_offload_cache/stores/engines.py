@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreError
+from ..memory.account import RECORDS
 from .base import DEVICE_BLOCK, aligned_empty
 from .direct import DirectStore
 from .encryption import Encryption
@@ -183,10 +184,10 @@ def planned_store(engine: str, records: int, record_bytes: int, *, encrypted: bo
     """
     if engine == "memory":
         held, tables = MemoryStore.planned(records, record_bytes)
-        return {"records in memory": held, "tables": tables}
+        return {RECORDS: held, "tables": tables}
     kind = MappedStore if engine == "mapped" else FileStore
     tag_bytes = (Encryption if encrypted else Checksums).tag_bytes
-    return {"records in memory": 0, "tables": kind.planned_tables(records, record_bytes, tag_bytes)}
+    return {RECORDS: 0, "tables": kind.planned_tables(records, record_bytes, tag_bytes)}
 
 
 def planned_ring(engine: str) -> int:

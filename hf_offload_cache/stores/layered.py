@@ -159,6 +159,14 @@ class LayeredStore(FreezableStore):
             store.read(some, out[first:stop])
 
     @property
+    def in_memory(self) -> bool:
+        return all(store.in_memory for store in self._stores())
+
+    def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
+        for store, some, (first, stop) in self._layout.pieces(ids):
+            store.read_parts(some, first_bytes[first:stop], out[first:stop])
+
+    @property
     def capacity(self) -> int:
         return sum(store.capacity for store in self._stores())
 

@@ -80,6 +80,18 @@ class MemoryStore(FreezableStore):
             target[positions] = chunk[rows]
         self.count_read(len(runs(ids)), out.numel())
 
+    @property
+    def in_memory(self) -> bool:
+        return True
+
+    def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
+        check_range(self.name, ids, self.capacity, self.first_id)
+        target, size = out.numpy(), out.shape[1]
+        for chunk, rows, positions in self._by_chunk(ids):
+            windows = np.lib.stride_tricks.sliding_window_view(chunk.reshape(-1), size)
+            target[positions] = windows[rows * self.record_bytes + first_bytes[positions]]
+        self.count_read(len(ids), out.numel())
+
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each chunk that holds some of `ids`: the chunk, the rows in it, and their positions in `ids`."""
         indices, rows = np.divmod(ids, self._chunk_records)

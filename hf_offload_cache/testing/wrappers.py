@@ -80,6 +80,13 @@ class WrapperStore(FreezableStore):
         self.inner.read(ids, out)
 
     @property
+    def in_memory(self) -> bool:
+        return self.inner.in_memory
+
+    def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
+        self.inner.read_parts(ids, first_bytes, out)
+
+    @property
     def capacity(self) -> int:
         return self.inner.capacity
 

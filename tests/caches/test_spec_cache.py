@@ -29,7 +29,7 @@ from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.predictors import low_bit_copy
 
 LENGTH, NEW = 300, 80
-SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "engine": "memory", "block_tokens": 64}
+SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,7 @@ def test_a_second_turn_and_a_crop_into_the_copy() -> None:
 def test_what_is_saved_opens_with_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is quantised anew, and answers are the same."""
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
-    fields = {**SMALL, "engine": "auto"}
-    with SpecCache(model, path=tmp_path, num_selected=20, **fields) as cache:
+    with SpecCache(model, path=tmp_path, num_selected=20, **SMALL) as cache:
         first = generate(model, cache, ids, max_new_tokens=4).tokens
         cache.save(tmp_path / "context")
         more = torch.cat([first, prompt(model, 1, 3)], 1)
@@ -281,3 +280,40 @@ def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
     elements = 2 * 30 * 3 * 64 * (8192 - config.num_recent) // group * group
     assert plan.decode["low-bit copy"] == pytest.approx(elements * (bits + 32 / group) / 8, rel=0.01)
     assert plan.peak_bytes <= share * full
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_path: Path) -> None:
+    """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too."""
+    model, found, read = long_model(), [], []
+    ids, mask = asked(2) if padded else (prompt(model, 2, LENGTH), {})
+    for engine in ("memory", "auto"):
+        fields = {"num_recent": 8, "quant_group": 32, "block_tokens": 64, "num_selected": 20, "top_up": True}
+        with SpecCache(model, path=tmp_path, engine=engine, **fields) as cache:
+            first = generate(model, cache, ids, max_new_tokens=NEW, **mask)
+            assert cache.layers[0].history.form.group_size == (32 if engine == "memory" else 4)
+            read.append(cache.report().bytes_read)
+            with cache.fork() as twin:
+                more = torch.cat([first.tokens, prompt(model, 2, 3)], 1)
+                seen = {name: torch.nn.functional.pad(one, (0, NEW + 3), value=1) for name, one in mask.items()}
+                found.append((first.logits, generate(model, twin, more, max_new_tokens=8, **seen).logits))
+                assert twin.layers[0].history.store.in_memory == (engine == "memory")
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(own, theirs)
+    assert 0 < read[0] < read[1] / 8
+
+
+def test_budgets_leave_out_what_host_memory_stores() -> None:
+    """It is told apart: of what is held, planned and reported."""
+    model = long_model()
+    with SpecCache.for_budget(model, "6/5", max_context=2 * LENGTH, max_batch=1, engine="memory") as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=NEW)
+        report, plan = cache.report(), SpecCache.plan(Geometry.of(model), cache.config, 2 * LENGTH, 1)
+        stored = sum(layer.history.store.memory_bytes for layer in cache.layers)
+        assert report.host_bytes == cache.host_bytes == report.memory_by_owner["records in memory"] == stored > 0
+        assert report.memory_bytes - stored <= plan.decode_bytes <= plan.peak_bytes <= report.memory_budget
+        assert plan.host_bytes >= stored and "records in memory" not in plan.decode
+        assert "beside the budget, in host memory" in " ".join(str(report).replace("│", " ").split())
+    with SpecCache.for_budget(model, "5/2", max_context=2 * LENGTH, max_batch=1, engine="auto") as cache:
+        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
+        assert cache.report().host_bytes == 0

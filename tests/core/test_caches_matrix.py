@@ -16,6 +16,7 @@ from checked_cache import checked
 from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
 from long_llama import LENGTH, SOME, long_model
 
+from hf_offload_cache.fetch.entry_reads import EntryReads
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
@@ -137,16 +138,16 @@ def test_saved_opened_and_forked(method: str, tmp_path: Path) -> None:
 
 def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that are one place off do not get through."""
-    gather, bring = Fetcher.gather, Fetcher.bring
+    gather, bring = Fetcher.gather, EntryReads.bring
 
     def shifted(fetcher: Fetcher, history: Any, choice: Any) -> Any:
         found = gather(fetcher, history, choice)
         return dataclasses.replace(found, entries=found.entries.roll(1, 1))
 
-    def shifted_too(fetcher: Fetcher, history: Any, choice: Any) -> Any:
-        return bring(fetcher, history, choice).roll(1, 2)
+    def shifted_too(*given: Any) -> Any:
+        return [dataclasses.replace(one, keys=one.keys.roll(1, 2)) for one in bring(*given)]
 
     monkeypatch.setattr(Fetcher, "gather", shifted)
-    monkeypatch.setattr(Fetcher, "bring", shifted_too)
+    monkeypatch.setattr(EntryReads, "bring", shifted_too)
     with checked(cache_class(method))(long_model(), **SOME) as cache, pytest.raises(AssertionError):
         generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=2)

@@ -186,15 +186,15 @@ def test_all_methods_are_compared(tmp_path: Path) -> None:
             assert len(row[mode]["repetition_medians"]) == 2
             assert row[mode]["tokens_per_second"] == pytest.approx(2 / row[mode]["median_seconds"])
             assert row[mode]["steps"] == (2 if name in SLOW else 4)
-    for name in set(METHODS) - set(IN_MEMORY) - {PAGED}:
+    assert rows["SpecCache"]["off"]["bytes_read"] < stored  # or nothing: it keeps what others are not much better than
+    for name in set(METHODS) - set(IN_MEMORY) - {PAGED, "SpecCache"}:
         row = rows[name]
         if name in (*RELOADS, *JUDGED_WHOLE):
             assert row["off"]["bytes_read"] >= stored
         elif name in ("InfiniGen", "Loki"):  # a block for 256 bytes
             assert row["disk_bytes"] >= 2 * 2 * 2 * (1024 - 36) * 4096
         else:
-            least = 0 if name == "SpecCache" else 1  # it keeps what others are not much better than
-            assert least <= row["off"]["bytes_read"] < stored
+            assert 0 < row["off"]["bytes_read"] < stored
         assert row["off"]["store_seconds"] > 0
     assert rows[OWN]["hit_rate"] > rows[NO_REUSE]["hit_rate"] == 0
     assert rows[SINGLE]["group_size"] == 1 and rows[SINGLE]["record_bytes"] == 4096

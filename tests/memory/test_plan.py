@@ -56,5 +56,11 @@ def test_the_worst_moment_of_a_plan() -> None:
     assert (plan.prefill_bytes, plan.decode_bytes, plan.peak_bytes) == (5, 7, 7)
     assert plan.to_dict() == {
         "prefill": {"a": 5}, "decode": {"a": 3, "c": 4}, "disk_bytes": 9, "full_kv_bytes": 50, "weight_bytes": 70,
-        "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7,
+        "host_bytes": 0, "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7,
     }  # fmt: skip
+
+
+def test_what_is_apart_is_in_no_sum() -> None:
+    held = Planned({"a": 5, "stored": 30}, {"a": 3, "stored": 40})
+    plan = MemoryPlan.of(held, disk_bytes=0, full_kv_bytes=50, weight_bytes=70, apart="stored")
+    assert (plan.prefill, plan.decode, plan.peak_bytes, plan.host_bytes) == ({"a": 5}, {"a": 3}, 5, 40)

@@ -225,6 +225,27 @@ def layers(*answers: object) -> tuple[LayeredStore, list[Scripted]]:
     return LayeredStore(stores, in_memory), stores
 
 
+def test_parts_of_records_in_memory(tmp_path: Path) -> None:
+    """Of frozen and of new ones, as they lie there; where some are on a disk all are read whole."""
+    (first, early), (second, later) = frozen(5, 0), frozen(7, 1)
+    with closing(LayeredStore([first, second], in_memory)) as store:
+        _, latest = fill(store, 3, seed=2)
+        made, expected = np.random.default_rng(0), torch.cat([early, later, latest]).numpy()
+        ids, begin = made.integers(0, 15, 40), made.integers(0, RECORD_BYTES - 48, 40)
+        out = torch.zeros(40, 48, dtype=torch.uint8)
+        before = store.bytes_read
+        assert store.in_memory
+        store.read_parts(ids, begin, out)
+        for row, record, at in zip(out.numpy(), ids, begin, strict=True):
+            assert np.array_equal(row, expected[record, at : at + 48])
+        assert store.bytes_read - before == 40 * 48
+    part, _ = frozen(5, 0, lambda: open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"))
+    with closing(LayeredStore([part], in_memory)) as store:
+        assert not store.in_memory
+        with pytest.raises(NotImplementedError, match="read whole"):
+            store.read_parts(np.array([0]), np.array([0]), out[:1])
+
+
 def test_ids_of_one_store_cost_nothing() -> None:
     """Those of the first go on as they are, and its transfer comes back."""
     first, second = Step(), Step()
