@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
 
 def _over_copy(copy: LowBitCopy, query: torch.Tensor, latest: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     mixed = MixedAttention(copy, query, query.shape[3] ** -0.5, latest, None)
-    return mixed.attend([], query.shape[2] - 1)[0]
+    return mixed.attend([], range(query.shape[2]))[0]
 
 
 def _taken(once: Callable[[], Any], repetitions: int) -> dict[str, float]:

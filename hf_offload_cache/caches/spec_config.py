@@ -34,8 +34,8 @@ class SpecConfig(SelectiveConfig):
     quant_group: int = 64
     """Elements that share a scale: 32 or 64."""
     speculative: bool = True
-    """Run a guess of the next token beside each token, and fetch what it attends to most for the next step. False:
-    fetch what the token itself attends to most, and attend again."""
+    """Run a guess of the next token beside each token, and fetch for the next step what both attend to most, and what
+    follows that of the token. False: fetch what the token itself attends to most, and attend again."""
     top_up: bool = False
     """Beside a guess: fetch within the step what its token attends to most and the guess did not."""
 

@@ -213,9 +213,8 @@ class SpecLayer(SelectiveLayer):
         later, query = call.query.shape[2] - stop, call.query[:, :, start:stop]
         keys, values = (one[:, :, : one.shape[2] - later] for one in self._latest(call))
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
-        return MixedAttention(
-            self.predictor.copy, query, call.scaling, (keys, values), mask, call.softcap, call.s_aux
-        )
+        asked = query, call.scaling, (keys, values), mask, call.softcap, call.s_aux
+        return MixedAttention(self.predictor.copy, *asked)
 
     def _last(
         self, call: AttentionCall, mixed: MixedAttention, visible: torch.Tensor | None
@@ -229,8 +228,7 @@ class SpecLayer(SelectiveLayer):
         asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (config.top_up or not ahead or chosen.empty):
-            _, shares = mixed.attend([chosen.entries, *replaced], asked - self.guessed, last=False)
-            assert shares is not None
+            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=False)[1]
             if ahead and not chosen.empty:
                 wanted = self._most(shares, visible)
                 first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
@@ -240,12 +238,14 @@ class SpecLayer(SelectiveLayer):
                 self.collect()
                 replaced = []
         replaced = [chosen.entries, *replaced]
-        output, shares = mixed.attend(replaced, asked if ahead else None)
+        output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
-        if shares is not None:
-            self._want(shares, visible)
-            assert chosen.absent is not None
-            self._reads.ahead(self.fetcher, self.history, chosen.absent)
+        if shared:
+            *before, following = shared
+            for one in before:  # a token wants much of what the one before did, or what follows that: heads that copy
+                following += one
+                following[..., 1:] += one[..., :-1]
+            self._reads.ahead(self.fetcher, self.history, self._want(following, visible))
         return output, replaced
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
@@ -256,13 +256,14 @@ class SpecLayer(SelectiveLayer):
 
     # --- the entries that are as they were stored --------------------------------------------------------------
 
-    def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """What has most of these shares is to be collected."""
+    def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> np.ndarray:
+        """What has most of these shares is to be collected: what of it is absent."""
         chosen, counters = self._held(), self.shared.storage.counters
         wanted = self._most(shares, visible, LOYALTY)
-        missing, there = int((chosen.want(wanted) >= 0).sum()), int((wanted >= 0).sum())
+        absent, there = chosen.want(wanted), int((wanted >= 0).sum())
         counters.units_selected += there
-        counters.units_resident += there - missing
+        counters.units_resident += there - int((absent >= 0).sum())
+        return absent
 
     def collect(self) -> None:
         """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""

@@ -63,11 +63,11 @@ class MixedAttention:
             own += mask
 
     def attend(
-        self, replaced: Sequence[Entries], asked: int | None = None, *, last: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Attention with the tokens of `replaced`, distinct ones, as they are there: (B, q, H, Dv) float32; and what of
-        it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of the
-        query `asked`; None: of none. After the `last` call there is no other."""
+        it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of each of
+        the queries `asked`. After the `last` call there is no other."""
         scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
         nothing = np.zeros((*scores.shape[:2], 0), dtype=np.int64)
         tokens = np.concatenate([nothing, *(one.tokens for one in replaced)], 2)
@@ -95,7 +95,7 @@ class MixedAttention:
         exact /= total
         output = self._copy.weighted(scores[..., :-1]) + exact @ values
         output = output.unflatten(2, (-1, self._count)).flatten(1, 2).transpose(1, 2)
-        return output, None if asked is None else self._shares(scores, exact, places, asked)
+        return output, [self._shares(scores, exact, places, query) for query in asked]
 
     def _shares(self, scores: torch.Tensor, exact: torch.Tensor, places: torch.Tensor, asked: int) -> torch.Tensor:
         low, own = (one.unflatten(2, (-1, self._count))[:, :, :, asked].sum(2) for one in (scores, exact))

@@ -133,7 +133,9 @@ class CheckedLayer(SpecLayer):
         shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         expected = (shares @ values.repeat_interleave(repeats, 1)).transpose(1, 2)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
-        wanted = shares[:, :, -1, :held].unflatten(1, (-1, repeats)).sum(2)
+        own, wanted = shares[..., :held].unflatten(1, (-1, repeats)).sum(2).unbind(2)
+        wanted += own
+        wanted[..., 1:] += own[..., :-1]  # and what follows what the token itself attends to
         for row, head in np.ndindex(tokens.shape[:2]):
             wanted[row, head, tokens[row, head]] *= LOYALTY
             asked = self.chosen.wanted[row, head]

@@ -76,9 +76,11 @@ def test_equals_one_softmax(mask: str, special: str, queries: int) -> None:
     latest = keys[:, :, TOKENS:], values[:, :, TOKENS:]
     mixed = MixedAttention(copy, query, 0.3, latest, given, softcap, s_aux)
     assert mixed.attend([], last=False)[0].shape == expected.shape
-    for asked in range(queries):
-        output, shares = mixed.attend(parts, asked, last=asked == queries - 1)
-        torch.testing.assert_close(output, expected.float(), rtol=1e-4, atol=1e-5)
-        assert shares is not None
+    output, nothing = mixed.attend(parts, last=False)
+    torch.testing.assert_close(output, expected.float(), rtol=1e-4, atol=1e-5)
+    assert nothing == []
+    output, every = mixed.attend(parts, range(queries))
+    torch.testing.assert_close(output, expected.float(), rtol=1e-4, atol=1e-5)
+    for asked, shares in enumerate(every):
         own = weights[:, :, asked, :TOKENS].unflatten(1, (2, 3)).sum(2)
         torch.testing.assert_close(shares, own.float(), rtol=1e-4, atol=1e-6)
