@@ -49,7 +49,7 @@ class LowBitPredictor:
         width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
         spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
         unpacked = block * (width + spread + 4 * queries * heads // key_heads)
-        return rows * 4 * (tokens + 1) * (heads * scores + key_heads) + unpacked
+        return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + unpacked
 
     def ready(self, units: int) -> bool:
         return self.copy.tokens == units * self.copy.form.entry.group_size
