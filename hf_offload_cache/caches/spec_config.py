@@ -23,8 +23,8 @@ class SpecConfig(SelectiveConfig):
     num_recent: int = 64
     """Latest tokens, which are in memory as they were stored; up to `quant_group` more until they are quantised."""
     group_size: int | None = None
-    """Tokens a record. None: 4, or with `engine="memory"`, of which no more of a record is taken than is wanted of it,
-    `quant_group`."""
+    """Tokens a record. None: 4, or with `engine="memory"`, where a saved context is read into host memory when it is
+    opened, and of a record no more is taken than is wanted of it, `quant_group`."""
     reuse_capacity: int = 0
     """Tokens of records read before that stay in memory; what is chosen again does so anyhow."""
     look_ahead: bool | None = False

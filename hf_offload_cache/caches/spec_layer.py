@@ -32,9 +32,6 @@ UNDER_WAY = 2
 """Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
 TOGETHER = 2
 """Queries that are scored at a time: a token, and the guess beside it."""
-LOYALTY = 4
-"""What is held counts so many times as much when the next is chosen: among shares that are alike it does not matter
-much which tokens are as they were stored, and reads are saved."""
 
 
 class SpecLayer(SelectiveLayer):
@@ -95,8 +92,16 @@ class SpecLayer(SelectiveLayer):
         if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
             area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
         areas = Areas.planned(area, view, view, ahead, kind.device)
-        selecting = LayerPlan(Planned(decode={"chosen entries": chosen}), Planned(decode=areas))
+        picked = cls._picked_bytes(form, kind.rows, config)
+        shared = Planned(decode={**areas, "picked entries": picked})
+        selecting = LayerPlan(Planned(decode={"chosen entries": chosen}), shared)
         return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
+
+    @staticmethod
+    def _picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+        """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
+        become a part of the copy in this step."""
+        return rows * (config.chosen + config.quant_group) * form.entry_bytes
 
     @property
     def fetcher(self) -> Fetcher:
@@ -149,25 +154,6 @@ class SpecLayer(SelectiveLayer):
             self.chosen = ChosenEntries(history.form, history.rows, *own)
         return self.chosen
 
-    def _most(self, shares: torch.Tensor, visible: torch.Tensor | None, loyalty: int = 1) -> np.ndarray:
-        """The tokens (rows, Hk, m) that have most of these shares (rows, Hk, tokens), which are changed, the first ones
-        among them."""
-        sinks, count = self.config.num_sinks, min(self.config.chosen, shares.shape[2])
-        if not count:
-            return np.zeros((*shares.shape[:2], 0), dtype=np.int64)
-        if loyalty > 1:
-            held = self._held().tokens
-            row, head, column = (held >= 0).nonzero()
-            where = tuple(torch.from_numpy(one).to(shares.device) for one in (row, head, held[row, head, column]))
-            shares[where] *= loyalty
-        if visible is None:
-            shares[:, :, :sinks] = torch.inf
-        else:
-            begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
-            first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
-            shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
-        return shares.topk(count, 2, sorted=False).indices.cpu().numpy()
-
     @property
     def _reads(self) -> EntryReads:
         assert self.selecting is not None
@@ -189,23 +175,28 @@ class SpecLayer(SelectiveLayer):
         """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
         candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
         assert self.predictor is not None
-        timeline, copy, (heads, queries) = self.shared.storage.timeline, self.predictor.copy, call.query.shape[1:3]
-        with timeline.span("gather", self.layer_idx):
+        account, form = self.shared.storage.account, self.history.form
+        with account.holding("picked entries", self._picked_bytes(form, self.history.rows, self.config)):
+            return self._attend_to_all(call, visible), None
+
+    def _attend_to_all(self, call: AttentionCall, visible: torch.Tensor | None) -> torch.Tensor:
+        assert self.predictor is not None
+        storage, copy, (heads, queries) = self.shared.storage, self.predictor.copy, call.query.shape[1:3]
+        with storage.timeline.span("gather", self.layer_idx):
             if self.collects is not None:
                 self.collects.collect_soon()
             self.collect()
         together = min(queries, TOGETHER)
         asked = heads, together, self._scores(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
-        attending = timeline.span("attend", self.layer_idx)
-        with attending, self.shared.storage.account.holding("scores", scored):
+        with storage.timeline.span("attend", self.layer_idx), storage.account.holding("scores", scored):
             begin = queries - together
             output, replaced = self._last(call, self._over(call, begin, queries), visible)
             before = [
                 self._over(call, start, min(start + together, begin)).attend(replaced)[0]
                 for start in range(0, begin, together)
             ]
-        return torch.cat([*before, output], 1).to(call.query.dtype), None
+        return torch.cat([*before, output], 1).to(call.query.dtype)
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention:
         """Attention of some of the queries of a call, over what is not behind the last of them."""
@@ -220,6 +211,7 @@ class SpecLayer(SelectiveLayer):
         self, call: AttentionCall, mixed: MixedAttention, visible: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Entries]]:
         """Attention of the last queries of a call, and what of the copy was replaced."""
+        assert self.predictor is not None
         config, queries = self.config, call.query.shape[2]
         replaced = [] if self._leaving is None else [self._leaving]
         if not config.chosen:
@@ -230,7 +222,7 @@ class SpecLayer(SelectiveLayer):
         if real and (config.top_up or not ahead or chosen.empty):
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=False)[1]
             if ahead and not chosen.empty:
-                wanted = self._most(shares, visible)
+                wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
                 replaced += self._bring(chosen.absent_of(np.where(wanted < first, wanted, -1)))
             else:
@@ -258,8 +250,9 @@ class SpecLayer(SelectiveLayer):
 
     def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> np.ndarray:
         """What has most of these shares is to be collected: what of it is absent."""
+        assert self.predictor is not None
         chosen, counters = self._held(), self.shared.storage.counters
-        wanted = self._most(shares, visible, LOYALTY)
+        wanted = self.predictor.most(shares, visible, self.config.chosen, chosen.tokens)
         absent, there = chosen.want(wanted), int((wanted >= 0).sum())
         counters.units_selected += there
         counters.units_resident += there - int((absent >= 0).sum())

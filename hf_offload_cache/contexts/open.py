@@ -1,4 +1,5 @@
-"""A saved context as a cache: nothing is computed, and no keys and values are read before a step asks for them."""
+"""A saved context as a cache: nothing is computed, and no keys and values are read before a step asks for them, but
+where host memory is to have them all."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from ..model.fingerprint import check_fingerprint
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
 from ..stores.freezable import FreezableStore
+from ..stores.memory import MemoryStore
 from .captured_trees import check_kinds, check_layer, token_ids
 from .configuration import opened_config
 from .folder import reading
@@ -106,8 +108,12 @@ def _open_stores(
             if part.file != records_name(guard, entry.size_of(part)):
                 raise ContextError(f"{name}: its tags are not those of {part.file} in {reader.place!r}")
             place = reader.folder_fd, part.file, part.records, entry.size_of(part)
-            stores.append(open_named(storage.engine, *place, name, storage.ring, guard))
-            undo.callback(stores[-1].close)
+            store = open_named(storage.engine, *place, name, storage.ring, guard)
+            if cache.config.records_apart:
+                with contextlib.closing(store):
+                    store = MemoryStore.copy_of(store, guard.fresh())
+            stores.append(store)
+            undo.callback(store.close)
         undo.pop_all()
     return stores
 

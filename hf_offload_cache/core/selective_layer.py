@@ -20,7 +20,7 @@ from ..fetch.tier import SlotTier, Tier
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
-from ..predictors.base import Predictor, Query
+from ..predictors.base import Learner, Predictor, Query
 from ..stores.freezable import FreezableStore
 from .gathered_mask import gathered_mask
 from .offload_layer import Output
@@ -43,15 +43,15 @@ class SelectiveLayer(SelectivePlan):
 
     def _clear(self) -> None:
         super()._clear()
-        self.predictor: Predictor | None = None
+        self.predictor: Learner | None = None
         self._fetcher: Fetcher | None = None
         self._capacity, self._budget = -1, (-1, 0, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
 
-    def make_predictor(self) -> Predictor:
-        """The predictor of this layer's history, which has just been made."""
+    def make_predictor(self) -> Learner:
+        """The predictor of this layer's history, which has just been made; what learns, if nobody asks it to `choose`."""
         raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
@@ -113,7 +113,7 @@ class SelectiveLayer(SelectivePlan):
         budget, history, predictor = self.budget, self.history, self.predictor
         if predictor is None or history.records <= budget:
             return Choice.all_of(history.rows, history.units)
-        decision = predictor.select(query, budget, guess)
+        decision = cast(Predictor, predictor).select(query, budget, guess)
         if isinstance(decision, Choice):
             return decision
         try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come

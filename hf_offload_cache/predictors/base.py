@@ -31,8 +31,8 @@ class Query:
     """Keys (rows, Hk, t, D) of the latest tokens, which are attended to anyhow: a view."""
 
 
-class Predictor(Protocol):
-    """Of one layer. Never reads by itself. For the thread that runs the model.
+class Learner(Protocol):
+    """What a layer keeps of what is stored, to choose by. Never reads by itself. For the thread that runs the model.
 
     Rows are the history's: sequences, or sequences times key heads. What it holds is in the account.
     """
@@ -43,12 +43,6 @@ class Predictor(Protocol):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Units were sealed. `queries` (B, H, q, D) are those of the call that brought them; `visible` as in `Query`.
         What it raises leaves it as it was, or not `ready`."""
-
-    def select(self, query: Query, budget: int, guess: bool) -> Decision:
-        """At most `budget` of the units it is ready for, in each row, sinks among them.
-
-        `guess`: the query is one, what comes of it is only read ahead; cheaper is better than right.
-        """
 
     def truncate(self, units: int) -> None:
         """Only the first `units` units stay."""
@@ -69,3 +63,13 @@ class Predictor(Protocol):
 
     def close(self) -> None:
         """Give the memory back; it may learn anew."""
+
+
+class Predictor(Learner, Protocol):
+    """A learner that names the units a step attends to."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Decision:
+        """At most `budget` of the units it is ready for, in each row, sinks among them.
+
+        `guess`: the query is one, what comes of it is only read ahead; cheaper is better than right.
+        """

@@ -8,18 +8,19 @@ import numpy as np
 import torch
 
 from ..errors import not_whole
-from ..fetch.choice import Choice
 from ..history.base import Sealed
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
-from .base import Query
 from .low_bit_copy import BLOCK, LowBitCopy, fitting_bytes
 from .low_bit_form import LowBitForm
-from .sinks import largest, with_sinks
+
+LOYALTY = 4
+"""What is held counts so many times as much when the next is chosen: among shares that are alike it does not matter
+much which tokens are as they were stored, and reads are saved."""
 
 
 class LowBitPredictor:
-    """Holds the copy, which attention itself goes over too. See `Predictor`.
+    """Holds the copy, which attention goes over, and says what of it matters most. See `Learner`.
 
     Args:
         reserve: tokens a row that the copy is to have room for at once; 0: it grows.
@@ -59,18 +60,26 @@ class LowBitPredictor:
         assert self.copy.tokens + sealed.fresh == sealed.tokens, "tokens are missing"
         self.copy.append(sealed.parts, sealed.tokens)
 
-    def select(self, query: Query, budget: int, guess: bool) -> Choice:
-        """As `Predictor.select`, whole units: by what their tokens have of the attention, summed over heads."""
-        copy = self.copy
-        entry, group = copy.form.entry, copy.form.entry.group_size
-        states = (query.states * query.scaling).float().reshape(copy.rows, entry.num_key_heads, -1, entry.key_dim)
-        scores = copy.scores(states, states.new_empty(*states.shape[:3], copy.tokens))
-        if query.visible is not None:
-            seen = query.visible[:, : copy.tokens].to(scores.device)
-            scores.masked_fill_(~seen[:, None, None], -torch.inf)
-        shares = scores.softmax(-1).sum((1, 2)).unflatten(1, (-1, group)).sum(2).cpu().numpy()
-        importance = with_sinks(shares, self._num_sinks, group, query.visible)
-        return Choice(np.sort(largest(importance, min(budget, importance.shape[1])), 1))
+    def most(
+        self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The tokens (rows, heads, m) that have most of `shares` (rows, heads, tokens) of the attention, which are
+        changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
+        `held`, (rows, heads, n), -1: none, count `LOYALTY` times."""
+        sinks, count = self._num_sinks, min(count, shares.shape[2])
+        if not count:
+            return np.zeros((*shares.shape[:2], 0), dtype=np.int64)
+        if held is not None:
+            row, head, column = (held >= 0).nonzero()
+            where = tuple(torch.from_numpy(one).to(shares.device) for one in (row, head, held[row, head, column]))
+            shares[where] *= LOYALTY
+        if visible is None:
+            shares[:, :, :sinks] = torch.inf
+        else:
+            begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
+            first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
+            shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
+        return shares.topk(count, 2, sorted=False).indices.cpu().numpy()
 
     def truncate(self, units: int) -> None:
         self.copy.truncate(units * self.copy.form.entry.group_size)

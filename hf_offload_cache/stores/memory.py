@@ -44,6 +44,21 @@ class MemoryStore(FreezableStore):
         capacity = -(-records // chunk) * chunk
         return capacity * record_bytes, capacity * (FreeList.RECORD_BYTES + 1)
 
+    @classmethod
+    def copy_of(cls, store: FreezableStore, guard: RecordGuard) -> MemoryStore:
+        """What a frozen store holds, frozen, with the ids it has there. `guard`: as for a new one. Raises as
+        `store.read`, with nothing left."""
+        copy = cls(store.record_bytes, store.name, guard)
+        copy.allocate(store.capacity)
+        for first, stop in runs(np.flatnonzero(store.written)):
+            for start in range(first, stop, copy._chunk_records):
+                ids = np.arange(start, min(stop, start + copy._chunk_records))
+                buffer = aligned_empty(len(ids), store.record_bytes)
+                store.read(ids, buffer)
+                copy.write(ids, buffer)
+        copy.freeze()
+        return copy
+
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")

@@ -23,10 +23,12 @@ from transformers import (
 
 from hf_offload_cache.caches.spec import SpecCache
 from hf_offload_cache.caches.spec_config import SpecConfig
-from hf_offload_cache.caches.spec_layer import LOYALTY, SpecLayer
-from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.caches.spec_layer import SpecLayer
+from hf_offload_cache.errors import ConfigError, CorruptRecordError
+from hf_offload_cache.fetch import entry_reads
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.predictors import low_bit_copy
+from hf_offload_cache.predictors.low_bit import LOYALTY
 
 LENGTH, NEW = 300, 80
 SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
@@ -303,6 +305,41 @@ def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_p
     for own, theirs in zip(*found, strict=True):
         torch.testing.assert_close(own, theirs)
     assert 0 < read[0] < read[1] / 8
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_what_was_saved_is_read_into_host_memory(
+    key: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is opened, whole and checked; single rows come out of it then, and it can be saved anew."""
+    model, place = long_model(), tmp_path / "context"
+    fields = {"num_recent": 8, "quant_group": 32, "block_tokens": 64, "num_selected": 20, "path": tmp_path}
+    fields["encryption_key"] = None if key is None else lambda: key
+    with SpecCache(model, **fields) as cache:
+        first = generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4).tokens
+        cache.save(place)
+        more = torch.cat([first, prompt(model, 1, 3)], 1)
+        expected = generate(model, cache, more, max_new_tokens=8).tokens
+    with SpecCache.open(place, model, engine="memory", **fields) as opened:
+        stored = sum(layer.history.store.memory_bytes for layer in opened.layers)
+        assert opened.host_bytes == opened.report().host_bytes == stored >= 288 / LENGTH * opened.report().full_kv_bytes
+        assert all(layer.history.store.in_memory for layer in opened.layers)
+        monkeypatch.setattr(entry_reads, "records_of", None)  # whoever brings records raises
+        assert torch.equal(generate(model, opened, more, max_new_tokens=8).tokens, expected)
+        monkeypatch.undo()
+        opened.save(tmp_path / "again")
+    with SpecCache.open(tmp_path / "again", model, **fields) as again:
+        opened_length, kept = again.get_seq_length(), prompt(model, 1, 5)
+        assert opened_length == more.shape[1] + 7
+        generate(model, again, torch.cat([expected, kept], 1), max_new_tokens=4)
+    (largest,) = sorted(place.glob("*.records"), key=lambda file: file.stat().st_size)[-1:]
+    with largest.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(CorruptRecordError):
+        SpecCache.open(place, model, engine="memory", **fields)
 
 
 def test_budgets_leave_out_what_host_memory_stores() -> None:
