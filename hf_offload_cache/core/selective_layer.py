@@ -51,7 +51,7 @@ class SelectiveLayer(SelectivePlan):
     # --- what a method is --------------------------------------------------------------------------------------
 
     def make_predictor(self) -> Learner:
-        """The predictor of this layer's history, which has just been made; what learns, if nobody asks it to `choose`."""
+        """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
         raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
