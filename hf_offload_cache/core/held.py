@@ -65,6 +65,11 @@ class Held(CacheOperations):
         return max((layer.length for layer in self.offloaded), default=self._tokens.length)
 
     @property
+    def noted(self) -> int:
+        """Tokens a sequence whose ids are known."""
+        return self._tokens.length
+
+    @property
     def sequences(self) -> int:
         """Sequences held, beams included."""
         return max((layer.batch for layer in self.offloaded), default=self._tokens.batch)
@@ -112,6 +117,13 @@ class Held(CacheOperations):
     def begin_context(self) -> None:
         """What is held begins with the forward that comes: remember which of PEFT's adapters made it."""
         self.adapters = adapter_fields(self.given_model, self.model)
+
+    def note_tokens(self, ids: torch.Tensor) -> None:
+        """All layers hold ids (B, t) behind those that are known: see `Filling`."""
+        if not self._tokens.length:
+            self.begin_context()
+        self._tokens.append(ids.to("cpu"), self._tokens.length)
+        self.account_live()
 
     def freeze(self) -> None:
         """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""

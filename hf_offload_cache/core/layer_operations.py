@@ -79,6 +79,41 @@ class LayerOperations(CacheLayerMixin):
         keys, values = self.history.whole(stop)
         return self.rows.unfold(keys), self.rows.unfold(values)
 
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take in keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) that were computed elsewhere, behind what is held: as
+        `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
+        nothing was taken in then, or the cache is not to be used until `reset`."""
+        self.shared.check_open()
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        held = self.history.length
+        try:
+            sealed = self.history.append(*self._kept(keys, values))
+            self.shared.books_changed = True
+            self._sealed = sealed if sealed.keys else None
+            self.learn_alone()
+        except BaseException:
+            self.shared.storage.torn |= self.history.length != held
+            raise
+
+    def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the history keeps them."""
+        dtype = self.history.form.dtype
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        if not keys.dtype == values.dtype == dtype:
+            keys, values = keys.to(dtype), values.to(dtype)
+        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
+
+    def learn_alone(self) -> None:
+        """What was sealed is learnt of, though no attention comes that has queries."""
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None:
+            self.learn_keys(sealed)
+
+    def learn_keys(self, sealed: Sealed) -> None:
+        """As `learn`, of what came without queries."""
+
     def get_seq_length(self) -> int:
         return self.history.length if self.is_initialized else 0
 

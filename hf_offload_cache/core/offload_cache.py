@@ -25,6 +25,7 @@ from .beginning import begin
 from .budgeted import Budgeted
 from .cache_operations import CacheOperations
 from .continuation import check_model, check_planned, check_prompt
+from .forward_ended import ForwardEnded
 from .held import Held
 from .layers import make_layers
 from .load_config import load_config
@@ -35,6 +36,8 @@ from .token_log import TokenLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..report.stream_report import StreamReport
 
 
 class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
@@ -95,6 +98,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if not self._by_index:
             self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
 
+    stream_report: StreamReport | None = None
+    """What `stream_context` did to fill this cache; None: nothing was streamed."""
+
     # --- layers ------------------------------------------------------------------------------------------------
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -114,8 +120,11 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.shared.check_open()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.config.max_context is not None or self.config.max_batch is not None:
-            check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2])
-        return layer.update(key_states, value_states, *args, **kwargs)
+            check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2] - layer.guessed)
+        given = layer.update(key_states, value_states, *args, **kwargs)
+        if self.shared.ends_after is not None and self.shared.ends_after(layer_idx):
+            raise ForwardEnded
+        return given
 
     # --- the step, as the seams tell it ------------------------------------------------------------------------
 

@@ -160,15 +160,6 @@ class OffloadLayer(LayerOperations):
         step = self.shared.step
         return 0 if step is None else step.guessed
 
-    def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as the history keeps them."""
-        dtype = self.history.form.dtype
-        if keys.requires_grad or values.requires_grad:
-            keys, values = keys.detach(), values.detach()
-        if not keys.dtype == values.dtype == dtype:
-            keys, values = keys.to(dtype), values.to(dtype)
-        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
-
     # --- attention ---------------------------------------------------------------------------------------------
 
     def attend(self, call: AttentionCall) -> Output:

@@ -207,8 +207,13 @@ class SelectiveCache(OffloadCache):
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
-        if self.selecting is not None and tree["budgets"] is not None:
-            self.selecting.restore(tree["budgets"], measured=self.measures_budgets)
+        if tree["budgets"] is not None:
+            self.restore_budgets(tree["budgets"])
+
+    def restore_budgets(self, tree: Any) -> None:
+        """Spread the total over the layers as `capture` found it."""
+        if self.selecting is not None:
+            self.selecting.restore(tree, measured=self.measures_budgets)
 
     @property
     def measures_budgets(self) -> bool:

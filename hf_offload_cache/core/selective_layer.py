@@ -17,42 +17,34 @@ from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.link import Link
 from ..fetch.tier import SlotTier, Tier
-from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
-from ..predictors.base import Learner, Predictor, Query
+from ..predictors.base import Predictor, Query
 from ..stores.freezable import FreezableStore
 from .gathered_mask import gathered_mask
+from .learning_layer import LearningLayer
 from .offload_layer import Output
-from .selecting import Selecting
-from .selective_plan import SelectivePlan
 from .step import Step
 
 
-class SelectiveLayer(SelectivePlan):
+class SelectiveLayer(LearningLayer):
     """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
 
     `selecting` is set by the cache; None: the cache is exact.
     """
 
     config: SelectiveConfig
-    selecting: Selecting | None = None
     watch_query: Callable[[int, torch.Tensor], None] | None = None
     """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
     scaling = 1.0
 
     def _clear(self) -> None:
         super()._clear()
-        self.predictor: Learner | None = None
         self._fetcher: Fetcher | None = None
         self._capacity, self._budget = -1, (-1, 0, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
-
-    def make_predictor(self) -> Learner:
-        """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
-        raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
@@ -74,18 +66,7 @@ class SelectiveLayer(SelectivePlan):
     @property
     def tables_nbytes(self) -> int:
         own = 0 if self._fetcher is None else self._fetcher.tables_nbytes
-        return super().tables_nbytes + own + (0 if self.predictor is None else self.predictor.tables_nbytes)
-
-    # --- learning ----------------------------------------------------------------------------------------------
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        if self.selecting is not None:
-            self.predictor = self.make_predictor()
-
-    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
-        if self.predictor is not None:
-            self.predictor.learn(sealed, call.query.detach(), step.visible(call.mask))
+        return super().tables_nbytes + own
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
@@ -264,10 +245,6 @@ class SelectiveLayer(SelectivePlan):
         if self._fetcher is not None:
             self._fetcher.forget(records)
 
-    def truncated(self, units: int) -> None:
-        if self.predictor is not None:
-            self.predictor.truncate(units)
-
     def select_rows(self, rows: torch.Tensor) -> None:
         fewer = len(rows) < self.batch
         super().select_rows(rows)
@@ -275,25 +252,16 @@ class SelectiveLayer(SelectivePlan):
             self._fetcher.rows_changed()
         if fewer and self.selecting is not None:
             self.selecting.rest()  # what was made for more rows
-        if self.predictor is not None:
-            self.predictor.select_rows(self.rows.expand(rows))
 
     def close(self) -> None:
-        if self.predictor is not None:
-            self.predictor.close()
         self.drop_fetcher()
         super().close()
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        learnt = None if self.predictor is None else self.predictor.capture()
-        return {**super().capture(), "predictor": learnt, "scaling": self.scaling}
+        return {**super().capture(), "scaling": self.scaling}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)
         self.scaling = tree["scaling"]
-        if self.selecting is not None and self.is_initialized:
-            self.predictor = self.make_predictor()
-            if tree["predictor"] is not None:
-                self.predictor.restore({**tree["predictor"], "units": self.history.units})

@@ -26,6 +26,8 @@ class Shared:
         front: the layer updated last, and what it held before.
         books_changed: units were sealed, slots were made, or layers changed, since the books were brought to account.
         take_back: gives what undoes what a forward that does not end has added; set by the cache.
+        ends_after: told of each layer whose `update` has taken its tokens in: whether the forward ends there; set by
+            `Filling`.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
@@ -36,6 +38,7 @@ class Shared:
         self.front: tuple[int, int] | None = None
         self.books_changed = True
         self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
+        self.ends_after: Callable[[int], bool] | None = None
 
     @property
     def broken(self) -> bool:

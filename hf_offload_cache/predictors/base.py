@@ -50,6 +50,10 @@ class Learner(Protocol):
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
 
+    def lesson(self) -> dict[str, Any] | None:
+        """What was learnt of queries, as `capture` gives it of no units, for a predictor that is given the same keys
+        without queries; None: nothing is learnt of queries, or not yet."""
+
     def capture(self) -> dict[str, Any]:
         """All that is held, as a tree of values and tensors for `restore`: not to be changed, no copies."""
 

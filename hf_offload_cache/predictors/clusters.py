@@ -128,6 +128,9 @@ class ClusterPredictor:
 
     def select_rows(self, rows: torch.Tensor) -> None: ...
 
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
     def capture(self) -> dict[str, Any]:
         return {}
 

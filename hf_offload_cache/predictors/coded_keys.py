@@ -113,6 +113,9 @@ class CodedKeys(CompactKeys):
     def capture(self) -> dict[str, Any]:
         return {"coding": self.coding.capture(), "codes": self._rows.lend()}
 
+    def lesson(self) -> dict[str, Any]:
+        return {"coding": self.coding.capture(), "codes": self._rows.data[..., :0].clone()}
+
     @classmethod
     def restore(
         cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int

@@ -146,6 +146,10 @@ class CompactKeys(ABC):
         return tokens if self._rows.each == 1 else tokens.view(-1, self._rows.each).t().flatten()
 
     @abstractmethod
+    def lesson(self) -> dict[str, Any]:
+        """As `capture`, of no tokens: how keys are made compact."""
+
+    @abstractmethod
     def capture(self) -> dict[str, Any]:
         """All that is held, as a tree to restore: no copies, not to be changed. Who holds it sees no later change."""
 

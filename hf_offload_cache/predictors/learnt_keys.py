@@ -249,6 +249,13 @@ class LearntKeys:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
+    def lesson(self) -> dict[str, Any] | None:
+        """As `Learner.lesson`."""
+        if self.keys is None:
+            return None
+        own = {"adapter": self.adapter, "fitted_at": self.fitted_at, "longest_piece": self.longest_piece}
+        return {"summary": self.keys.lesson(), "sinks": None, **own}
+
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`."""
         return {

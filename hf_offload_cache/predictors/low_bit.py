@@ -87,6 +87,9 @@ class LowBitPredictor:
     def select_rows(self, rows: torch.Tensor) -> None:
         self.copy.select_rows(rows)
 
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
     def capture(self) -> dict[str, Any]:
         return self.copy.capture()
 

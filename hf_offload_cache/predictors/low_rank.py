@@ -203,6 +203,14 @@ class LowRankPredictor:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
+    def lesson(self) -> dict[str, Any] | None:
+        learnt = self.learnt.lesson()
+        if learnt is None:
+            return None
+        queries = {"measured_at": self._measured_at, "latest_queries": self.latest_queries}
+        kept = KeptChoice(self._kept.steps).capture()
+        return {**learnt, **queries, "latest": None, "beyond": None, "since": 0, "kept": kept}
+
     def capture(self) -> dict[str, Any]:
         queries = {"measured_at": self._measured_at, "latest_queries": self.latest_queries}
         latest, beyond = (

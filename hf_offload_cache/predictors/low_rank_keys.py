@@ -99,6 +99,9 @@ class LowRankKeys(CompactKeys):
             "keys": self._rows.lend(),
         }
 
+    def lesson(self) -> dict[str, Any]:
+        return {**self.capture(), "keys": self._rows.data[:, :0].clone()}
+
     @classmethod
     def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
         """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each

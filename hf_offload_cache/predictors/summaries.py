@@ -117,6 +117,9 @@ class SummaryPredictor:
             torch.index_select(old, 0, rows.to(old.device), out=self._held)
             self._account.release("summaries", old.nbytes)
 
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`; valid until the next change."""
         return {"summaries": None if self._held is None else self._held[:, : self.units]}

@@ -216,6 +216,14 @@ def test_a_guess_is_seen_by_nobody() -> None:
     assert torch.equal(*found)
 
 
+def test_a_guess_is_no_token_of_a_budget() -> None:
+    """The last token that was planned for has one beside it, which nothing holds."""
+    model, ids = long_model(), prompt(long_model(), 1, LENGTH)
+    with SpecCache(model, max_context=LENGTH + NEW, **SMALL) as cache:
+        generate(model, cache, ids, max_new_tokens=NEW + 1)  # what comes last is not stored
+        assert cache.get_seq_length() == cache.config.max_context
+
+
 def test_nothing_is_fetched() -> None:
     """Without entries as they were stored: the copy alone answers, one token a forward."""
     model, forwards = long_model(), list[int]()

@@ -1,0 +1,95 @@
+"""An empty cache filled with one sequence, some of whose keys and values come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import PromptError
+from .forward_ended import ForwardEnded
+from .offload_cache import OffloadCache
+from .offload_layer import OffloadLayer
+from .selective_cache import SelectiveCache
+from .selective_layer import SelectiveLayer
+
+
+class Filling:
+    """Token by token from the front, layer by layer: what is computed runs through the model, and what is not is taken.
+    All layers hold the same when `note` is called. For the thread that runs the model.
+
+    Args:
+        cache: holds nothing. Raises `PromptError` where it does.
+    """
+
+    def __init__(self, cache: OffloadCache) -> None:
+        if cache.held():
+            raise PromptError(f"the cache holds {cache.held():,} tokens: fill a new one, or reset() it")
+        self._cache = cache
+
+    @staticmethod
+    def reason_against(cache: OffloadCache) -> str | None:
+        """Why a cache has to be prefilled whole; None: it can be filled in parts."""
+        others = [layer for layer in cache.layers if not isinstance(layer, OffloadLayer)]
+        if others:
+            return f"{len(others)} of {len(cache.layers)} layers keep a window or a state, which is not streamed"
+        if cache.has_linear_state:
+            return "its layers keep a state beside keys and values, which is not streamed"
+        return None
+
+    @property
+    def layers(self) -> list[OffloadLayer]:
+        return self._cache.offloaded
+
+    def teach(self, lessons: dict[int, Any], states: list[str], budgets: Any = None) -> None:
+        """What was learnt where the context was made: see `Learner.lesson`; whether attention was seen to be ours
+        there; and how the total is spread over the layers, as a cache captures it. Before anything is filled in."""
+        if budgets is not None and isinstance(self._cache, SelectiveCache):
+            self._cache.restore_budgets(budgets)
+        for layer, state in zip(self.layers, states, strict=True):
+            if isinstance(layer, SelectiveLayer):
+                layer.lesson = lessons.get(layer.layer_idx)
+            if layer.state == "unknown" and state in ("tagged", "full"):
+                layer.state = state
+
+    def compute(self, ids: torch.Tensor, goes_on: Callable[[int], bool]) -> int:
+        """Run ids (1, t) through the model behind what is held. `goes_on` is asked when a layer has taken its keys and
+        values in, by the layer's index: False ends the forward. Returns how many layers have these tokens now."""
+        cache, shared, depth = self._cache, self._cache.shared, 0
+
+        def ends(layer_idx: int) -> bool:
+            nonlocal depth
+            depth = layer_idx + 1
+            return not goes_on(layer_idx)
+
+        shared.ends_after = ends
+        try:
+            with torch.no_grad():
+                cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        except ForwardEnded:
+            shared.step = shared.unseen = shared.front = None
+            self.layers[depth - 1].learn_alone()
+        finally:
+            shared.ends_after = None
+        return depth
+
+    def take(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `OffloadLayer.take`; keys (1, Hk, t, D) of any device."""
+        device = self._cache.model.device
+        self.layers[layer_idx].take(keys.to(device), values.to(device))
+
+    def note(self, ids: torch.Tensor) -> None:
+        """All layers hold these ids (1, t) behind what was noted before."""
+        known = self._cache.noted
+        if (missing := self._cache.held() - known) > 0:  # a forward that ran to its end noted its own
+            self._cache.note_tokens(ids[:, ids.shape[1] - missing :])
+
+    def take_back(self, held: int) -> None:
+        """Let all layers hold the first `held` tokens alone."""
+        for layer in self.layers:
+            if layer.is_initialized and layer.length > held:
+                if held:
+                    layer.crop(held - layer.length)
+                else:
+                    layer.reset()

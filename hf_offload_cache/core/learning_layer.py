@@ -1,0 +1,83 @@
+"""A layer that keeps something of what it stores, to choose by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..history.base import Sealed
+from ..model.attention_call import AttentionCall
+from ..predictors.base import Learner
+from ..stores.freezable import FreezableStore
+from .selecting import Selecting
+from .selective_plan import SelectivePlan
+from .step import Step
+
+
+class LearningLayer(SelectivePlan):
+    """The side of `SelectiveLayer` that learns. `selecting` is set by the cache; None: the cache is exact, and nothing
+    is learnt."""
+
+    selecting: Selecting | None = None
+    lesson: dict[str, Any] | None = None
+    """What was learnt elsewhere of the queries of what this layer is about to be given: see `Learner.lesson`."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.predictor: Learner | None = None
+
+    def make_predictor(self) -> Learner:
+        """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
+        raise NotImplementedError(f"{type(self).__name__} names no predictor")
+
+    @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self.selecting is not None:
+            self.predictor = self.make_predictor()
+            if self.lesson is not None:
+                self.predictor.restore({**self.lesson, "units": 0})
+
+    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
+        if self.predictor is not None:
+            self.predictor.learn(sealed, call.query.detach(), step.visible(call.mask))
+
+    def learn_keys(self, sealed: Sealed) -> None:
+        if self.predictor is not None:
+            part = sealed.keys[0]
+            self.predictor.learn(sealed, part.new_empty(*part.shape[:2], 0, part.shape[3]), None)
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def truncated(self, units: int) -> None:
+        if self.predictor is not None:
+            self.predictor.truncate(units)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self.predictor is not None:
+            self.predictor.select_rows(self.rows.expand(rows))
+
+    def reset(self) -> None:
+        super().reset()
+        self.lesson = None
+
+    def close(self) -> None:
+        if self.predictor is not None:
+            self.predictor.close()
+        super().close()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "predictor": None if self.predictor is None else self.predictor.capture()}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        super().restore(tree, parts, device)
+        if self.selecting is not None and self.is_initialized:
+            self.predictor = self.make_predictor()
+            if tree["predictor"] is not None:
+                self.predictor.restore({**tree["predictor"], "units": self.history.units})
