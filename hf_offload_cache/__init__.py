@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .core.offload_cache import OffloadCache as OffloadCache
     from .model.attach import detach as detach
     from .report.cache_report import CacheReport as CacheReport
+    from .report.stream_report import StreamReport as StreamReport
+    from .streaming.publish import publish_context as publish_context
+    from .streaming.stream_context import stream_context as stream_context
     from .tuning.calibrate import calibrate as calibrate
     from .tuning.calibrate_budgets import calibrate_budgets as calibrate_budgets
     from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
@@ -36,10 +39,13 @@ _HOME = {
     "ContextLibrary": "contexts.library",
     "OffloadCache": "core.offload_cache",
     "OffloadConfig": "config",
+    "StreamReport": "report.stream_report",
     "calibrate": "tuning.calibrate",
     "calibrate_budgets": "tuning.calibrate_budgets",
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
+    "publish_context": "streaming.publish",
+    "stream_context": "streaming.stream_context",
     "tune": "tuning.tuner",
     "verify": "contexts.verify",
 }

@@ -1,0 +1,179 @@
+"""Who brings which cell: one table, which computing and streaming claim from (SparKV, section IV-D)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from .plan import Cell
+
+
+class State(IntEnum):
+    FREE = 0
+    STREAMING = 1
+    RECEIVED = 2
+    COMPUTED = 3
+    LOST = 4
+    """It cannot be streamed: it was not published, is gone, or is another than the manifest says."""
+
+
+@dataclass
+class Counts:
+    """Cells, but those of the first layer, which are always computed."""
+
+    computed: int = 0
+    streamed: int = 0
+    cancelled: int = 0
+    """Computing overtook them while they were on their way, or nobody wanted them any more."""
+    overtaken: int = 0
+    """They had come, and were computed all the same: what lies above them had not."""
+    lost: int = 0
+    stolen: int = 0
+    """On their way for too long, and computed."""
+
+
+class Cells:
+    """Of (chunks, layers). Streaming claims from the end, the top layer of the last chunk first, computing what comes
+    next from the front: where they meet is where both are ready. Any thread.
+
+    Args:
+        published: (chunks, layers) bool: which can be streamed at all.
+        cancel: told of a cell whose transfer nobody wants any more, in the thread that computes.
+    """
+
+    def __init__(self, published: np.ndarray, cancel: Callable[[Cell], None] = lambda cell: None) -> None:
+        self._states = np.where(published, State.FREE, State.LOST).astype(np.int8)
+        self._states[:, 0] = State.LOST
+        self._changed = threading.Condition()
+        self._cancel = cancel
+        self._stopped = False
+        self.counts = Counts()
+        self.heard = time.monotonic()
+        """When the network last brought something."""
+
+    @property
+    def chunks(self) -> int:
+        return int(self._states.shape[0])
+
+    @property
+    def layers(self) -> int:
+        return int(self._states.shape[1])
+
+    def of_state(self) -> Counter[State]:
+        """How many cells are in which state, those of the first layer left out."""
+        with self._changed:
+            return Counter(State(int(one)) for one in self._states[:, 1:].reshape(-1))
+
+    @property
+    def open(self) -> bool:
+        """Something is on its way, or may be asked for."""
+        with self._changed:
+            waiting = (self._states == State.FREE) | (self._states == State.STREAMING)
+            return not self._stopped and bool(waiting.any())
+
+    # --- streaming ---------------------------------------------------------------------------------------------
+
+    def claim(self) -> Cell | None:
+        """The next cell to stream: the latest chunk's top one that is free. None: there is none now."""
+        with self._changed:
+            free = self._states == State.FREE
+            if self._stopped or not free.any():
+                return None
+            chunk = int(free.any(1).nonzero()[0][-1])
+            cell = chunk, int(free[chunk].nonzero()[0][-1])
+            self._states[cell] = State.STREAMING
+            return cell
+
+    def received(self, cell: Cell) -> bool:
+        """A claimed cell has come; whether it is still wanted."""
+        with self._changed:
+            wanted = bool(self._states[cell] == State.STREAMING)
+            if wanted:
+                self._states[cell] = State.RECEIVED
+                self.counts.streamed += 1
+            self.heard = time.monotonic()
+            self._changed.notify_all()
+            return wanted
+
+    def lose(self, cell: Cell, *, again: bool = False) -> None:
+        """A claimed cell does not come; `again`: it may be asked for once more."""
+        with self._changed:
+            if self._states[cell] == State.STREAMING:
+                self._states[cell] = State.FREE if again else State.LOST
+                self.counts.lost += not again
+            self._changed.notify_all()
+
+    def spoil(self, cell: Cell) -> None:
+        """What has come of a cell is of no use."""
+        with self._changed:
+            self._states[cell] = State.LOST
+            self.counts.streamed -= 1
+            self.counts.lost += 1
+
+    def stop(self) -> None:
+        """Nothing is claimed for streaming from now on, and what is on its way does not come."""
+        with self._changed:
+            self._stopped = True
+            self._states[(self._states == State.STREAMING) | (self._states == State.FREE)] = State.LOST
+            self._changed.notify_all()
+
+    # --- computing ---------------------------------------------------------------------------------------------
+
+    def goes_on(self, first: int, stop: int, layer: int) -> bool:
+        """Keys and values of chunks `first` to `stop` are computed in `layer`: whether what lies above has to be, too,
+        since some of it does not come."""
+        cancelled = []
+        with self._changed:
+            for chunk in range(first, stop):
+                cell = chunk, layer
+                if layer and self._states[cell] != State.COMPUTED:
+                    self.counts.computed += 1
+                    self.counts.overtaken += int(self._states[cell] == State.RECEIVED)
+                    if self._states[cell] == State.STREAMING:
+                        self.counts.cancelled += 1
+                        cancelled.append(cell)
+                self._states[cell] = State.COMPUTED
+            above = self._states[first:stop, layer + 1 :]
+            more = bool(((above == State.FREE) | (above == State.LOST)).any())
+        for cell in cancelled:
+            self._cancel(cell)
+        return more
+
+    def comes(self, chunk: int) -> bool:
+        """All of a chunk but its first layer is on its way, or here."""
+        with self._changed:
+            row = self._states[chunk, 1:]
+            return bool(((row == State.STREAMING) | (row == State.RECEIVED)).all())
+
+    def here(self, chunk: int, above: int = 0) -> bool:
+        """All of a chunk that lies above a layer has come."""
+        with self._changed:
+            return bool((self._states[chunk, above + 1 :] == State.RECEIVED).all())
+
+    def wait(self, chunk: int, above: int, patience: float, silence: float) -> bool:
+        """Until all of a chunk that lies above a layer has come; False: it does not, or not within `patience` seconds,
+        or nothing has come at all for `silence` seconds. What is still on its way then is the computing lane's."""
+        begun = time.monotonic()
+        with self._changed:
+            while True:
+                row = self._states[chunk, above + 1 :]
+                if (row == State.RECEIVED).all():
+                    return True
+                now = time.monotonic()
+                left = min(begun + patience, max(self.heard, begun) + silence) - now
+                if ((row == State.LOST) | (row == State.FREE)).any() or left <= 0:
+                    break
+                self._changed.wait(left)
+            late = [(chunk, int(layer) + above + 1) for layer in (row == State.STREAMING).nonzero()[0]]
+            for cell in late:
+                self._states[cell] = State.LOST
+            self.counts.stolen += len(late)
+        for cell in late:
+            self._cancel(cell)
+        return False

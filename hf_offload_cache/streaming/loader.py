@@ -1,0 +1,201 @@
+"""Two lanes that fill a cache: the model computes from the front, the network brings what lies at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from ..core.filling import Filling
+from ..errors import CorruptRecordError, StoreError
+from ..memory.account import MemoryAccount
+from ..stores.encryption import decrypt
+from .cells import Cells
+from .codec import decode
+from .costs import Line
+from .plan import Cell
+from .spool import Spool
+from .stream_manifest import StreamManifest, binding
+from .streaming_lane import StreamingLane
+
+LEAST_TOKENS = 1024
+"""Tokens of a forward, at least: shorter ones take as long (2,048 tokens in forwards of 256: 1.95 times as long)."""
+MOST_TOKENS = 8192
+"""Of a forward that is not the whole rest."""
+_AHEAD = 3
+"""Cells that are decoded ahead of the one that is taken in."""
+_HELD = 2 * _AHEAD
+"""Cells that memory is taken for, as large as they are in the cache: decoded ahead, and what they are decoded from."""
+_AT_FIRST = 30.0
+"""Seconds that a cell may take before it is known what computing takes."""
+
+
+class Loader:
+    """Runs in the thread that runs the model; see `stream_context`.
+
+    Args:
+        silence: seconds without a byte after which nothing is waited for.
+    """
+
+    def __init__(
+        self, manifest: StreamManifest, filling: Filling, ids: torch.Tensor, cells: Cells, lane: StreamingLane,
+        spool: Spool, key: bytes | None, silence: float, on_progress: Callable[[Cells], object],
+        account: MemoryAccount,
+    ) -> None:  # fmt: skip
+        self._manifest, self._filling, self._ids = manifest, filling, ids
+        self._cells, self._lane, self._spool, self._key = cells, lane, spool, key
+        self._silence, self._on_progress, self._account = silence, on_progress, account
+        self._begins = [0]
+        for chunk in range(cells.chunks):
+            self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
+        self._took: list[tuple[int, int, float]] = []
+        """Of forwards through all layers: tokens, tokens before them, seconds."""
+        self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
+        self.recomputed_tokens = 0
+        self.computing_seconds = 0.0
+
+    def run(self) -> None:
+        """Fill the cache with all chunks. What it raises leaves the cache to be reset."""
+        account, most = self._account, self._manifest.shape(0).nbytes if self._cells.chunks else 0
+        try:
+            account.observe("streaming", _HELD * most)
+            chunk = 0
+            while chunk < self._cells.chunks:
+                stop = self._stop_of_column(chunk)
+                if self._column(chunk, stop):
+                    chunk = stop
+        finally:
+            self._decoders.shutdown(cancel_futures=True)
+            account.observe("streaming", 0)
+
+    # --- columns -----------------------------------------------------------------------------------------------
+
+    def _stop_of_column(self, first: int) -> int:
+        """The chunks from `first` on that go through the model together: those that have come whole, of which the first
+        layer is computed; or those that are to be computed."""
+        cells, stop = self._cells, first + 1
+        if cells.comes(first) and cells.wait(first, 0, self._patience(first), self._silence):
+            while stop < cells.chunks and cells.here(stop) and self._tokens(first, stop + 1) <= MOST_TOKENS:
+                stop += 1
+            return stop
+        tokens = max(LEAST_TOKENS, self._worth_together(first))
+        while stop < cells.chunks and self._tokens(first, stop) < tokens and not cells.comes(stop):
+            stop += 1
+        return stop
+
+    def _tokens(self, first: int, stop: int) -> int:
+        return self._begins[stop] - self._begins[first]
+
+    def _worth_together(self, first: int) -> int:
+        """Tokens that one forward may have: half of what computing will come to before the network does, so that what
+        is known better by then decides on the rest. 0: it is not known yet."""
+        bandwidth, line = self._lane.bandwidth, self._line()
+        if line is None or bandwidth is None:
+            return 0
+        chunks = self._cells.chunks
+        nbytes = [sum(cell.bytes for cell in row if cell is not None) for row in self._manifest.cells[:chunks]]
+        come = sum(self._cells.here(chunk) for chunk in range(first, chunks))
+        last, streaming = chunks - come, 0.0
+        computing = self._seconds(line, first, first + 1)
+        front = first + 1
+        while front < last:  # the lane that is done first takes the next chunk
+            if computing <= streaming + nbytes[last - 1] / max(bandwidth, 1.0):
+                computing += self._seconds(line, front, front + 1)
+                front += 1
+            else:
+                last -= 1
+                streaming += nbytes[last] / max(bandwidth, 1.0)
+        reached = self._tokens(first, front)
+        if front >= chunks - come and streaming == 0:  # the network is too slow for a single chunk
+            return self._tokens(first, chunks)
+        return min(reached // 2, MOST_TOKENS)
+
+    def _line(self) -> Line | None:
+        return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
+
+    def _seconds(self, line: Line, first: int, stop: int) -> float:
+        return float(line.seconds(np.array(float(self._tokens(first, stop))), np.array(float(self._begins[first]))))
+
+    def _patience(self, chunk: int) -> float:
+        """Seconds that a chunk may still take to come: as long as it takes to compute."""
+        line = self._line()
+        return _AT_FIRST if line is None else self._seconds(line, chunk, chunk + 1)
+
+    def _column(self, first: int, stop: int) -> bool:
+        """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
+        held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
+        begun = time.perf_counter()
+        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer))
+        seconds = time.perf_counter() - begun
+        self.computing_seconds += seconds
+        if depth == self._cells.layers:
+            self._took.append((ids.shape[1], held, seconds))
+        if not self._take_above(first, stop, depth):
+            self._filling.take_back(held)
+            self.recomputed_tokens += ids.shape[1]
+            return False
+        self._filling.note(ids)
+        self._on_progress(self._cells)
+        return True
+
+    def _told(self, first: int, stop: int, layer: int) -> bool:
+        more = self._cells.goes_on(first, stop, layer)
+        self._on_progress(self._cells)
+        return more
+
+    # --- what was streamed -------------------------------------------------------------------------------------
+
+    def _take_above(self, first: int, stop: int, depth: int) -> bool:
+        """Take in what was streamed above `depth` layers; False: some of it does not come, or is of no use."""
+        if depth == self._cells.layers:
+            return True
+        for chunk in range(first, stop):
+            if not self._cells.wait(chunk, depth - 1, self._patience(chunk), self._silence):
+                return False
+        cells = [(chunk, layer) for layer in range(depth, self._cells.layers) for chunk in range(first, stop)]
+        try:
+            for (_, layer), (keys, values) in self._decoded(cells):
+                self._filling.take(layer, keys[None], values[None])
+        except _UselessError as error:
+            self._cells.spoil(error.cell)
+            self._lane.trouble.append(str(error.__cause__))
+            return False
+        return True
+
+    def _decoded(self, cells: list[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
+        """In their order, some decoded ahead."""
+        waiting: list[tuple[Cell, Future[tuple[torch.Tensor, torch.Tensor]]]] = []
+        coming = iter(cells)
+        try:
+            while True:
+                while len(waiting) < _AHEAD and (cell := next(coming, None)) is not None:
+                    waiting.append((cell, self._decoders.submit(self._decode, cell)))
+                if not waiting:
+                    return
+                cell, found = waiting.pop(0)
+                yield cell, found.result()
+        finally:
+            for _, left in waiting:
+                left.cancel()
+
+    def _decode(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk, layer = cell
+        place = f"chunk {chunk} layer {layer}"
+        try:
+            data: bytes = self._spool.get(cell)
+            if self._key is not None:
+                data = decrypt(self._key, data, binding(self._manifest.context, place))
+            return decode(data, self._manifest.shape(chunk), place)
+        except (CorruptRecordError, StoreError) as error:
+            raise _UselessError(cell) from error
+
+
+class _UselessError(Exception):
+    """What has come of a cell cannot be used."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(cell)
+        self.cell = cell

@@ -1,0 +1,55 @@
+"""Objects in a folder of any file system that fsspec knows, as they are published."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from ..errors import ConfigError, StoreError
+from .stream_manifest import digest
+
+
+class Objects:
+    """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://...", "webdav://...").
+    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        import fsspec
+
+        self.url = url
+        try:
+            self._file_system, self._root = fsspec.core.url_to_fs(url, **(options or {}))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
+
+    def _place(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Raises `StoreError`."""
+        try:
+            return bool(self._file_system.exists(self._place(name)))
+        except Exception as error:  # each file system has its own
+            raise _failed(self.url, "looking for", name, error) from error
+
+    def put(self, data: bytes) -> str:
+        """An object of these bytes is there, and its name. Raises `StoreError`."""
+        name = digest(data)
+        if not self.exists(name):
+            self.write(name, data)
+        return name
+
+    def write(self, name: str, data: bytes) -> None:
+        """A file of this name has these bytes: it is whole, or as it was, where the file system can move files or
+        stores objects. Raises `StoreError`."""
+        system = self._file_system
+        try:
+            system.makedirs(self._root, exist_ok=True)
+            with system.transaction, system.open(self._place(name), "wb") as file:
+                file.write(data)
+        except Exception as error:
+            raise _failed(self.url, "writing", name, error) from error
+
+
+def _failed(url: str, doing: str, name: str, error: Exception) -> StoreError:
+    return StoreError(getattr(error, "errno", None) or errno.EIO, f"{url}: {doing} {name}: {error}")

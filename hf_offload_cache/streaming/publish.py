@@ -1,0 +1,177 @@
+"""A context as objects that any static server can serve."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..contexts.configuration import form_fields, saved_fields
+from ..contexts.folder import reading
+from ..contexts.reader import manifest_in
+from ..contexts.state import pack
+from ..core.filling import Filling
+from ..core.offload_cache import OffloadCache
+from ..errors import ConfigError, UnsupportedModelError
+from ..model.fingerprint import full_fingerprint
+from ..registry import class_named
+from ..stores.encryption import KeySource, encrypt, load_key
+from .codec import check_level, encode
+from .objects import Objects
+from .stream_manifest import NAME, StreamManifest, StreamObject, binding, ids_digests
+
+
+def publish_context(
+    context: OffloadCache | str | Path,
+    url: str,
+    tokenizer: Any = None,
+    key: KeySource | None = None,
+    *,
+    model: Any = None,
+    level: str = "default",
+    chunk_tokens: int = 1024,
+    private: Iterable[tuple[int, int]] = (),
+    overwrite: bool = False,
+    options: dict[str, Any] | None = None,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> StreamManifest:
+    """Put a context where `stream_context` loads it from: a folder, or any URL of fsspec's.
+
+    Objects are named by their content and written first, the manifest last: who reads meanwhile sees what was there
+    before. What is held is brought back a layer at a time. A second publishing of the same writes nothing anew, unless
+    it is encrypted.
+
+    Args:
+        context: a cache that holds one sequence, or the directory that one was saved to, with its `model`.
+        tokenizer: compared where the context is loaded, if it is given there, too.
+        key: 32 bytes in a file, or a function that returns them: objects and manifest are encrypted then.
+        level: how much is kept of keys and values: "lossless", "fine", "default", "small" or "smallest".
+        chunk_tokens: of an object, 64 to 8192.
+        private: token ranges (start, stop). Chunks that have some of them are not published, and computed where the
+            context is loaded. Later chunks attended to them; leave out what follows where that matters.
+        overwrite: replace the manifest of what is published there; its objects stay.
+        options: of the file system.
+        on_progress: told how many layers of how many are published.
+
+    Raises `ConfigError`, `FileExistsError`, `UnsupportedModelError` for a model that keeps more than keys and values,
+    `StoreError`, and what opening a directory raises.
+    """
+    check_level(level)
+    if not 64 <= chunk_tokens <= 8192:
+        raise ConfigError(f"chunk_tokens must be 64 to 8192, got {chunk_tokens}: use 1024")
+    if not isinstance(context, OffloadCache):
+        with _opened(context, model, tokenizer, key) as cache:
+            return publish_context(
+                cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=private,
+                overwrite=overwrite, options=options, on_progress=on_progress,
+            )  # fmt: skip
+    secret, objects = None if key is None else load_key(key), Objects(url, options)
+    if objects.exists(NAME) and not overwrite:
+        raise FileExistsError(f"{url} has a published context: name another folder, or give overwrite=True")
+    if reason := Filling.reason_against(context):
+        raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
+    if context.sequences != 1 or not context.tokens:
+        raise ConfigError(f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens")
+    return _Publishing(context, objects, secret, level, chunk_tokens).run(tokenizer, list(private), on_progress)
+
+
+def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None) -> OffloadCache:
+    if model is None:
+        raise ConfigError(f"model is missing: the context in {str(place)!r} is opened with it; or give the cache")
+    fields = {} if key is None else {"encryption_key": key}
+    name = reading(place, lambda folder_fd: manifest_in(folder_fd, str(place))).cache
+    cls = class_named(name)
+    if cls is None:
+        raise ConfigError(f"{place}: its cache {name} is none of this library's: open it, and publish the cache")
+    opened: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)
+    return opened
+
+
+class _Publishing:
+    def __init__(
+        self, cache: OffloadCache, objects: Objects, key: bytes | None, level: str, chunk_tokens: int
+    ) -> None:
+        self._cache, self._objects, self._key = cache, objects, key
+        self._level, self._chunk_tokens = level, chunk_tokens
+        self._context = secrets.token_hex(16)
+
+    def run(
+        self, tokenizer: Any, private: list[tuple[int, int]], on_progress: Callable[[int, int], object] | None
+    ) -> StreamManifest:
+        cache, size = self._cache, self._chunk_tokens
+        cache.take_back()
+        tokens, ids = cache.tokens, cache.capture()["ids"][0]
+        chunks = range(-(-tokens // size))
+        hidden = {chunk for chunk in chunks if overlaps(chunk, size, private)}
+        cells: list[list[StreamObject | None]] = [[None] for _ in chunks]
+        form = cache.offloaded[0].history.form
+        for done, layer in enumerate(cache.offloaded):
+            if done:  # the first layer is a projection of the tokens
+                keys, values = layer.whole()
+                for chunk in chunks:
+                    part = slice(chunk * size, (chunk + 1) * size)
+                    data = None if chunk in hidden else encode(keys[0, :, part], values[0, :, part], self._level)
+                    place = f"chunk {chunk} layer {done}"
+                    cells[chunk].append(None if data is None else self._put(data, place))
+            if on_progress is not None:
+                on_progress(done + 1, len(cache.offloaded))
+        manifest = StreamManifest(
+            cache=type(cache).__name__,
+            config=form_of(cache),
+            identity=full_fingerprint(cache.model, tokenizer),
+            level=self._level,
+            tokens=tokens,
+            chunk_tokens=size,
+            layers=len(cache.offloaded),
+            heads=form.num_key_heads * cache.offloaded[0].rows.heads,
+            key_dim=form.key_dim,
+            value_dim=form.value_dim,
+            dtype=str(form.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            prefixes=tuple(ids_digests(ids, size)),
+            cells=tuple(map(tuple, cells)),
+            learnt=self._put(pack(self._learnt()), "what was learnt"),
+            encrypted=self._key is not None,
+            context=self._context,
+        )
+        data = manifest.dumped()
+        self._objects.write(NAME, data if self._key is None else encrypt(self._key, data, binding("", "manifest")))
+        return manifest
+
+    def _learnt(self) -> dict[str, Any]:
+        cache = self._cache
+        lessons = {}
+        for layer in cache.offloaded:
+            predictor = getattr(layer, "predictor", None)
+            if predictor is not None and (lesson := predictor.lesson()) is not None:
+                lessons[layer.layer_idx] = lesson
+        states = [layer.state for layer in cache.offloaded]
+        return {"lessons": lessons, "states": states, "budgets": cache.capture().get("budgets")}
+
+    def _put(self, data: bytes, place: str) -> StreamObject:
+        if self._key is not None:
+            data = encrypt(self._key, data, binding(self._context, place))
+        return StreamObject(name=self._objects.put(data), bytes=len(data))
+
+
+def form_of(cache: OffloadCache) -> dict[str, Any]:
+    """The fields that what a cache learns depends on, as JSON has them."""
+    form: dict[str, Any] = json.loads(json.dumps(form_fields(cache.config_class, saved_fields(cache.config))))
+    return form
+
+
+def overlaps(chunk: int, size: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether a chunk of `size` tokens has some of token `ranges`."""
+    return any(start < (chunk + 1) * size and stop > chunk * size for start, stop in ranges)
+
+
+def as_ids(input_ids: Any) -> torch.Tensor:
+    """Ids (T,) of one sequence, given as (T,) or (1, T). Raises `ConfigError`."""
+    ids = torch.as_tensor(input_ids)
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim != 1 or ids.dtype.is_floating_point:
+        raise ConfigError(f"input_ids must be the ids of one sequence, (1, T), got {tuple(ids.shape)} {ids.dtype}")
+    return ids

@@ -1,0 +1,181 @@
+"""Keys and values of a chunk as symbols of a byte, and back: how much of them is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+GROUP = 64
+"""Elements that share a scale, at most: tokens of a channel of keys, channels of a token of values."""
+_MOST = 6e4
+"""Scales are kept in 16 bits: a chunk with a larger element, or one that is no number, is kept as it is."""
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """Of keys (heads, tokens, key_dim) and values (heads, tokens, value_dim) of one layer."""
+
+    heads: int
+    tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values, as they are."""
+        return self.heads * self.tokens * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def of_keys(self) -> tuple[int, int, int]:
+        return self.heads, self.tokens, self.key_dim
+
+    def of_values(self) -> tuple[int, int, int]:
+        return self.heads, self.tokens, self.value_dim
+
+
+class Quantiser(Protocol):
+    """Tensors on the CPU; any thread."""
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors of which the bytes are kept, one after another."""
+
+    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor that `encode` gives for a chunk of this shape."""
+
+    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, new."""
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether scales of it can be kept in 16 bits."""
+    return bool(tensor.abs().max() < _MOST) if tensor.numel() else True  # no number compares with anything
+
+
+class Whole:
+    """Nothing is lost: the first bytes of all elements, then the second ones, so that exponents lie together."""
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        return [_planes(keys), _planes(values)]
+
+    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [
+            ((shape.dtype.itemsize, math.prod(dims)), torch.uint8) for dims in (shape.of_keys(), shape.of_values())
+        ]
+
+    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (part.t().contiguous().view(shape.dtype) for part in parts)
+        return keys.view(shape.of_keys()), values.view(shape.of_values())
+
+
+class Step:
+    """Multiples of a share of the standard deviation of all keys, or values, of the chunk."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for tensor in (keys.float(), values.float()):
+            step = (tensor.std(correction=0) * self._share).clamp(min=float(tensor.abs().max()) / 32000, max=_MOST)
+            step = torch.where(step > 0, step, 1.0).reshape(1)
+            found += [step, _planes((tensor / step).round().to(torch.int16))]
+        return found
+
+    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        found: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for dims in (shape.of_keys(), shape.of_values()):
+            found += [((1,), torch.float32), ((2, math.prod(dims)), torch.uint8)]
+        return found
+
+    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for at, dims in ((0, shape.of_keys()), (2, shape.of_values())):
+            symbols = parts[at + 1].t().contiguous().view(torch.int16)
+            found.append((symbols * parts[at]).to(shape.dtype).view(dims))
+        return found[0], found[1]
+
+
+class Range:
+    """`bits` between the least and the largest of a group: `GROUP` tokens of a channel of keys, `GROUP` channels of a
+    token of values."""
+
+    def __init__(self, bits: int) -> None:
+        self._most = 2**bits - 1
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        heads, tokens, dim = keys.shape
+        short = -tokens % GROUP
+        if short:  # the last group is filled with its last token
+            keys = torch.cat([keys, keys[:, -1:].expand(heads, short, dim)], 1)
+        found = self._symbols(keys.float().unflatten(1, (-1, GROUP)), 2)
+        found[0] = found[0].flatten(1, 2)[:, :tokens].contiguous()
+        of_values = self._symbols(values.float().unflatten(2, (-1, _divisor(values.shape[2]))), 3)
+        return [*found, of_values[0].flatten(2), *of_values[1:]]
+
+    def _symbols(self, groups: torch.Tensor, along: int) -> list[torch.Tensor]:
+        low, high = groups.amin(along, keepdim=True).half(), groups.amax(along, keepdim=True)
+        step = ((high - low.float()) / self._most).half()
+        divisor = torch.where(step > 0, step, 1.0).float()
+        symbols = ((groups - low.float()) / divisor).round().clamp(0, self._most).to(torch.uint8)
+        return [symbols, low.squeeze(along), step.squeeze(along)]
+
+    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        heads, tokens, dim = shape.of_keys()
+        of_keys = heads, -(-tokens // GROUP), dim
+        of_values = heads, tokens, shape.value_dim // _divisor(shape.value_dim)
+        found: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for dims, scales in ((shape.of_keys(), of_keys), (shape.of_values(), of_values)):
+            found += [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
+        return found
+
+    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+        symbols, low, step = parts[:3]
+        tokens = shape.tokens
+        scales = (one.float().repeat_interleave(GROUP, 1)[:, :tokens] for one in (step, low))
+        keys = next(scales).mul_(symbols).add_(next(scales)).to(shape.dtype)
+        symbols, low, step = parts[3:]
+        grouped = symbols.unflatten(2, (-1, _divisor(shape.value_dim))).float()
+        values = grouped.mul_(step.float()[..., None]).add_(low.float()[..., None]).flatten(2).to(shape.dtype)
+        return keys, values
+
+
+class Largest:
+    """`bits` between plus and minus the largest of a token, of keys and of values."""
+
+    def __init__(self, bits: int) -> None:
+        self._most = 2 ** (bits - 1) - 1
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for tensor in (keys.float(), values.float()):
+            step = (tensor.abs().amax(2) / self._most).half()
+            divisor = torch.where(step > 0, step, 1.0).float()[..., None]
+            symbols = (tensor / divisor).round().clamp(-self._most, self._most) + self._most
+            found += [symbols.to(torch.uint8), step]
+        return found
+
+    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        found: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for dims in (shape.of_keys(), shape.of_values()):
+            found += [(dims, torch.uint8), (dims[:2], torch.float16)]
+        return found
+
+    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (
+            (symbols.float() - self._most).mul_(step.float()[..., None]).to(shape.dtype)
+            for symbols, step in (parts[:2], parts[2:])
+        )
+        return keys, values
+
+
+def _divisor(dim: int) -> int:
+    """The most channels up to `GROUP` that divide `dim`."""
+    return next(group for group in range(min(GROUP, dim), 0, -1) if dim % group == 0)
+
+
+def _planes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, (itemsize, elements): all first ones, all second ones..."""
+    return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.dtype.itemsize).t().contiguous()

@@ -1,0 +1,190 @@
+"""`stream_context`: a context that was published elsewhere, in a cache of this process (SparKV, sections IV and V)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..caches.disk_swap import DiskSwapCache
+from ..contexts.state import unpack
+from ..core.filling import Filling
+from ..core.offload_cache import OffloadCache
+from ..errors import ContextError, EncryptionKeyError, StoreError
+from ..model.fingerprint import check_fingerprint
+from ..report.stream_report import StreamReport
+from ..stores.encryption import KeySource, decrypt, load_key
+from .cells import Cells
+from .loader import MOST_TOKENS, Loader
+from .publish import as_ids, form_of, overlaps
+from .spool import Spool
+from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding, digest
+from .streaming_lane import StreamingLane
+from .transport import MissingObjectError, Transport, fetch, transport_of
+
+Link = Callable[[], Transport]
+
+
+def stream_context(
+    url: str,
+    model: Any,
+    input_ids: Any,
+    into: type[OffloadCache] = DiskSwapCache,
+    *,
+    key: KeySource | None = None,
+    tokenizer: Any = None,
+    path: str | Path | None = None,
+    private: Iterable[tuple[int, int]] = (),
+    silence: float = 10.0,
+    options: dict[str, Any] | None = None,
+    on_progress: Callable[[Cells], object] | None = None,
+    **fields: Any,
+) -> OffloadCache:
+    """A cache that holds what `input_ids` and the context at `url` begin with alike, as far as whole chunks go, and at
+    most all but the last id: `model.generate(input_ids, past_key_values=cache)` goes on from there.
+
+    Some of it is streamed and some computed, whichever is there first: the model computes from the front, the network
+    brings the last chunks, their top layers first, until they meet. Where the link fails, or brings something else than
+    was published, what is missing is computed. `cache.stream_report` says what was done. What was streamed is as near
+    to what was computed as the level that it was published with.
+
+    Args:
+        url: of `publish_context`; http(s) or any file system of fsspec.
+        input_ids: (1, T) or (T,), any device.
+        into: class of the cache, made with `path` and `fields`; closed where this raises.
+        key: 32 bytes in a file, or a function that returns them, of an encrypted context.
+        tokenizer: compared with the one that the context was published with.
+        private: token ranges (start, stop) of which nothing is asked for.
+        silence: seconds without a byte after which nothing is waited for.
+        options: of the file system, or of aiohttp's session.
+        on_progress: told of the table of cells, in this thread, when something is computed.
+
+    Raises `ContextMismatchError` for another model, `ContextError` for a manifest that is none, `EncryptionKeyError`,
+    `StoreError` where the manifest cannot be had, and what making the cache and prefilling raise.
+    """
+    begun = time.perf_counter()
+    ids = as_ids(input_ids)
+    secret = None if key is None else load_key(key)
+    link = functools.partial(transport_of, url, options, silence)
+    manifest = _manifest(link, url, secret)
+    check_fingerprint(manifest.identity, model, tokenizer)
+    cache = into(model, path=path, **fields)
+    try:
+        chunks = manifest.common(ids[:-1])
+        tokens = sum(map(manifest.tokens_of, range(chunks)))
+        ids = ids[None, :tokens].to(cache.model.device)
+        filling = Filling(cache)
+        reason = Filling.reason_against(cache) or _mismatch(manifest, cache)
+        if reason is not None or not chunks:
+            if not chunks:
+                reason = "the prompt does not begin as the context does"
+            for part in ids.split(MOST_TOKENS, 1) if tokens else ():
+                filling.compute(part, lambda layer: True)
+            cells, loader, lane = None, None, None
+        else:
+            cells, loader, lane = _load(
+                manifest, cache, filling, ids, link, secret, list(private), silence, on_progress
+            )
+        cache.stream_report = _report(tokens, reason, cells, loader, lane, time.perf_counter() - begun)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
+def _manifest(link: Link, url: str, key: bytes | None) -> StreamManifest:
+    try:
+        data = fetch(link, NAME, MOST_BYTES)
+    except MissingObjectError as error:
+        raise StoreError(error.errno, f"{url}: there is no published context ({error.strerror})") from error
+    if key is not None:
+        data = decrypt(key, data, binding("", "manifest"))
+    elif data.lstrip()[:1] != b"{":
+        raise EncryptionKeyError(f"{url}: its {NAME} is no JSON: if the context is encrypted, give its key")
+    return StreamManifest.parse(data, url)
+
+
+def _mismatch(manifest: StreamManifest, cache: OffloadCache) -> str | None:
+    if manifest.layers != len(cache.layers):
+        return f"the context has {manifest.layers} layers and the model {len(cache.layers)}"
+    return None
+
+
+def _load(
+    manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link,
+    key: bytes | None, private: list[tuple[int, int]], silence: float, on_progress: Callable[[Cells], object] | None,
+) -> tuple[Cells, Loader, StreamingLane]:  # fmt: skip
+    chunks = manifest.common(ids[0])
+    hidden = {chunk for chunk in range(chunks) if overlaps(chunk, manifest.chunk_tokens, private)}
+    published = np.array(
+        [[cell is not None and chunk not in hidden for cell in manifest.cells[chunk]] for chunk in range(chunks)]
+    )
+    spool = Spool(cache.storage.directory)
+    cells = Cells(published, lambda cell: lane.cancel(cell))
+    lane = StreamingLane(manifest, cells, link, spool)
+    told = on_progress or (lambda cells: None)
+    loader = Loader(manifest, filling, ids, cells, lane, spool, key, silence, told, cache.storage.account)
+    lane.start()
+    try:
+        _teach(manifest, filling, cache, link, key, lane)
+        loader.run()
+    finally:
+        cells.stop()
+        lane.stop()
+        spool.close()
+    return cells, loader, lane
+
+
+def _teach(
+    manifest: StreamManifest, filling: Filling, cache: OffloadCache, link: Link, key: bytes | None, lane: StreamingLane
+) -> None:  # fmt: skip
+    """What the cache that was published has learnt of the prompt, if it was of the same class; else it learns anew."""
+    found = manifest.learnt
+    if found is None:
+        return
+    try:
+        data = fetch(link, found.name, found.bytes)
+        if len(data) != found.bytes or digest(data) != found.name:
+            raise ContextError("what was learnt is not what was published")
+        if key is not None:
+            data = decrypt(key, data, binding(manifest.context, "what was learnt"))
+        tree = unpack(data, cache.model.device, "a published context")
+        if (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache)):
+            filling.teach(tree["lessons"], tree["states"], tree["budgets"])
+        else:
+            filling.teach({}, tree["states"])
+    except (OSError, ContextError, KeyError, TypeError, ValueError) as error:
+        lane.trouble.append(f"what was learnt: {error}")
+
+
+def _report(
+    tokens: int, reason: str | None, cells: Cells | None, loader: Loader | None, lane: StreamingLane | None,
+    seconds: float,
+) -> StreamReport:  # fmt: skip
+    if cells is None or loader is None or lane is None:
+        return StreamReport(tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, reason, ())
+    counts, took = cells.counts, None
+    if lane.began is not None and lane.ended is not None and lane.ended > lane.began:
+        took = lane.received_bytes / (lane.ended - lane.began)
+    return StreamReport(
+        tokens=tokens,
+        cells=cells.chunks * (cells.layers - 1),
+        computed=counts.computed,
+        streamed=counts.streamed - counts.overtaken,
+        cancelled=counts.cancelled,
+        overtaken=counts.overtaken,
+        stolen=counts.stolen,
+        lost=counts.lost,
+        recomputed_tokens=loader.recomputed_tokens,
+        received_bytes=lane.received_bytes,
+        bandwidth=took,
+        seconds=seconds,
+        computing_seconds=loader.computing_seconds,
+        whole=reason,
+        trouble=tuple(lane.trouble),
+    )

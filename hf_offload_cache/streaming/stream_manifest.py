@@ -1,0 +1,136 @@
+"""What a published context says of itself: what it is of, and the objects that its cells are.
+
+    stream.json              this
+    <40 hex>                 objects, named by a digest of their bytes: a chunk of tokens of one layer, and what the
+                             cache has learnt of the prompt
+
+Nothing in it leads out of its folder. It holds no token: those who load a context have its text, and each chunk has a
+digest of all ids up to its end, so that a text which goes on differently has what came before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import ContextError
+from .quantisers import ChunkShape
+
+NAME: Final = "stream.json"
+MOST_BYTES: Final = 64 * 2**20
+"""Of a manifest; one that is larger is not read."""
+
+_Count = Annotated[int, Field(ge=0, lt=2**40)]
+_Positive = Annotated[int, Field(ge=1, lt=2**24)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """The name of an object of these bytes: 40 hex digits."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def ids_digests(ids: torch.Tensor, chunk_tokens: int) -> list[str]:
+    """Of ids (T,), one for each chunk: of all ids up to its end."""
+    flat, found = ids.to("cpu", torch.int64), []
+    state = hashlib.blake2b(digest_size=20)
+    for part in flat.split(chunk_tokens):
+        state.update(part.numpy().astype("<i8").tobytes())
+        found.append(state.copy().hexdigest())
+    return found
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StreamObject(_Checked):
+    """Bytes at rest: what they are named by, and how many they are."""
+
+    name: _Digest
+    bytes: _Count
+
+
+class StreamManifest(_Checked):
+    """Instances are valid: `parse` raises `ContextError` for everything else."""
+
+    format: Literal["hf_offload_cache stream"] = "hf_offload_cache stream"
+    version: Literal[1] = 1
+    cache: str
+    """Class that it was published from."""
+    config: dict[str, Any]
+    """Fields that go with it."""
+    identity: dict[str, str]
+    """Of the model, as saved contexts have it."""
+    level: str
+    tokens: _Count
+    chunk_tokens: _Positive
+    layers: _Positive
+    heads: _Positive
+    key_dim: _Positive
+    value_dim: _Positive
+    dtype: Literal["bfloat16", "float16", "float32"]
+    prefixes: tuple[_Digest, ...]
+    """Digest of all ids up to the end of each chunk."""
+    cells: tuple[tuple[StreamObject | None, ...], ...]
+    """By chunk and layer; None: it was not published, and is computed. The first layer's never are."""
+    learnt: StreamObject | None = None
+    encrypted: bool = False
+    context: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """Random: what is encrypted is bound to it."""
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> StreamManifest:
+        chunks = -(-self.tokens // self.chunk_tokens)
+        if len(self.prefixes) != chunks or len(self.cells) != chunks:
+            raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
+        most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
+        for row in self.cells:
+            if len(row) != self.layers or row[0] is not None:
+                raise ValueError("a chunk has a cell for each layer, and none is published of the first one")
+            if any(cell is not None and cell.bytes > most for cell in row):
+                raise ValueError(f"a cell has {most:,} bytes at most")
+        return self
+
+    @property
+    def chunks(self) -> int:
+        return len(self.cells)
+
+    def tokens_of(self, chunk: int) -> int:
+        """All chunks but the last have `chunk_tokens`."""
+        return min(self.chunk_tokens, self.tokens - chunk * self.chunk_tokens)
+
+    def shape(self, chunk: int) -> ChunkShape:
+        """Of a cell of a chunk."""
+        return ChunkShape(self.heads, self.tokens_of(chunk), self.key_dim, self.value_dim, getattr(torch, self.dtype))
+
+    def common(self, ids: torch.Tensor) -> int:
+        """How many whole chunks ids (T,) begin with."""
+        found = ids_digests(ids[: self.tokens], self.chunk_tokens)
+        count = 0
+        for own, theirs in zip(found, self.prefixes, strict=False):
+            if own != theirs:
+                break
+            count += 1
+        return count
+
+    def dumped(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def parse(cls, data: bytes, place: str) -> StreamManifest:
+        """Raises `ContextError` that names `place`."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise ContextError(f"{place} is no manifest of a published context: {where}: {first['msg']}") from error
+
+
+def binding(manifest_context: str, what: str) -> bytes:
+    """What an encrypted object is bound to: its context, and its place in it."""
+    return f"published {what}\0{manifest_context}".encode()

@@ -1,0 +1,70 @@
+"""The claim table: who brings which cell, and what happens to what both wanted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from hf_offload_cache.streaming.cells import Cells, State
+
+
+def test_streaming_comes_from_the_end_and_never_for_the_first_layer() -> None:
+    cells = Cells(np.ones((2, 3), dtype=bool))
+    assert [cells.claim() for _ in range(5)] == [(1, 2), (1, 1), (0, 2), (0, 1), None]
+
+
+def test_computing_ends_where_all_above_comes() -> None:
+    cancelled: list[tuple[int, int]] = []
+    cells = Cells(np.ones((1, 5), dtype=bool), cancelled.append)
+    assert cells.claim() == (0, 4) and cells.goes_on(0, 1, 0)
+    assert cells.claim() == (0, 3) and cells.goes_on(0, 1, 1)  # layer 2 comes from nobody else
+    assert not cells.goes_on(0, 1, 2) and cells.claim() is None
+    assert not cells.goes_on(0, 1, 3) and cancelled == [(0, 3)]
+    assert not cells.received((0, 3)) and cells.received((0, 4))
+    assert cells.wait(0, 3, 0, 0)
+    assert (cells.counts.computed, cells.counts.cancelled, cells.counts.streamed) == (3, 1, 1)
+
+
+def test_what_was_not_published_is_computed() -> None:
+    published = np.ones((2, 4), dtype=bool)
+    published[1, 2] = False
+    cells = Cells(published)
+    assert cells.claim() == (1, 3) and cells.claim() == (1, 1)
+    assert not cells.comes(1) and cells.goes_on(1, 2, 0) and cells.goes_on(1, 2, 1) and not cells.goes_on(1, 2, 2)
+
+
+def test_what_comes_too_late_is_computed() -> None:
+    cancelled: list[tuple[int, int]] = []
+    cells = Cells(np.ones((1, 3), dtype=bool), cancelled.append)
+    cells.claim(), cells.claim()
+    cells.received((0, 2))
+    assert not cells.wait(0, 0, 0.05, 10) and cancelled == [(0, 1)]
+    assert cells.goes_on(0, 1, 0) and not cells.goes_on(0, 1, 1)
+    assert cells.counts.stolen == 1 and cells.of_state() == {State.COMPUTED: 1, State.RECEIVED: 1}
+
+
+def test_waiting_ends_when_it_comes_or_cannot() -> None:
+    cells = Cells(np.ones((2, 2), dtype=bool))
+    assert cells.claim() == (1, 1) and cells.claim() == (0, 1)
+
+    def bring() -> None:
+        time.sleep(0.05)
+        cells.received((1, 1))
+        cells.lose((0, 1))
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    assert cells.wait(1, 0, 30, 30) and not cells.wait(0, 0, 30, 30)
+    thread.join()
+    assert cells.counts.lost == 1 and not cells.open
+
+
+def test_what_failed_may_be_asked_for_again() -> None:
+    cells = Cells(np.ones((1, 2), dtype=bool))
+    assert cells.claim() == (0, 1)
+    cells.lose((0, 1), again=True)
+    assert cells.claim() == (0, 1)
+    cells.stop()
+    assert cells.claim() is None and not cells.received((0, 1)) and cells.goes_on(0, 1, 0)

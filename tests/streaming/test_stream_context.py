@@ -1,0 +1,310 @@
+"""A published context in a cache of this process: the same as computed, whatever the network does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import prompt
+from long_llama import long_model
+from static_server import served
+from transformers import DynamicCache
+
+from hf_offload_cache import DiskSwapCache, StreamReport, publish_context, stream_context
+from hf_offload_cache.errors import (
+    ConfigError,
+    ContextError,
+    ContextMismatchError,
+    CorruptRecordError,
+    EncryptionKeyError,
+    StoreError,
+)
+from hf_offload_cache.registry import CACHES, cache_class
+from hf_offload_cache.streaming import loader
+from hf_offload_cache.streaming import stream_context as module
+from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
+
+CONTEXT, SIZE, MORE = 640, 64, 40
+ALL = list(map(cache_class, CACHES))
+
+
+@pytest.fixture(autouse=True)
+def short_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Columns of one chunk; and nothing is left behind."""
+    monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def ids() -> torch.Tensor:
+    return prompt(long_model(), 1, CONTEXT + MORE)
+
+
+def published(folder: Path, cls: Any = DiskSwapCache, level: str = "lossless", **options: Any) -> Path:
+    place = folder / "published"
+    with cls(long_model(), path=folder) as cache:
+        with torch.no_grad():
+            for part in ids()[:, :CONTEXT].split(SIZE, 1):
+                long_model()(part, past_key_values=cache)
+        publish_context(cache, str(place), level=level, chunk_tokens=SIZE, **options)
+    return place
+
+
+def logits(cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = long_model()(ids()[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -MORE:]
+    return found
+
+
+def expected() -> torch.Tensor:
+    cache = DynamicCache(config=long_model().config)
+    with torch.no_grad():
+        return long_model()(ids(), past_key_values=cache).logits[:, -MORE:]
+
+
+def wait_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing begins when the network has brought all that it can."""
+    teach = module._teach
+
+    def teach_late(*args: Any) -> None:
+        teach(*args)
+        lane = args[-1]
+        while lane._cells.open:
+            time.sleep(0.005)
+
+    monkeypatch.setattr(module, "_teach", teach_late)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("streamed_first", [True, False])
+def test_it_is_as_if_it_was_prefilled(
+    cls: Any, streamed_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without loss, streamed or computed: what is held and what is answered, saved and forked, too."""
+    place = published(tmp_path, cls)
+    if streamed_first:
+        wait_first(monkeypatch)
+    with stream_context(str(place), long_model(), ids(), cls, path=tmp_path) as cache:
+        report = cache.stream_report
+        assert isinstance(report, StreamReport) and report.whole is None and not report.trouble
+        assert cache.get_seq_length() == report.tokens == CONTEXT
+        assert report.computed + report.streamed == report.cells == CONTEXT // SIZE * 2
+        assert report.streamed == report.cells if streamed_first else report.computed > 0
+        whole = DynamicCache(config=long_model().config)
+        with torch.no_grad():
+            long_model()(ids()[:, :CONTEXT], past_key_values=whole)
+        for own, (keys, values, _) in zip(cache, whole, strict=True):
+            torch.testing.assert_close(own[:2], (keys, values), rtol=1e-4, atol=1e-4)
+        with cache.fork() as twin:
+            cache.save(tmp_path / "saved")
+            torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(logits(twin), logits_of_opened(cls, tmp_path), rtol=1e-4, atol=1e-4)
+        out = long_model().generate(ids(), past_key_values=twin_of(cls, tmp_path), max_new_tokens=8, do_sample=False)
+        assert out.shape == (1, CONTEXT + MORE + 8)
+
+
+def logits_of_opened(cls: Any, folder: Path) -> torch.Tensor:
+    with cls.open(folder / "saved", long_model(), path=folder) as opened:
+        return logits(opened)
+
+
+def twin_of(cls: Any, folder: Path) -> Any:
+    return cls.open(folder / "saved", long_model(), path=folder)
+
+
+def test_what_was_learnt_of_the_prompt_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DiskSwapCache` fits its compact keys to queries, which a streamed prompt does not have."""
+    place = published(tmp_path)
+    wait_first(monkeypatch)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
+        learnt = [layer.predictor.learnt for layer in cache.layers]
+        with DiskSwapCache(long_model(), path=tmp_path) as own:
+            with torch.no_grad():
+                for part in ids()[:, :CONTEXT].split(SIZE, 1):
+                    long_model()(part, past_key_values=own)
+            for layer, found in zip(own.layers, learnt, strict=True):
+                theirs = layer.predictor.learnt
+                assert found.keys.tokens == theirs.keys.tokens > 0 and found.fitted_at == theirs.fitted_at
+                assert torch.equal(found.keys.coding.queries, theirs.keys.coding.queries)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path, summary_dtype="int8") as other:
+        assert other.layers[0].predictor.learnt.keys is None or other.get_seq_length() == CONTEXT
+        torch.testing.assert_close(logits(other), expected(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_that_goes_on_differently_has_what_came_before(tmp_path: Path) -> None:
+    place = published(tmp_path)
+    other = ids().clone()
+    other[0, 200] = (other[0, 200] + 1) % 50
+    with stream_context(str(place), long_model(), other, path=tmp_path) as cache:
+        assert cache.get_seq_length() == 192 == cache.stream_report.tokens
+    with stream_context(str(place), long_model(), ids()[:, :CONTEXT], path=tmp_path) as cache:
+        assert cache.get_seq_length() == CONTEXT - SIZE  # one id is left to go on from
+    other[0, 0] = (other[0, 0] + 1) % 50
+    with stream_context(str(place), long_model(), other, path=tmp_path) as cache:
+        assert cache.get_seq_length() == 0 and "does not begin" in cache.stream_report.whole
+
+
+def test_private_ranges_are_neither_published_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = published(tmp_path, private=[(130, 131)])
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    assert [row[1] is None for row in manifest.cells] == [chunk == 2 for chunk in range(10)]
+    wait_first(monkeypatch)
+    with served(place) as server:
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, private=[(600, 601)]) as cache:
+            assert cache.stream_report.computed == 4
+            torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+        assert not {cell.name for cell in manifest.cells[9] if cell} & set(server.asked)
+
+
+def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> bytes:
+        return b"k" * 32
+
+    place = published(tmp_path, key=key)
+    wait_first(monkeypatch)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path, key=key) as cache:
+        assert cache.stream_report.streamed == cache.stream_report.cells and not cache.stream_report.trouble
+        torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+    with pytest.raises(EncryptionKeyError, match="give its key"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+    with pytest.raises(CorruptRecordError, match="key"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path, key=lambda: b"x" * 32)
+    names = [file for file in place.iterdir() if file.name != NAME]
+    assert all(b"HFOC" not in file.read_bytes() for file in names)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:50] + bytes([data[50] ^ 1]) + data[51:]
+
+
+FAULTS: dict[str, Any] = {
+    "missing": lambda name, data: None,
+    "flipped": lambda name, data: flipped(data),
+    "cut off": lambda name, data: data[:100],
+    "too long": lambda name, data: data + b"0" * 9000,
+    "empty": lambda name, data: b"",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_is_wrong_is_computed(
+    fault: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = published(tmp_path)
+    wait_first(monkeypatch)
+    with served(place) as server:
+        server.fault = lambda name, data: data if name == NAME or int(name, 16) % every else FAULTS[fault](name, data)
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=1) as cache:
+            report = cache.stream_report
+            assert report.computed > 0 and report.trouble
+            assert report.computed == report.cells if every == 1 else report.streamed > 0
+            torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+
+
+def test_what_was_exchanged_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object of another name and size, which has its own digest, and is not of that cell's shape."""
+    place = published(tmp_path)
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    rows = [list(row) for row in manifest.cells]
+    rows[4][1] = manifest.learnt
+    changed = manifest.model_copy(update={"cells": tuple(map(tuple, rows))})
+    (place / NAME).write_bytes(changed.dumped())
+    wait_first(monkeypatch)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
+        report = cache.stream_report
+        assert report.lost == 1 and "chunk 4 layer 1" in report.trouble[0] and report.computed == 1
+        torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 11])
+def test_the_link_dies(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = published(tmp_path)
+    wait_first(monkeypatch)
+    with served(place) as server:
+
+        def dying(name: str, data: bytes) -> bytes:
+            server.dead = name != NAME and len(server.asked) > after + 1
+            return data
+
+        server.fault = dying
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=1) as cache:
+            assert cache.stream_report.computed > 0 and cache.stream_report.trouble
+            torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_server_that_stalls_is_not_waited_for(tmp_path: Path) -> None:
+    place = published(tmp_path)
+    release = threading.Event()
+    with served(place) as server:
+
+        def stalling(name: str, data: bytes) -> bytes:
+            if name != NAME:
+                release.wait(20)
+            return data
+
+        server.fault = stalling
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=0.3) as cache:
+            assert cache.stream_report.seconds < 15 and cache.stream_report.computed == cache.stream_report.cells
+            torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+        release.set()
+
+
+def changed_manifest(place: Path, **update: Any) -> None:
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    (place / NAME).write_bytes(manifest.model_copy(update=update).dumped())
+
+
+def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
+    place = published(tmp_path)
+    whole = (place / NAME).read_bytes()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        published(tmp_path)
+    for wrong in (whole[:-40], b"{}", b'{"format": "other"}'):
+        (place / NAME).write_bytes(wrong)
+        with pytest.raises(ContextError, match="no manifest of a published context"):
+            stream_context(str(place), long_model(), ids(), path=tmp_path)
+    (place / NAME).write_bytes(whole)
+    for update in ({"tokens": 10**6}, {"chunk_tokens": 32}, {"layers": 2}):
+        changed_manifest(place, **update)
+        with pytest.raises(ContextError):
+            stream_context(str(place), long_model(), ids(), path=tmp_path)
+        (place / NAME).write_bytes(whole)
+    changed_manifest(place, identity={**StreamManifest.parse(whole, "").identity, "weights": "0" * 16})
+    with pytest.raises(ContextMismatchError, match="weights"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+    (place / NAME).unlink()
+    with pytest.raises(StoreError, match="no published context"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+    with pytest.raises(ConfigError, match="level must be"):
+        publish_context(DiskSwapCache(long_model()), "x", level="best")
+    with pytest.raises(ConfigError, match="input_ids"):
+        module.as_ids(torch.zeros(2, 3))
+
+
+def test_a_directory_is_published_with_its_model(tmp_path: Path) -> None:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        cache.save(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="model is missing"):
+        publish_context(tmp_path / "saved", str(tmp_path / "published"))
+    manifest = publish_context(tmp_path / "saved", str(tmp_path / "published"), model=long_model(), chunk_tokens=128)
+    assert manifest.tokens == CONTEXT and manifest.chunks == 5
+    objects = {file.name for file in (tmp_path / "published").iterdir()}
+    assert objects == {NAME, manifest.learnt.name, *(cell.name for row in manifest.cells for cell in row[1:])}
+
+
