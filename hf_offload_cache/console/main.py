@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import errors
-from . import generate, inspect, plan, tune, verify
+from . import generate, inspect, plan, streaming, tune, verify
 from . import manage as contexts
 from . import saved_documents as documents
 from .arguments import OutputFileError
@@ -19,7 +19,7 @@ from .terminal import printable
 
 _PROG = "hf-offload-cache"
 
-_VERBS = (generate, plan, tune, inspect, contexts, verify)
+_VERBS = (generate, plan, tune, inspect, contexts, verify, streaming)
 """Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
 
 

@@ -581,3 +581,24 @@ def test_verify(run: Run, three: Path) -> None:
 def test_verify_of_no_context(run: Run, tmp_path: Path) -> None:
     code, out, err = run("verify", tmp_path)
     assert (code, out) == (2, "") and one_line(err, "ContextError", "not a context")
+
+
+def test_published_and_streamed(ask: Run, run: Run, folder: Path, document: Path, tmp_path: Path) -> None:
+    """The same answer as without a network; and what cannot be asked for."""
+    saved, url = tmp_path / "saved", tmp_path / "published"
+    _, answer, _ = ask("--prompt-file", document, "--save", saved)
+    named = "--model", folder
+    code, out, err = run("publish", saved, url, *named, "--level", "lossless", "--chunk-tokens", 64)
+    assert (code, out.count("in 3 chunks"), out.count("(lossless)")) == (0, 1, 1), err
+    options = *named, "--prompt-file", document, "--path", tmp_path, "--question", "w5", "--max-new-tokens", 6
+    code, out, err = run("stream", url, *options)
+    assert (code, out) == (0, answer), err
+    assert "cells computed" in err and "first token after" in err
+    code, _, err = run("publish", saved, url, *named)
+    assert code == 2 and one_line(err, "overwrite")
+    code, _, err = run("stream", tmp_path / "nowhere", *options)
+    assert code == 1 and one_line(err, "no published context")
+    code, _, err = run("serve", tmp_path / "nowhere")
+    assert code == 2 and one_line(err, "is no folder")
+    code, _, err = run("publish", saved, url, *named, "--private", "9:3")
+    assert code == 2 and one_line(err, "a range of tokens is A:B")

@@ -1,0 +1,166 @@
+"""`hf-offload-cache publish`, `stream` and `serve`: contexts over a network. The answer goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import saved_documents as documents
+from .arguments import add_cache_argument, add_field_argument, add_model_arguments, positive
+
+if TYPE_CHECKING:
+    from ..streaming.cells import Cells
+
+_LEVELS = ("lossless", "fine", "default", "small", "smallest")
+
+
+def add(verbs: Any) -> None:
+    """Declare the verbs among the console's `verbs`."""
+    parser = verbs.add_parser("publish", help="put a saved context where others can stream it from")
+    parser.description = (
+        "Write a saved context as objects and a manifest, which any static web server or object store can serve."
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="a context that `generate --save` made")
+    add("url", metavar="URL", help="a folder, or a URL of fsspec's: s3://..., hf://..., webdav://...")
+    add("--level", choices=_LEVELS, default="default", help="how much is kept (default: %(default)s)")
+    add("--chunk-tokens", metavar="N", type=positive, default=1024, help="of an object (default: %(default)s)")
+    add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range to leave out")
+    add("--key", metavar="FILE", type=Path, help="encryption key of the context, and of what is published")
+    add("--overwrite", action="store_true", help="replace the manifest that is there")
+    parser.set_defaults(run=publish, parser=parser)
+
+    parser = verbs.add_parser("stream", help="answer a question about a document whose context is streamed")
+    parser.description = "As generate, but the document's context comes from a URL, as far as that is faster."
+    add_model_arguments(parser)
+    add_cache_argument(parser)
+    add_field_argument(parser)
+    add = parser.add_argument
+    add("url", metavar="URL")
+    add("--prompt-file", metavar="FILE", type=Path, required=True, help="the document, UTF-8 text")
+    add("--question", metavar="TEXT", required=True)
+    add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
+    add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range not to ask for")
+    add("--key", metavar="FILE", type=Path, help="encryption key of what is published")
+    parser.set_defaults(run=stream, parser=parser)
+
+    parser = verbs.add_parser("serve", help="serve published contexts, for trying")
+    parser.description = "A plain static web server. For more than trying take a real one: nothing of it is special."
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0: any that is free")
+    parser.set_defaults(run=serve, parser=parser)
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, _, stop = text.partition(":")
+    if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise argparse.ArgumentTypeError(f"a range of tokens is A:B, from A up to before B, got {text!r}")
+    return int(start), int(stop)
+
+
+def publish(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..report.text import size_text
+    from ..streaming.publish import publish_context
+    from . import load_model
+
+    console = Console(stderr=True)
+    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
+    try:
+        with bar:
+            task = bar.add_task("publish, layers", total=None)
+            manifest = publish_context(
+                arguments.directory, arguments.url, tokenizer, arguments.key, model=model, level=arguments.level,
+                chunk_tokens=arguments.chunk_tokens, private=arguments.private, overwrite=arguments.overwrite,
+                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )  # fmt: skip
+    except FileExistsError:
+        arguments.parser.error(f"{arguments.url} has a published context: name another, or give --overwrite")
+    nbytes = sum(cell.bytes for row in manifest.cells for cell in row if cell is not None)
+    whole = sum(manifest.shape(chunk).nbytes for chunk in range(manifest.chunks)) * (manifest.layers - 1)
+    told = f"{manifest.tokens:,} tokens in {manifest.chunks} chunks: {size_text(nbytes)}"
+    print(f"{told}, {nbytes / max(1, whole):.3f} of what they take in a cache ({manifest.level})")
+    return 0
+
+
+def stream(arguments: argparse.Namespace) -> int:
+    text = documents.read_document(arguments.prompt_file)
+
+    import torch
+    from rich.console import Console
+
+    from ..streaming.stream_context import stream_context
+    from . import load_model, named_cache
+    from .answer import check_length, generate_answer
+    from .prompt import document_part, question_part
+
+    name, fields = arguments.cache or named_cache.default_for(None), dict(arguments.fields)
+    named_cache.check_fields(name, fields, arguments.path)
+    cls, console = named_cache.offloading_class(name), Console(stderr=True)
+    console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
+    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    ids = torch.cat([document_part(tokenizer, text), question_part(tokenizer, arguments.question)], 1)
+    check_length(model, ids.shape[1], arguments.max_new_tokens)
+    started = time.perf_counter()
+    with TwoLanes(console) as lanes:
+        cache = stream_context(
+            arguments.url, model, ids, cls, key=arguments.key, tokenizer=tokenizer, path=arguments.path,
+            private=arguments.private, on_progress=lanes.update, **fields,
+        )  # fmt: skip
+    with cache:
+        print(cache.stream_report, file=sys.stderr)
+        answer = generate_answer(
+            model, tokenizer, ids, cache, arguments.max_new_tokens, started=started,
+            on_text=functools.partial(print, end="", flush=True),
+        )  # fmt: skip
+        print(flush=True)
+        print(f"first token after {answer.first_token_seconds:.2f} s", file=sys.stderr)
+        print(answer.report, file=sys.stderr)
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    if not arguments.folder.is_dir():
+        arguments.parser.error(f"{arguments.folder} is no folder: publish a context to it first")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(arguments.folder))
+    with http.server.ThreadingHTTPServer((arguments.host, arguments.port), handler) as server:
+        print(f"http://{arguments.host}:{server.server_address[1]}/", flush=True)
+        server.serve_forever()
+    return 0
+
+
+class TwoLanes:
+    """Two bars on stderr: cells computed, and cells that have come."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        )
+        self._tasks = [self._bar.add_task(name, total=None) for name in ("computed, cells", "streamed, cells")]
+
+    def __enter__(self) -> TwoLanes:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def update(self, cells: Cells) -> None:
+        from ..streaming.cells import State
+
+        found, total = cells.of_state(), cells.chunks * (cells.layers - 1)
+        for task, state in zip(self._tasks, (State.COMPUTED, State.RECEIVED), strict=True):
+            self._bar.update(task, completed=found[state], total=total)
