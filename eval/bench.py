@@ -60,6 +60,7 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
         ["-m", "eval.studies.quality_needles_budget", "--known", "--facts", "4", *_ONE_BIT], ["--quick"],
     ),
     "memory, low bits": (["-m", "eval.memory", "--cache", "spec", "--budget", "1/5"], ["--tokens", "2048"]),
+    "streaming": (["-m", "eval.studies.stream_speed"], ["--quick"]),
     "compress": (["-m", "eval.studies.speed_compress"], ["--quick"]),
     "reuse": (["-m", "eval.studies.quality_reuse"], ["--quick"]),
     "contexts": (["-m", "eval.bench_contexts"], ["--quick"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from letters import Letters
 from long_llama import long_model
 
 from eval.profiles import PROFILES
@@ -21,16 +21,6 @@ STUDIES: dict[Any, list[str]] = {
     low_bit_speed: ["--tokens", "700", "--steps", "20", "--devices", "own", "ufs"],
     low_bit_attention: ["--tokens", "1024", "--batch", "1", "--repetitions", "2"],
 }
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    pad_token_id = eos_token_id = 0
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
-        ids = [1 + ord(letter) % 180 for letter in text]
-        return {"input_ids": torch.tensor([ids]) if kwargs.get("return_tensors") else ids}
 
 
 @pytest.fixture(scope="module")

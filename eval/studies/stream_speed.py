@@ -1,0 +1,193 @@
+"""How long until a context that was prepared elsewhere gives its first token: streamed, computed, or both? (SparKV,
+section VI)"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.streaming import stream_context as module
+from hf_offload_cache.streaming.costs import Costs, Line
+from hf_offload_cache.streaming.plan import meet
+from hf_offload_cache.tuning.sample import sample_ids
+
+from ..baselines.loaders import SplitLoader, WholeChunks
+from ..bucket_server import TRACES, BucketServer, bucket_server, trace
+from .common import Rows, Study, judged, main
+
+OURS, LOCAL, STREAMED, SPLIT, WHOLE = "ours", "local prefill", "streaming alone", "fixed split", "whole chunks"
+CONTENDERS = (OURS, LOCAL, STREAMED, SPLIT, WHOLE)
+_QUESTION = 16
+"""Tokens behind the context, which all compute."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 7168], help="of the context")
+    parser.add_argument("--balances", type=float, nargs="+", default=[0.05, 1 / 3, 1.0, 3.0, 20.0],
+                        help="seconds of streaming over those of a prefill")  # fmt: skip
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=["constant"])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
+
+
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    """A row for each length, trace, balance, repeat and contender; `loaded`: a model and its tokenizer in the place of
+    the default one. Whatever does not depend on the link is measured once a length and repeat."""
+    model, tokenizer = load_default_model(getattr(torch, arguments.dtype)) if loaded is None else loaded
+    cases = [
+        {"trace": kind, "balance": balance, "repeat": repeat}
+        for repeat in range(arguments.repeats)
+        for kind in arguments.traces
+        for balance in arguments.balances
+    ]
+    for tokens in arguments.tokens:
+        left = [
+            (name, {"tokens": tokens, **case})
+            for case in cases
+            for name in CONTENDERS
+            if not rows.has(name=name, tokens=tokens, **case)
+        ]
+        if not left:
+            continue
+        ids = sample_ids(None, tokenizer)[0][: tokens + _QUESTION][None]
+        with tempfile.TemporaryDirectory(dir=arguments.path) as folder:
+            place = Path(folder, "published")
+            line, nbytes, prefill = _prepare(model, ids, tokens, place, arguments, folder)
+            chunks, layers = tokens // arguments.chunk, model.config.num_hidden_layers
+            with bucket_server(place, lambda at: 1e9) as server:
+                for name, case in left:
+                    mean = nbytes / (case["balance"] * prefill)
+                    cell = nbytes // chunks // (layers - 1)
+                    costs = Costs.of_line(line, [arguments.chunk] * chunks, layers, cell, mean)
+                    server.rate = trace(case["trace"], mean, prefill, case["repeat"])
+                    seconds, report = _first_token(name, model, ids, tokens, server, costs, folder)
+                    rows.add(name=name, **case, seconds=seconds, mbit=mean * 8e-6, **report)
+    return summary(rows.rows)
+
+
+def _prepare(
+    model: Any, ids: torch.Tensor, tokens: int, place: Path, arguments: argparse.Namespace, folder: str
+) -> tuple[Line, int, float]:
+    """Publish; what a forward takes by its tokens, bytes of all that can be streamed, and seconds of a prefill."""
+    took = []
+    for _ in range(2):  # the first one pays for what is done once
+        with DiskSwapCache(model, path=folder) as cache, torch.no_grad():
+            begun = time.perf_counter()
+            model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+            took.append(time.perf_counter() - begun)
+            if len(took) == 2:
+                manifest = publish_context(cache, str(place), chunk_tokens=arguments.chunk)
+    with DiskSwapCache(model, path=folder) as cache, torch.no_grad():
+        begun = time.perf_counter()
+        model(ids[:, : tokens // 2], past_key_values=cache, logits_to_keep=1)
+        half = time.perf_counter() - begun
+    line = Line.fitted([tokens // 2, tokens], [0, 0], [half, took[-1]])
+    return line, sum(cell.bytes for row in manifest.cells for cell in row[1:] if cell is not None), took[-1]
+
+
+def _first_token(
+    name: str, model: Any, ids: torch.Tensor, tokens: int, server: BucketServer, costs: Costs, folder: str
+) -> tuple[float, dict[str, Any]]:
+    server.restart()
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        if name == LOCAL:
+            cache = stack.enter_context(DiskSwapCache(model, path=folder))
+            with torch.no_grad():
+                model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+        else:
+            private = stack.enter_context(_as(name, costs, tokens // costs.chunks))
+            cache = stack.enter_context(stream_context(server.url, model, ids, path=folder, private=private))
+        with torch.no_grad():
+            model(ids[:, tokens:], past_key_values=cache, logits_to_keep=1)
+        seconds, report = time.perf_counter() - begun, cache.stream_report
+    if report is None:
+        return seconds, {}
+    kept = ("computed", "streamed", "cancelled", "overtaken", "stolen", "lost", "received_bytes", "computing_seconds")
+    return seconds, {field: getattr(report, field) for field in kept}
+
+
+@contextlib.contextmanager
+def _as(name: str, costs: Costs, chunk: int) -> Iterator[list[tuple[int, int]]]:
+    """`stream_context` is what `name` says in here; and token ranges that it is not to stream."""
+    if name == OURS:
+        yield []
+    elif name == WHOLE:
+        with mock.patch.object(module, "Cells", WholeChunks):
+            yield []
+    else:
+        split = 0 if name == STREAMED else round(sum(depth / costs.layers for depth in meet(costs).depths))
+        kind = type("Split", (SplitLoader,), {"split": split})
+        with mock.patch.object(module, "Loader", kind):
+            yield [(0, split * chunk)] if split else []
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By trace and balance how many times longer the others take, a mean of ratios."""
+    table, ratios = dict[str, dict[str, float]](), dict[str, list[float]]()
+    cases = dict.fromkeys((row["tokens"], row["trace"], row["balance"], row["repeat"]) for row in rows)
+    for tokens, kind, balance, repeat in cases:
+        key = {"tokens": tokens, "trace": kind, "balance": balance, "repeat": repeat}
+        own = {row["name"]: row["seconds"] for row in rows if all(row[one] == value for one, value in key.items())}
+        if OURS not in own:
+            continue
+        over = {name: seconds / own[OURS] for name, seconds in own.items() if name != OURS}
+        if LOCAL in over and STREAMED in over:
+            over["the better of both"] = min(over[LOCAL], over[STREAMED])
+        table[f"{tokens} {kind} {balance:.3g} ({repeat})"] = over
+        for name, ratio in over.items():
+            near = "near" if 1 / 3 - 0.01 <= balance <= 3.01 else "far"
+            ratios.setdefault(f"{kind}, {near}: {name}", []).append(ratio)
+            ratios.setdefault(f"{kind}, all: {name}", []).append(ratio)
+
+    def mean(name: str) -> float | None:
+        return statistics.mean(ratios[name]) if name in ratios else None
+
+    def least(name: str) -> float | None:
+        return min(ratios[name]) if name in ratios else None
+
+    reached = [
+        judged(f"{LOCAL} over ours, balance 1/3 to 3", mean(f"constant, near: {LOCAL}"), least=2.0),
+        judged(f"{STREAMED} over ours", mean(f"constant, near: {STREAMED}"), least=2.0),
+        judged("the better of both over ours", mean("constant, near: the better of both"), least=1.3),
+        judged("the same, all balances, the least", least("constant, all: the better of both"), least=1 / 1.05),
+        judged(f"{SPLIT} over ours, constant", mean(f"constant, near: {SPLIT}"), least=1.0),
+        judged(f"{SPLIT} over ours, wi-fi", mean(f"wi-fi, near: {SPLIT}"), least=1.05),
+        judged(f"{SPLIT} over ours, slower", mean(f"slower, near: {SPLIT}"), least=1.4),
+        judged(f"{SPLIT} over ours, congested", mean(f"congested, near: {SPLIT}"), least=1.15),
+        judged(f"{STREAMED} over ours, congested", mean(f"congested, near: {STREAMED}"), least=1.5),
+        judged(f"{SPLIT} over ours, a sixth", mean(f"a sixth, near: {SPLIT}"), least=1.8),
+        judged(f"{STREAMED} over ours, a sixth", mean(f"a sixth, near: {STREAMED}"), least=3.0),
+    ]
+    whole = [ratio for name, found in ratios.items() if name.endswith(f"all: {WHOLE}") for ratio in found]
+    reached.append(judged(f"{WHOLE} over ours, any trace", statistics.mean(whole) if whole else None, least=0.97))
+    return {"over ours": table, "must_reach": reached}
+
+
+def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
+    axes = figure.subplots()
+    for name in CONTENDERS:
+        own = [row for row in rows if row["name"] == name and row["trace"] == "constant"]
+        at = sorted({row["balance"] for row in own})
+        of = [statistics.mean(row["seconds"] for row in own if row["balance"] == one) for one in at]
+        axes.plot(at, of, marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="streaming over prefill", ylabel="seconds to the first token")
+    axes.legend()
+
+
+STUDY = Study("stream_speed", __doc__, run, plot, arguments, {"tokens": [2048], "balances": [1.0], "dtype": "float32"})
+
+if __name__ == "__main__":
+    main(STUDY)
