@@ -33,22 +33,28 @@ class SplitLoader(Loader):
 
 
 class WholeChunks(Cells):
-    """Streaming begins no chunk that computing has begun, and computing ends none early."""
+    """Streaming claims a chunk whole, and computing ends none that it has begun."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._begun = 0
+        self._claimed: list[Cell] = []
 
     def claim(self) -> Cell | None:
         with self._changed:
-            begun = self._states[: self._begun]
-            free = begun == State.FREE
-            begun[free] = State.LOST
-            cell = super().claim()
-            begun[free] = State.FREE
-            return cell
+            while True:
+                free = self._states == State.FREE
+                if not self._claimed and not self._stopped and free.any():
+                    chunk = int(free.any(1).nonzero()[0][-1])
+                    self._claimed = [(chunk, int(layer)) for layer in free[chunk].nonzero()[0][::-1]]
+                    self._states[chunk][free[chunk]] = State.STREAMING
+                if self._stopped or not self._claimed:
+                    return None
+                cell = self._claimed.pop(0)
+                if self._states[cell] == State.STREAMING:
+                    return cell
 
     def goes_on(self, first: int, stop: int, layer: int) -> bool:
-        self._begun = max(self._begun, stop)
-        more = super().goes_on(first, stop, layer)
-        return more or not all(self.here(chunk) for chunk in range(first, stop))
+        with self._changed:
+            begun = self._states[first:stop]
+            begun[begun == State.FREE] = State.LOST
+        return super().goes_on(first, stop, layer)

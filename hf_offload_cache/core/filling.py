@@ -68,7 +68,7 @@ class Filling:
             with torch.no_grad():
                 cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         except ForwardEnded:
-            shared.step = shared.unseen = shared.front = None
+            cache.end_part()
             self.layers[depth - 1].learn_alone()
         finally:
             shared.ends_after = None
@@ -81,6 +81,8 @@ class Filling:
 
     def note(self, ids: torch.Tensor) -> None:
         """All layers hold these ids (1, t) behind what was noted before."""
+        for layer in self.layers:
+            layer.end_step()
         known = self._cache.noted
         if (missing := self._cache.held() - known) > 0:  # a forward that ran to its end noted its own
             self._cache.note_tokens(ids[:, ids.shape[1] - missing :])

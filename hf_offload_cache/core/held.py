@@ -118,6 +118,11 @@ class Held(CacheOperations):
         """What is held begins with the forward that comes: remember which of PEFT's adapters made it."""
         self.adapters = adapter_fields(self.given_model, self.model)
 
+    def end_part(self) -> None:
+        """A forward ended before its last layer, as `Filling` had asked for: what is held is not taken back."""
+        self.shared.step = self.shared.unseen = self.shared.front = None
+        self.storage.timeline.end_step()
+
     def note_tokens(self, ids: torch.Tensor) -> None:
         """All layers hold ids (B, t) behind those that are known: see `Filling`."""
         if not self._tokens.length:

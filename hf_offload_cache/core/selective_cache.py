@@ -182,6 +182,11 @@ class SelectiveCache(OffloadCache):
             self._pace.took(time.perf_counter() - step.started)
         return changed
 
+    def end_part(self) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.end_step()
+        super().end_part()
+
     def close(self) -> None:
         here = self.storage.process.is_here  # in a forked child locks may be held by threads that only its parent has
         if here and self.look_ahead is not None:

@@ -151,6 +151,17 @@ class Cells:
             row = self._states[chunk, 1:]
             return bool(((row == State.STREAMING) | (row == State.RECEIVED)).all())
 
+    def may_come(self, first: int) -> np.ndarray:
+        """(chunks from `first` on, layers) bool: what is on its way, may be asked for, or has come."""
+        with self._changed:
+            own = self._states[first:]
+            return (own == State.FREE) | (own == State.STREAMING) | (own == State.RECEIVED)
+
+    def received_from(self, first: int) -> np.ndarray:
+        """(chunks from `first` on, layers) bool: what has come."""
+        with self._changed:
+            return np.array(self._states[first:] == State.RECEIVED)
+
     def here(self, chunk: int, above: int = 0) -> bool:
         """All of a chunk that lies above a layer has come."""
         with self._changed:

@@ -12,11 +12,12 @@ import torch
 from ..core.filling import Filling
 from ..errors import CorruptRecordError, StoreError
 from ..memory.account import MemoryAccount
+from ..report.timeline import Timeline
 from ..stores.encryption import decrypt
 from .cells import Cells
 from .codec import decode
-from .costs import Line
-from .plan import Cell
+from .costs import Costs, Line
+from .plan import Cell, meet
 from .spool import Spool
 from .stream_manifest import StreamManifest, binding
 from .streaming_lane import StreamingLane
@@ -29,6 +30,9 @@ _AHEAD = 3
 """Cells that are decoded ahead of the one that is taken in."""
 _HELD = 2 * _AHEAD
 """Cells that memory is taken for, as large as they are in the cache: decoded ahead, and what they are decoded from."""
+_PROJECTED = 0.1
+"""Of a layer's time, what its keys and values take alone."""
+_NEVER = 1e9
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
@@ -43,11 +47,12 @@ class Loader:
     def __init__(
         self, manifest: StreamManifest, filling: Filling, ids: torch.Tensor, cells: Cells, lane: StreamingLane,
         spool: Spool, key: bytes | None, silence: float, on_progress: Callable[[Cells], object],
-        account: MemoryAccount,
+        account: MemoryAccount, timeline: Timeline,
     ) -> None:  # fmt: skip
         self._manifest, self._filling, self._ids = manifest, filling, ids
         self._cells, self._lane, self._spool, self._key = cells, lane, spool, key
-        self._silence, self._on_progress, self._account = silence, on_progress, account
+        self._silence, self._on_progress = silence, on_progress
+        self._account, self._timeline = account, timeline
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
@@ -90,28 +95,24 @@ class Loader:
         return self._begins[stop] - self._begins[first]
 
     def _worth_together(self, first: int) -> int:
-        """Tokens that one forward may have: half of what computing will come to before the network does, so that what
-        is known better by then decides on the rest. 0: it is not known yet."""
+        """Tokens that one forward may have: of the chunks that computing comes to before the network does (`meet`, by
+        what is known now) those that are computed whole; of many three in four, so that what is known better by then
+        decides on the rest. 0: it is not known yet."""
         bandwidth, line = self._lane.bandwidth, self._line()
         if line is None or bandwidth is None:
             return 0
-        chunks = self._cells.chunks
-        nbytes = [sum(cell.bytes for cell in row if cell is not None) for row in self._manifest.cells[:chunks]]
-        come = sum(self._cells.here(chunk) for chunk in range(first, chunks))
-        last, streaming = chunks - come, 0.0
-        computing = self._seconds(line, first, first + 1)
-        front = first + 1
-        while front < last:  # the lane that is done first takes the next chunk
-            if computing <= streaming + nbytes[last - 1] / max(bandwidth, 1.0):
-                computing += self._seconds(line, front, front + 1)
-                front += 1
-            else:
-                last -= 1
-                streaming += nbytes[last] / max(bandwidth, 1.0)
-        reached = self._tokens(first, front)
-        if front >= chunks - come and streaming == 0:  # the network is too slow for a single chunk
-            return self._tokens(first, chunks)
-        return min(reached // 2, MOST_TOKENS)
+        chunks, layers = range(first, self._cells.chunks), self._cells.layers
+        columns = np.array([self._seconds(line, chunk, chunk + 1) for chunk in chunks])
+        computed = np.repeat(columns[:, None] / layers, layers, 1)
+        rows = (self._manifest.cells[chunk] for chunk in chunks)
+        nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in rows])
+        streamed = np.where(self._cells.may_come(first), nbytes / max(bandwidth, 1.0), _NEVER)
+        streamed[self._cells.received_from(first)] = 0
+        depths = np.array(meet(Costs(computed, computed * _PROJECTED, streamed)).depths)
+        whole = int((depths == layers).cumprod().sum())
+        if whole == len(chunks):
+            return self._tokens(first, self._cells.chunks)
+        return min(self._tokens(first, first + (whole if whole < 3 else -(-whole * 3 // 4))), MOST_TOKENS)
 
     def _line(self) -> Line | None:
         return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
@@ -130,6 +131,7 @@ class Loader:
         begun = time.perf_counter()
         depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer))
         seconds = time.perf_counter() - begun
+        self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
         if depth == self._cells.layers:
             self._took.append((ids.shape[1], held, seconds))

@@ -126,9 +126,12 @@ def _load(
     )
     spool = Spool(cache.storage.directory)
     cells = Cells(published, lambda cell: lane.cancel(cell))
-    lane = StreamingLane(manifest, cells, link, spool)
+    lane = StreamingLane(manifest, cells, link, spool, cache.timeline)
     told = on_progress or (lambda cells: None)
-    loader = Loader(manifest, filling, ids, cells, lane, spool, key, silence, told, cache.storage.account)
+    storage = cache.storage
+    loader = Loader(
+        manifest, filling, ids, cells, lane, spool, key, silence, told, storage.account, cache.timeline
+    )
     lane.start()
     try:
         _teach(manifest, filling, cache, link, key, lane)

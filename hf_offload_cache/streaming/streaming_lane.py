@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import StoreError
+from ..report.timeline import Timeline
 from .cells import Cells
 from .plan import Cell
 from .spool import Spool
@@ -32,10 +33,10 @@ class StreamingLane:
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
-        together: int = 2,
+        timeline: Timeline, together: int = 2,
     ) -> None:  # fmt: skip
         self._manifest, self._cells, self._make, self._spool = manifest, cells, transport, spool
-        self._together = together
+        self._timeline, self._together = timeline, together
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[Cell, asyncio.Task[bytes]] = {}
         self._stopping = threading.Event()
@@ -115,7 +116,7 @@ class StreamingLane:
         found = self._manifest.cells[chunk][layer]
         assert found is not None
         task = asyncio.ensure_future(transport.get(found.name, found.bytes, self._came))
-        self._tasks[cell] = task
+        self._tasks[cell], begun = task, time.perf_counter()
         try:
             data = await task
             if len(data) != found.bytes or digest(data) != found.name:
@@ -136,6 +137,8 @@ class StreamingLane:
         else:
             self._failures = 0
             self._cells.received(cell)
+            told = f"chunk {chunk} layer {layer}"
+            self._timeline.add("streaming", told, begun, time.perf_counter(), bytes=len(data))
         finally:
             self._tasks.pop(cell, None)
 

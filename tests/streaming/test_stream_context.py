@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from harness import prompt
 from long_llama import long_model
 from static_server import served
-from transformers import DynamicCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from hf_offload_cache import DiskSwapCache, StreamReport, publish_context, stream_context
 from hf_offload_cache.errors import (
@@ -25,6 +26,7 @@ from hf_offload_cache.errors import (
     CorruptRecordError,
     EncryptionKeyError,
     StoreError,
+    UnsupportedModelError,
 )
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.streaming import loader
@@ -308,3 +310,45 @@ def test_a_directory_is_published_with_its_model(tmp_path: Path) -> None:
     assert objects == {NAME, manifest.learnt.name, *(cell.name for row in manifest.cells for cell in row[1:])}
 
 
+def test_what_keeps_more_than_keys_and_values_is_not_published(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        with torch.no_grad():
+            model(torch.arange(40)[None], past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match="2 of 2 layers keep a window or a state"):
+            publish_context(cache, str(tmp_path / "published"))
+    assert not (tmp_path / "published").exists()
+
+
+def test_any_file_system_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_first(monkeypatch)
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        first = publish_context(cache, "memory://contexts/manual", level="lossless", chunk_tokens=SIZE)
+        again = publish_context(cache, "memory://contexts/manual", level="lossless", chunk_tokens=SIZE, overwrite=True)
+        assert first.cells == again.cells  # named by their content
+    with stream_context("memory://contexts/manual", long_model(), ids(), path=tmp_path) as cache:
+        assert cache.stream_report.streamed == cache.stream_report.cells
+        torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+    with pytest.raises(ConfigError, match="no file system of that kind"):
+        stream_context("nowhere://contexts", long_model(), ids(), path=tmp_path)
+
+
+def test_both_lanes_are_in_the_trace(tmp_path: Path) -> None:
+    place, file = published(tmp_path), tmp_path / "trace.json"
+    seen: list[int] = []
+    with stream_context(
+        str(place), long_model(), ids(), path=tmp_path, trace=file, on_progress=lambda cells: seen.append(cells.chunks)
+    ) as cache:
+        report = cache.stream_report
+        assert cache.report().memory_by_owner.get("streaming", 0) == 0
+    events = json.loads(file.read_text())
+    lanes = [[event for event in events if event.get("cat") == lane] for lane in ("computing", "streaming")]
+    assert lanes[0] and len(lanes[1]) == report.streamed + report.overtaken and seen
+    assert all(event["args"]["bytes"] > 0 and event["name"].startswith("chunk ") for event in lanes[1])
+    assert "interrupted" not in file.read_text()
