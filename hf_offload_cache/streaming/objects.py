@@ -14,13 +14,8 @@ class Objects:
     `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        import fsspec
-
         self.url = url
-        try:
-            self._file_system, self._root = fsspec.core.url_to_fs(url, **(options or {}))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
+        self._file_system, self._root = file_system_of(url, options)
 
     def _place(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -49,6 +44,17 @@ class Objects:
                 file.write(data)
         except Exception as error:
             raise _failed(self.url, "writing", name, error) from error
+
+
+def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
+    """fsspec's file system of a path or URL, and the place in it. Raises `ConfigError`."""
+    import fsspec
+
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
+    return found
 
 
 def _failed(url: str, doing: str, name: str, error: Exception) -> StoreError:

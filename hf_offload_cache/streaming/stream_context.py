@@ -82,7 +82,7 @@ def stream_context(
         reason = Filling.reason_against(cache) or _mismatch(manifest, cache)
         if reason is not None or not chunks:
             if not chunks:
-                reason = "the prompt does not begin as the context does"
+                reason = "prompt and context have no whole chunk in common"
             for part in ids.split(MOST_TOKENS, 1) if tokens else ():
                 filling.compute(part, lambda layer: True)
             cells, loader, lane = None, None, None

@@ -21,7 +21,7 @@ from .quantisers import ChunkShape
 
 NAME: Final = "stream.json"
 MOST_BYTES: Final = 64 * 2**20
-"""Of a manifest; one that is larger is not read."""
+"""Of a manifest, and of what was learnt; what is larger is not read."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**24)]
@@ -87,6 +87,8 @@ class StreamManifest(_Checked):
         chunks = -(-self.tokens // self.chunk_tokens)
         if len(self.prefixes) != chunks or len(self.cells) != chunks:
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
+        if self.learnt is not None and self.learnt.bytes > MOST_BYTES:
+            raise ValueError(f"what was learnt has {MOST_BYTES:,} bytes at most")
         most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
         for row in self.cells:
             if len(row) != self.layers or row[0] is not None:

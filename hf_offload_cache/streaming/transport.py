@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from ..errors import ConfigError, StoreError
+from .objects import file_system_of
 
 _PIECE = 65536
 
@@ -86,12 +87,7 @@ class FileTransport:
     """Any file system of fsspec: in threads, a piece at a time."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        import fsspec
-
-        try:
-            self._system, self._root = fsspec.core.url_to_fs(url, **(options or {}))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
+        self._system, self._root = file_system_of(url, options)
         self._url = url
 
     async def get(self, name: str, most: int, came: Callable[[int], None] = lambda count: None) -> bytes:
