@@ -130,6 +130,9 @@ class ProjectedKeys:
         if self.compact is not None:
             self.compact.select_rows(rows[:: self.apart] // self.apart)
 
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
     def capture(self) -> dict[str, Any]:
         return {"compact": None if self.compact is None else self.compact.capture()}
 

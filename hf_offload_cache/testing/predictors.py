@@ -63,9 +63,11 @@ class PredictorTests:
         return Query(states.to(self.form.dtype), self.form.key_dim**-0.5, visible, lambda: keys[:, :, -8:])
 
     def learn(
-        self, predictor: Predictor, keys: torch.Tensor, start: int = 0, visible: torch.Tensor | None = None
-    ) -> list[int]:
-        """Tell it that all these tokens from `start` on were sealed; an entry each time it reads stored ones."""
+        self, predictor: Predictor, keys: torch.Tensor, start: int = 0, visible: torch.Tensor | None = None,
+        queries: int = 40,
+    ) -> list[int]:  # fmt: skip
+        """Tell it that all these tokens from `start` on were sealed, by a call of so many `queries`; an entry each time
+        it reads stored ones."""
         asked: list[int] = []
         whole, latest = keys.clone(), keys.clone()
 
@@ -76,9 +78,9 @@ class PredictorTests:
         parts = [part for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2) if part.shape[2]]
         both = [(part, part) for part in parts]
         sealed = Sealed(keys.shape[2] // self.form.group_size, keys.shape[2], both, stored)
-        shape = (len(keys), self.num_heads, 40, self.form.key_dim)
-        queries = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        predictor.learn(sealed, queries.to(self.form.dtype), visible)
+        shape = (len(keys), self.num_heads, queries, self.form.key_dim)
+        states = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        predictor.learn(sealed, states.to(self.form.dtype), visible)
         whole.fill_(torch.nan)  # neither is the predictor's to keep
         latest.fill_(torch.nan)
         return asked
@@ -205,6 +207,17 @@ class PredictorTests:
             fresh.truncate((self.tokens - 40) // self.form.group_size)
             self.learn(fresh, torch.cat([keys[:, :, :-40], self.keys(2, 40, seed)], 2), start=self.tokens - 40)
             assert np.array_equal(units, self.chosen(fresh, query))
+
+    def test_a_lesson_makes_up_for_queries(self) -> None:
+        """Keys that come without any are judged as they were where they came with some."""
+        predictor, keys = self.learnt(2)
+        lesson, twin = predictor.lesson(), self.make_predictor(2, MemoryAccount())
+        if lesson is not None:
+            twin.restore({**lesson, "units": 0})
+        self.learn(twin, keys, queries=0)
+        assert twin.ready(self.tokens // self.form.group_size)
+        query = self.query(2, keys)
+        assert np.array_equal(self.chosen(twin, query), self.chosen(predictor, query))
 
     def make_and_learn(self, keys: torch.Tensor) -> Predictor:
         predictor = self.make_predictor(len(keys), MemoryAccount())
