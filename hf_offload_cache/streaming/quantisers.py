@@ -81,7 +81,9 @@ class Step:
         for tensor in (keys.float(), values.float()):
             step = (tensor.std(correction=0) * self._share).clamp(min=float(tensor.abs().max()) / 32000, max=_MOST)
             step = torch.where(step > 0, step, 1.0).reshape(1)
-            found += [step, _planes((tensor / step).round().to(torch.int16))]
+            times = (tensor / step).round().to(torch.int32).view(-1)
+            symbols = torch.where(times < 0, -2 * times - 1, 2 * times)  # small either way: second bytes are mostly 0
+            found += [step, torch.stack([symbols & 255, symbols >> 8]).to(torch.uint8)]
         return found
 
     def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -93,8 +95,10 @@ class Step:
     def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
         for at, dims in ((0, shape.of_keys()), (2, shape.of_values())):
-            symbols = parts[at + 1].t().contiguous().view(torch.int16)
-            found.append((symbols * parts[at]).to(shape.dtype).view(dims))
+            low, high = parts[at + 1].to(torch.int32)
+            symbols = low | high << 8
+            times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
+            found.append((times * parts[at]).to(shape.dtype).view(dims))
         return found[0], found[1]
 
 
@@ -139,35 +143,6 @@ class Range:
         symbols, low, step = parts[3:]
         grouped = symbols.unflatten(2, (-1, _divisor(shape.value_dim))).float()
         values = grouped.mul_(step.float()[..., None]).add_(low.float()[..., None]).flatten(2).to(shape.dtype)
-        return keys, values
-
-
-class Largest:
-    """`bits` between plus and minus the largest of a token, of keys and of values."""
-
-    def __init__(self, bits: int) -> None:
-        self._most = 2 ** (bits - 1) - 1
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        found = []
-        for tensor in (keys.float(), values.float()):
-            step = (tensor.abs().amax(2) / self._most).half()
-            divisor = torch.where(step > 0, step, 1.0).float()[..., None]
-            symbols = (tensor / divisor).round().clamp(-self._most, self._most) + self._most
-            found += [symbols.to(torch.uint8), step]
-        return found
-
-    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        found: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for dims in (shape.of_keys(), shape.of_values()):
-            found += [(dims, torch.uint8), (dims[:2], torch.float16)]
-        return found
-
-    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            (symbols.float() - self._most).mul_(step.float()[..., None]).to(shape.dtype)
-            for symbols, step in (parts[:2], parts[2:])
-        )
         return keys, values
 
 

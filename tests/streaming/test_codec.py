@@ -40,7 +40,7 @@ def test_lossless_loses_nothing(dtype: torch.dtype) -> None:
 def test_the_fewer_bytes_the_less_is_kept() -> None:
     keys, values, shape = chunk()
     sizes, errors = [], []
-    for level in ("lossless", "fine", "default", "smallest"):  # "small" is worse at channels that lie off zero
+    for level in LEVELS:
         data = encode(keys, values, level)
         found = decode(data, shape, "a chunk")
         sizes.append(len(data) / shape.nbytes)
@@ -56,7 +56,7 @@ def test_chunks_of_any_shape(level: str, tokens: int, dims: tuple[int, int]) -> 
     for own, theirs in zip((keys, values), decode(encode(keys, values, level), shape, "a chunk"), strict=True):
         assert own.shape == theirs.shape and theirs.dtype == own.dtype
         worst = (own.float() - theirs.float()).abs().max() / own.float().std()
-        assert worst < {"lossless": 1e-6, "fine": 0.08, "default": 0.5, "small": 0.5, "smallest": 0.3}[level]
+        assert worst < {"lossless": 1e-6, "fine": 0.08, "default": 0.5, "small": 0.2, "smallest": 0.3}[level]
 
 
 def test_equal_elements_come_back() -> None:
