@@ -27,6 +27,7 @@ class Filling:
         if cache.held():
             raise PromptError(f"the cache holds {cache.held():,} tokens: fill a new one, or reset() it")
         self._cache = cache
+        self._taught: tuple[dict[int, Any], list[str]] | None = None
 
     @staticmethod
     def reason_against(cache: OffloadCache) -> str | None:
@@ -47,6 +48,14 @@ class Filling:
         there; and how the total is spread over the layers, as a cache captures it. Before anything is filled in."""
         if budgets is not None and isinstance(self._cache, SelectiveCache):
             self._cache.restore_budgets(budgets)
+        self._taught = lessons, states
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Layers that hold nothing begin with what they are taught."""
+        if self._taught is None:
+            return
+        lessons, states = self._taught
         for layer, state in zip(self.layers, states, strict=True):
             if isinstance(layer, SelectiveLayer):
                 layer.lesson = lessons.get(layer.layer_idx)
@@ -95,3 +104,5 @@ class Filling:
                     layer.crop(held - layer.length)
                 else:
                     layer.reset()
+        if not held:
+            self._prepare()

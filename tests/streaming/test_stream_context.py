@@ -139,8 +139,24 @@ def test_what_was_learnt_of_the_prompt_comes_along(tmp_path: Path, monkeypatch: 
                 assert found.keys.tokens == theirs.keys.tokens > 0 and found.fitted_at == theirs.fitted_at
                 assert torch.equal(found.keys.coding.queries, theirs.keys.coding.queries)
     with stream_context(str(place), long_model(), ids(), path=tmp_path, summary_dtype="int8") as other:
-        assert other.layers[0].predictor.learnt.keys is None or other.get_seq_length() == CONTEXT
+        assert all(not hasattr(layer.predictor.learnt.keys, "coding") for layer in other.layers)
         torch.testing.assert_close(logits(other), expected(), rtol=1e-3, atol=1e-3)
+
+
+def test_what_was_learnt_is_kept_when_the_first_chunk_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something of it is damaged, which shows when it is decoded: all that was held is given up."""
+    place = published(tmp_path)
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    rows = [list(row) for row in manifest.cells]
+    rows[0][2] = manifest.learnt
+    (place / NAME).write_bytes(manifest.model_copy(update={"cells": tuple(map(tuple, rows))}).dumped())
+    wait_first(monkeypatch)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
+        assert cache.stream_report.lost == 1 and cache.stream_report.recomputed_tokens >= SIZE
+        assert all(layer.lesson is not None for layer in cache.layers)
+        torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_text_that_goes_on_differently_has_what_came_before(tmp_path: Path) -> None:
