@@ -23,7 +23,7 @@ from .stream_manifest import StreamManifest, binding
 from .streaming_lane import StreamingLane
 
 LEAST_TOKENS = 1024
-"""Tokens of a forward, at least: shorter ones take as long (2,048 tokens in forwards of 256: 1.95 times as long)."""
+"""Tokens of a forward, at least: in a trial 2,048 tokens in forwards of 256 took 1.95 times as long as in one."""
 MOST_TOKENS = 8192
 """Of a forward that is not the whole rest."""
 _AHEAD = 3
