@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, ClassVar
 
-from hf_offload_cache.streaming.cells import Cells, State
+from hf_offload_cache.streaming.cells import Cells
 from hf_offload_cache.streaming.loader import Loader
 from hf_offload_cache.streaming.plan import Cell
 
-_EVER = 1e6
+EVER = 1e6
 
 
 class SplitLoader(Loader):
@@ -17,19 +18,19 @@ class SplitLoader(Loader):
 
     split: ClassVar[int] = 0
 
-    def _stop_of_column(self, first: int) -> int:
+    def stop_of_column(self, first: int) -> int:
         if first < self.split:
             return self.split
-        while not self._cells.comes(first) and self._cells.open:
+        while not self.cells.comes(first) and self.cells.open:
             time.sleep(0.002)
-        self._cells.wait(first, 0, _EVER, _EVER)
+        self.cells.wait(first, 0, EVER, EVER)
         stop = first + 1
-        while stop < self._cells.chunks and self._cells.here(stop):
+        while stop < self.cells.chunks and self.cells.here(stop):
             stop += 1
         return stop
 
-    def _patience(self, chunk: int) -> float:
-        return _EVER
+    def patience(self, chunk: int) -> float:
+        return EVER
 
 
 class WholeChunks(Cells):
@@ -37,24 +38,28 @@ class WholeChunks(Cells):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._whole = threading.Lock()
         self._claimed: list[Cell] = []
+        self._computed = set[int]()
 
     def claim(self) -> Cell | None:
-        with self._changed:
-            while True:
-                free = self._states == State.FREE
-                if not self._claimed and not self._stopped and free.any():
-                    chunk = int(free.any(1).nonzero()[0][-1])
-                    self._claimed = [(chunk, int(layer)) for layer in free[chunk].nonzero()[0][::-1]]
-                    self._states[chunk][free[chunk]] = State.STREAMING
-                if self._stopped or not self._claimed:
+        with self._whole:
+            while not self._claimed:
+                cell = super().claim()
+                if cell is not None and cell[0] in self._computed:
+                    self.lose(cell)
+                    self.counts.lost -= 1  # it is computed, as planned
+                    continue
+                while cell is not None:
+                    self._claimed.append(cell)
+                    cell = super().claim() if cell[1] > 1 else None
+                if not self._claimed:
                     return None
-                cell = self._claimed.pop(0)
-                if self._states[cell] == State.STREAMING:
-                    return cell
+            return self._claimed.pop(0)
 
     def goes_on(self, first: int, stop: int, layer: int) -> bool:
-        with self._changed:
-            begun = self._states[first:stop]
-            begun[begun == State.FREE] = State.LOST
-        return super().goes_on(first, stop, layer)
+        chunks = range(first, stop)
+        with self._whole:
+            if layer == 0:
+                self._computed.update(chunk for chunk in chunks if not self.comes(chunk))
+            return super().goes_on(first, stop, layer) or any(chunk in self._computed for chunk in chunks)

@@ -50,7 +50,7 @@ class Loader:
         account: MemoryAccount, timeline: Timeline,
     ) -> None:  # fmt: skip
         self._manifest, self._filling, self._ids = manifest, filling, ids
-        self._cells, self._lane, self._spool, self._key = cells, lane, spool, key
+        self.cells, self._lane, self._spool, self._key = cells, lane, spool, key
         self._silence, self._on_progress = silence, on_progress
         self._account, self._timeline = account, timeline
         self._begins = [0]
@@ -64,12 +64,12 @@ class Loader:
 
     def run(self) -> None:
         """Fill the cache with all chunks. What it raises leaves the cache to be reset."""
-        account, most = self._account, self._manifest.shape(0).nbytes if self._cells.chunks else 0
+        account, most = self._account, self._manifest.shape(0).nbytes if self.cells.chunks else 0
         try:
             account.observe("streaming", _HELD * most)
             chunk = 0
-            while chunk < self._cells.chunks:
-                stop = self._stop_of_column(chunk)
+            while chunk < self.cells.chunks:
+                stop = self.stop_of_column(chunk)
                 if self._column(chunk, stop):
                     chunk = stop
         finally:
@@ -78,11 +78,11 @@ class Loader:
 
     # --- columns -----------------------------------------------------------------------------------------------
 
-    def _stop_of_column(self, first: int) -> int:
+    def stop_of_column(self, first: int) -> int:
         """The chunks from `first` on that go through the model together: those that have come whole, of which the first
         layer is computed; or those that are to be computed."""
-        cells, stop = self._cells, first + 1
-        if cells.comes(first) and cells.wait(first, 0, self._patience(first), self._silence):
+        cells, stop = self.cells, first + 1
+        if cells.comes(first) and cells.wait(first, 0, self.patience(first), self._silence):
             while stop < cells.chunks and cells.here(stop) and self._tokens(first, stop + 1) <= MOST_TOKENS:
                 stop += 1
             return stop
@@ -101,17 +101,17 @@ class Loader:
         bandwidth, line = self._lane.bandwidth, self._line()
         if line is None or bandwidth is None:
             return 0
-        chunks, layers = range(first, self._cells.chunks), self._cells.layers
+        chunks, layers = range(first, self.cells.chunks), self.cells.layers
         columns = np.array([self._seconds(line, chunk, chunk + 1) for chunk in chunks])
         computed = np.repeat(columns[:, None] / layers, layers, 1)
         rows = (self._manifest.cells[chunk] for chunk in chunks)
         nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in rows])
-        streamed = np.where(self._cells.may_come(first), nbytes / max(bandwidth, 1.0), _NEVER)
-        streamed[self._cells.received_from(first)] = 0
+        streamed = np.where(self.cells.may_come(first), nbytes / max(bandwidth, 1.0), _NEVER)
+        streamed[self.cells.received_from(first)] = 0
         depths = np.array(meet(Costs(computed, computed * _PROJECTED, streamed)).depths)
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
-            return self._tokens(first, self._cells.chunks)
+            return self._tokens(first, self.cells.chunks)
         return min(self._tokens(first, first + (whole if whole < 3 else -(-whole * 3 // 4))), MOST_TOKENS)
 
     def _line(self) -> Line | None:
@@ -120,7 +120,7 @@ class Loader:
     def _seconds(self, line: Line, first: int, stop: int) -> float:
         return float(line.seconds(np.array(float(self._tokens(first, stop))), np.array(float(self._begins[first]))))
 
-    def _patience(self, chunk: int) -> float:
+    def patience(self, chunk: int) -> float:
         """Seconds that a chunk may still take to come: as long as it takes to compute."""
         line = self._line()
         return _AT_FIRST if line is None else self._seconds(line, chunk, chunk + 1)
@@ -133,36 +133,36 @@ class Loader:
         seconds = time.perf_counter() - begun
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
-        if depth == self._cells.layers:
+        if depth == self.cells.layers:
             self._took.append((ids.shape[1], held, seconds))
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
             self.recomputed_tokens += ids.shape[1]
             return False
         self._filling.note(ids)
-        self._on_progress(self._cells)
+        self._on_progress(self.cells)
         return True
 
     def _told(self, first: int, stop: int, layer: int) -> bool:
-        more = self._cells.goes_on(first, stop, layer)
-        self._on_progress(self._cells)
+        more = self.cells.goes_on(first, stop, layer)
+        self._on_progress(self.cells)
         return more
 
     # --- what was streamed -------------------------------------------------------------------------------------
 
     def _take_above(self, first: int, stop: int, depth: int) -> bool:
         """Take in what was streamed above `depth` layers; False: some of it does not come, or is of no use."""
-        if depth == self._cells.layers:
+        if depth == self.cells.layers:
             return True
         for chunk in range(first, stop):
-            if not self._cells.wait(chunk, depth - 1, self._patience(chunk), self._silence):
+            if not self.cells.wait(chunk, depth - 1, self.patience(chunk), self._silence):
                 return False
-        cells = [(chunk, layer) for layer in range(depth, self._cells.layers) for chunk in range(first, stop)]
+        cells = [(chunk, layer) for layer in range(depth, self.cells.layers) for chunk in range(first, stop)]
         try:
             for (_, layer), (keys, values) in self._decoded(cells):
                 self._filling.take(layer, keys[None], values[None])
         except _UselessError as error:
-            self._cells.spoil(error.cell)
+            self.cells.spoil(error.cell)
             self._lane.trouble.append(str(error.__cause__))
             return False
         return True

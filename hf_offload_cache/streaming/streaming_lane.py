@@ -35,7 +35,7 @@ class StreamingLane:
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
         timeline: Timeline, together: int = 2,
     ) -> None:  # fmt: skip
-        self._manifest, self._cells, self._make, self._spool = manifest, cells, transport, spool
+        self._manifest, self.cells, self._make, self._spool = manifest, cells, transport, spool
         self._timeline, self._together = timeline, together
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[Cell, asyncio.Task[bytes]] = {}
@@ -91,7 +91,7 @@ class StreamingLane:
         except Exception as error:  # whatever it is: computing goes on without
             self.trouble.append(f"{type(error).__name__}: {error}")
         finally:
-            self._cells.stop()
+            self.cells.stop()
 
     async def _stream(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -103,9 +103,9 @@ class StreamingLane:
 
     async def _worker(self, transport: Transport) -> None:
         while not self._stopping.is_set() and self._failures < _FAILURES:
-            cell = self._cells.claim()
+            cell = self.cells.claim()
             if cell is None:
-                if not self._cells.open:
+                if not self.cells.open:
                     return
                 await asyncio.sleep(_IDLE)  # another's may come back
                 continue
@@ -123,20 +123,20 @@ class StreamingLane:
                 raise MissingObjectError(5, f"{found.name} is not what it was when it was published")
             self._spool.put(cell, data)
         except asyncio.CancelledError:
-            self._cells.lose(cell)
+            self.cells.lose(cell)
             if self._stopping.is_set():
                 return
         except MissingObjectError as error:
             self._note(error)
-            self._cells.lose(cell)
+            self.cells.lose(cell)
         except Exception as error:
             self._failures += 1
             self._note(error)
-            self._cells.lose(cell, again=self._failures < _FAILURES)
+            self.cells.lose(cell, again=self._failures < _FAILURES)
             await asyncio.sleep(min(0.1 * 2**self._failures, 1))
         else:
             self._failures = 0
-            self._cells.received(cell)
+            self.cells.received(cell)
             told = f"chunk {chunk} layer {layer}"
             self._timeline.add("streaming", told, begun, time.perf_counter(), bytes=len(data))
         finally:
@@ -148,7 +148,7 @@ class StreamingLane:
             self.began, self.ended = self.began or now, now
             self._recent.append((now, count))
             self.received_bytes += count
-        self._cells.heard = time.monotonic()
+        self.cells.heard = time.monotonic()
 
     def _cancel(self, cell: Cell) -> None:
         if (task := self._tasks.get(cell)) is not None:
