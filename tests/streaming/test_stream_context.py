@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import prompt
+from lanes_in_order import compute_first, stream_first
 from long_llama import long_model
 from static_server import served
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
@@ -31,7 +31,6 @@ from hf_offload_cache.errors import (
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.streaming import loader
 from hf_offload_cache.streaming import stream_context as module
-from hf_offload_cache.streaming.cells import Cells, State
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
 
 CONTEXT, SIZE, MORE = 640, 64, 40
@@ -75,25 +74,6 @@ def expected() -> torch.Tensor:
         return long_model()(ids(), past_key_values=cache).logits[:, -MORE:]
 
 
-def wait_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing begins when the network has brought all that it can."""
-    teach = module._teach
-
-    def teach_late(*args: Any) -> None:
-        teach(*args)
-        lane = args[-1]
-        while lane.cells.open:
-            time.sleep(0.005)
-
-    monkeypatch.setattr(module, "_teach", teach_late)
-
-
-def compute_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the network before something above the first layer was computed."""
-    claim = Cells.claim
-    monkeypatch.setattr(Cells, "claim", lambda cells: claim(cells) if cells.of_state()[State.COMPUTED] else None)
-
-
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("streamed_first", [True, False])
 def test_it_is_as_if_it_was_prefilled(
@@ -101,7 +81,7 @@ def test_it_is_as_if_it_was_prefilled(
 ) -> None:
     """Without loss, streamed or computed: what is held and what is answered, saved and forked, too."""
     place = published(tmp_path, cls)
-    (wait_first if streamed_first else compute_first)(monkeypatch)
+    (stream_first if streamed_first else compute_first)(monkeypatch)
     with stream_context(str(place), long_model(), ids(), cls, path=tmp_path) as cache:
         report = cache.stream_report
         assert isinstance(report, StreamReport) and report.whole is None and not report.trouble
@@ -133,7 +113,7 @@ def twin_of(cls: Any, folder: Path) -> Any:
 def test_what_was_learnt_of_the_prompt_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`DiskSwapCache` fits its compact keys to queries, which a streamed prompt does not have."""
     place = published(tmp_path)
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
         learnt = [layer.predictor.learnt for layer in cache.layers]
         with DiskSwapCache(long_model(), path=tmp_path) as own:
@@ -158,7 +138,7 @@ def test_what_was_learnt_is_kept_when_the_first_chunk_is_begun_anew(
     rows = [list(row) for row in manifest.cells]
     rows[0][2] = manifest.learnt
     (place / NAME).write_bytes(manifest.model_copy(update={"cells": tuple(map(tuple, rows))}).dumped())
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
         assert cache.stream_report.lost == 1 and cache.stream_report.recomputed_tokens >= SIZE
         assert all(layer.lesson is not None for layer in cache.layers)
@@ -182,7 +162,7 @@ def test_private_ranges_are_neither_published_nor_asked_for(tmp_path: Path, monk
     place = published(tmp_path, private=[(130, 131)])
     manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
     assert [row[1] is None for row in manifest.cells] == [chunk == 2 for chunk in range(10)]
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with served(place) as server:
         with stream_context(server.url, long_model(), ids(), path=tmp_path, private=[(600, 601)]) as cache:
             assert cache.stream_report.computed == 4
@@ -195,7 +175,7 @@ def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return b"k" * 32
 
     place = published(tmp_path, key=key)
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with stream_context(str(place), long_model(), ids(), path=tmp_path, key=key) as cache:
         assert cache.stream_report.streamed == cache.stream_report.cells and not cache.stream_report.trouble
         torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
@@ -229,7 +209,7 @@ def test_what_is_wrong_is_computed(
     fault: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = published(tmp_path)
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with served(place) as server:
         server.fault = lambda name, data: data if name == NAME or int(name, 16) % every else FAULTS[fault](name, data)
         with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=1) as cache:
@@ -247,7 +227,7 @@ def test_what_was_exchanged_is_computed(tmp_path: Path, monkeypatch: pytest.Monk
     rows[4][1] = manifest.learnt
     changed = manifest.model_copy(update={"cells": tuple(map(tuple, rows))})
     (place / NAME).write_bytes(changed.dumped())
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
         report = cache.stream_report
         assert report.lost == 1 and "chunk 4 layer 1" in report.trouble[0] and report.computed == 1
@@ -257,7 +237,7 @@ def test_what_was_exchanged_is_computed(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("after", [0, 1, 4, 11])
 def test_the_link_dies(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = published(tmp_path)
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with served(place) as server:
 
         def dying(name: str, data: bytes) -> bytes:
@@ -347,7 +327,7 @@ def test_what_keeps_more_than_keys_and_values_is_not_published(tmp_path: Path) -
 
 
 def test_any_file_system_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     with DiskSwapCache(long_model(), path=tmp_path) as cache:
         with torch.no_grad():
             long_model()(ids()[:, :CONTEXT], past_key_values=cache)
@@ -363,7 +343,7 @@ def test_any_file_system_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_both_lanes_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, file = published(tmp_path), tmp_path / "trace.json"
-    wait_first(monkeypatch)
+    stream_first(monkeypatch)
     seen: list[int] = []
     with stream_context(
         str(place), long_model(), ids(), path=tmp_path, trace=file, on_progress=lambda cells: seen.append(cells.chunks)
