@@ -36,8 +36,8 @@ class SplitLoader(Loader):
 class WholeChunks(Cells):
     """Streaming claims a chunk whole, and computing ends none that it has begun."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._whole = threading.Lock()
         self._claimed: list[Cell] = []
         self._computed = set[int]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,14 +44,17 @@ class Cells:
 
     Args:
         published: (chunks, layers) bool: which can be streamed at all.
-        cancel: told of a cell whose transfer nobody wants any more, in the thread that computes.
+        migrations: transfers that may be given up for computing within `stage` seconds; None: any number.
     """
 
-    def __init__(self, published: np.ndarray, cancel: Callable[[Cell], None] = lambda cell: None) -> None:
+    def __init__(self, published: np.ndarray, *, migrations: int | None = None, stage: float = 1.0) -> None:
         self._states = np.where(published, State.FREE, State.LOST).astype(np.int8)
         self._states[:, 0] = State.LOST
         self._changed = threading.Condition()
-        self._cancel = cancel
+        self.cancel: Callable[[Cell], object] = lambda cell: None
+        """Told of a cell whose transfer nobody wants any more, in the thread that computes."""
+        self._migrations, self._stage = migrations, stage
+        self._migrated = deque[float]()
         self._stopped = False
         self.counts = Counts()
         self.heard = time.monotonic()
@@ -135,15 +138,29 @@ class Cells:
                 if layer and self._states[cell] != State.COMPUTED:
                     self.counts.computed += 1
                     self.counts.overtaken += int(self._states[cell] == State.RECEIVED)
-                    if self._states[cell] == State.STREAMING:
+                    if self._states[cell] == State.STREAMING and self._migrate(1):
                         self.counts.cancelled += 1
                         cancelled.append(cell)
                 self._states[cell] = State.COMPUTED
             above = self._states[first:stop, layer + 1 :]
             more = bool(((above == State.FREE) | (above == State.LOST)).any())
         for cell in cancelled:
-            self._cancel(cell)
+            self.cancel(cell)
         return more
+
+    def _migrate(self, count: int) -> bool:
+        """So many transfers are given up now; False: too many were within the last stage. More than a stage may have go
+        together, and nothing beside them."""
+        if self._migrations is None:
+            return True
+        now = time.monotonic()
+        while self._migrated and self._migrated[0] <= now - self._stage:
+            self._migrated.popleft()
+        most = min(count, self._migrations)
+        if not most or len(self._migrated) + most > self._migrations:
+            return False
+        self._migrated.extend([now] * most)
+        return True
 
     def comes(self, chunk: int) -> bool:
         """All of a chunk but its first layer is on its way, or here."""
@@ -169,7 +186,8 @@ class Cells:
 
     def wait(self, chunk: int, above: int, patience: float, silence: float) -> bool:
         """Until all of a chunk that lies above a layer has come; False: it does not, or not within `patience` seconds,
-        or nothing has come at all for `silence` seconds. What is still on its way then is the computing lane's."""
+        or nothing has come at all for `silence` seconds. What is still on its way then is the computing lane's, as far
+        as migrations are left; until they are it is waited for."""
         begun = time.monotonic()
         with self._changed:
             while True:
@@ -177,14 +195,18 @@ class Cells:
                 if (row == State.RECEIVED).all():
                     return True
                 now = time.monotonic()
-                left = min(begun + patience, max(self.heard, begun) + silence) - now
-                if ((row == State.LOST) | (row == State.FREE)).any() or left <= 0:
+                late = [(chunk, int(layer) + above + 1) for layer in (row == State.STREAMING).nonzero()[0]]
+                silent = max(self.heard, begun) + silence - now
+                if ((row == State.LOST) | (row == State.FREE)).any():
+                    late = late if late and self._migrate(len(late)) else []
                     break
-                self._changed.wait(left)
-            late = [(chunk, int(layer) + above + 1) for layer in (row == State.STREAMING).nonzero()[0]]
+                left = min(begun + patience - now, silent)
+                if left <= 0 and (silent <= 0 or self._migrate(len(late))):
+                    break
+                self._changed.wait(left if left > 0 else min(silent, self._stage))
             for cell in late:
                 self._states[cell] = State.LOST
             self.counts.stolen += len(late)
         for cell in late:
-            self._cancel(cell)
+            self.cancel(cell)
         return False

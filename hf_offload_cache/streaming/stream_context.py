@@ -15,7 +15,7 @@ from ..caches.disk_swap import DiskSwapCache
 from ..contexts.state import unpack
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import ContextError, EncryptionKeyError, StoreError
+from ..errors import ConfigError, ContextError, EncryptionKeyError, StoreError
 from ..model.fingerprint import check_fingerprint
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
@@ -41,6 +41,8 @@ def stream_context(
     path: str | Path | None = None,
     private: Iterable[tuple[int, int]] = (),
     silence: float = 10.0,
+    migrations: int | None = None,
+    stage: float = 1.0,
     options: dict[str, Any] | None = None,
     on_progress: Callable[[Cells], object] | None = None,
     **fields: Any,
@@ -61,13 +63,20 @@ def stream_context(
         tokenizer: compared with the one that the context was published with.
         private: token ranges (start, stop) of which nothing is asked for.
         silence: seconds without a byte after which nothing is waited for.
+        migrations: transfers under way that may be given up for computing within `stage` seconds, at most; None: all
+            that are later than computing would be.
         options: of the file system, or of aiohttp's session.
         on_progress: told of the table of cells, in this thread, when something is computed.
 
-    Raises `ContextMismatchError` for another model, `ContextError` for a manifest that is none, `EncryptionKeyError`,
-    `StoreError` where the manifest cannot be had, and what making the cache and prefilling raise.
+    Raises `ConfigError` for arguments out of their ranges, `ContextMismatchError` for another model, `ContextError` for
+    a manifest that is none, `EncryptionKeyError`, `StoreError` where the manifest cannot be had, and what making the
+    cache and prefilling raise.
     """
     begun = time.perf_counter()
+    if migrations is not None and migrations < 0:
+        raise ConfigError(f"migrations must be 0 or more, or None for any number, got {migrations}")
+    if not stage > 0:
+        raise ConfigError(f"stage must be more than 0 seconds, got {stage}")
     ids = as_ids(input_ids)
     secret = None if key is None else load_key(key)
     link = functools.partial(transport_of, url, options, silence)
@@ -87,9 +96,8 @@ def stream_context(
                 filling.compute(part, lambda layer: True)
             cells, loader, lane = None, None, None
         else:
-            cells, loader, lane = _load(
-                manifest, cache, filling, ids, link, secret, list(private), silence, on_progress
-            )
+            cells = Cells(_offered(manifest, chunks, list(private)), migrations=migrations, stage=stage)
+            loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, silence, on_progress)
         cache.stream_report = _report(tokens, reason, cells, loader, lane, time.perf_counter() - begun)
     except BaseException:
         cache.close()
@@ -115,18 +123,20 @@ def _mismatch(manifest: StreamManifest, cache: OffloadCache) -> str | None:
     return None
 
 
+def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int]]) -> np.ndarray:
+    """(chunks, layers) bool: what was published and may be asked for."""
+    hidden = {chunk for chunk in range(chunks) if overlaps(chunk, manifest.chunk_tokens, private)}
+    rows = manifest.cells[:chunks]
+    return np.array([[cell is not None and chunk not in hidden for cell in row] for chunk, row in enumerate(rows)])
+
+
 def _load(
     manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link,
-    key: bytes | None, private: list[tuple[int, int]], silence: float, on_progress: Callable[[Cells], object] | None,
-) -> tuple[Cells, Loader, StreamingLane]:  # fmt: skip
-    chunks = manifest.common(ids[0])
-    hidden = {chunk for chunk in range(chunks) if overlaps(chunk, manifest.chunk_tokens, private)}
-    published = np.array(
-        [[cell is not None and chunk not in hidden for cell in manifest.cells[chunk]] for chunk in range(chunks)]
-    )
+    key: bytes | None, cells: Cells, silence: float, on_progress: Callable[[Cells], object] | None,
+) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
-    cells = Cells(published, lambda cell: lane.cancel(cell))
     lane = StreamingLane(manifest, cells, link, spool, cache.timeline)
+    cells.cancel = lane.cancel
     told = on_progress or (lambda cells: None)
     storage = cache.storage
     loader = Loader(
@@ -140,7 +150,7 @@ def _load(
         cells.stop()
         lane.stop()
         spool.close()
-    return cells, loader, lane
+    return loader, lane
 
 
 def _teach(

@@ -17,7 +17,8 @@ def test_streaming_comes_from_the_end_and_never_for_the_first_layer() -> None:
 
 def test_computing_ends_where_all_above_comes() -> None:
     cancelled: list[tuple[int, int]] = []
-    cells = Cells(np.ones((1, 5), dtype=bool), cancelled.append)
+    cells = Cells(np.ones((1, 5), dtype=bool))
+    cells.cancel = cancelled.append
     assert cells.claim() == (0, 4) and cells.goes_on(0, 1, 0)
     assert cells.claim() == (0, 3) and cells.goes_on(0, 1, 1)  # layer 2 comes from nobody else
     assert not cells.goes_on(0, 1, 2) and cells.claim() is None
@@ -37,12 +38,33 @@ def test_what_was_not_published_is_computed() -> None:
 
 def test_what_comes_too_late_is_computed() -> None:
     cancelled: list[tuple[int, int]] = []
-    cells = Cells(np.ones((1, 3), dtype=bool), cancelled.append)
+    cells = Cells(np.ones((1, 3), dtype=bool))
+    cells.cancel = cancelled.append
     cells.claim(), cells.claim()
     cells.received((0, 2))
     assert not cells.wait(0, 0, 0.05, 10) and cancelled == [(0, 1)]
     assert cells.goes_on(0, 1, 0) and not cells.goes_on(0, 1, 1)
     assert cells.counts.stolen == 1 and cells.of_state() == {State.COMPUTED: 1, State.RECEIVED: 1}
+
+
+def test_no_more_migrate_in_a_stage_than_may() -> None:
+    """One in .2 seconds: the second chunk that is late is waited for until the first one's stage is over."""
+    cancelled: list[tuple[int, int]] = []
+    cells = Cells(np.ones((3, 2), dtype=bool), migrations=1, stage=0.2)
+    cells.cancel = cancelled.append
+    assert [cells.claim() for _ in range(3)] == [(2, 1), (1, 1), (0, 1)]
+    begun = time.monotonic()
+    assert not cells.wait(0, 0, 0, 30) and not cells.wait(1, 0, 0, 30)
+    assert time.monotonic() - begun >= 0.2 and cancelled == [(0, 1), (1, 1)]
+    cells.goes_on(2, 3, 1)  # computed before another stage is over: its transfer goes on, for nothing
+    assert len(cancelled) == 2 and not cells.received((2, 1)) and cells.counts.cancelled == 0
+
+
+def test_none_migrates_where_none_may_but_silence_ends_it() -> None:
+    cells = Cells(np.ones((1, 2), dtype=bool), migrations=0)
+    cells.claim()
+    begun = time.monotonic()
+    assert not cells.wait(0, 0, 0, 0.1) and 0.1 <= time.monotonic() - begun < 10
 
 
 def test_waiting_ends_when_it_comes_or_cannot() -> None:

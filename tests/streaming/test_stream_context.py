@@ -293,6 +293,10 @@ def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
     (place / NAME).unlink()
     with pytest.raises(StoreError, match="no published context"):
         stream_context(str(place), long_model(), ids(), path=tmp_path)
+    with pytest.raises(ConfigError, match="migrations must be 0 or more"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path, migrations=-1)
+    with pytest.raises(ConfigError, match="stage must be more than 0"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path, stage=0)
     with pytest.raises(ConfigError, match="level must be"):
         publish_context(DiskSwapCache(long_model()), "x", level="best")
     with pytest.raises(ConfigError, match="input_ids"):
