@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.streaming import stream_context as module
-from hf_offload_cache.streaming.costs import Costs, Line
+from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
 from hf_offload_cache.streaming.plan import meet
 from hf_offload_cache.tuning.sample import sample_ids
 
@@ -69,8 +70,9 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             with bucket_server(place, lambda at: 1e9) as server:
                 for name, case in left:
                     mean = nbytes / (case["balance"] * prefill)
-                    cell = nbytes // chunks // (layers - 1)
-                    costs = Costs.of_line(line, [arguments.chunk] * chunks, layers, cell, mean)
+                    lengths = [arguments.chunk] * chunks
+                    cells = np.full((chunks, layers), nbytes / chunks / (layers - 1))
+                    costs = Costs.of_line(line, lengths, attended_by_all(lengths, layers), cells, mean)
                     server.rate = trace(case["trace"], mean, prefill, case["repeat"])
                     seconds, report = _first_token(name, model, ids, tokens, server, costs, folder)
                     rows.add(name=name, **case, seconds=seconds, mbit=mean * 8e-6, **report)
@@ -93,7 +95,7 @@ def _prepare(
         begun = time.perf_counter()
         model(ids[:, : tokens // 2], past_key_values=cache, logits_to_keep=1)
         half = time.perf_counter() - begun
-    line = Line.fitted([tokens // 2, tokens], [0, 0], [half, took[-1]])
+    line = Line.fitted([tokens // 2, tokens], [tokens / 4, tokens / 2], [half, took[-1]])
     return line, sum(cell.bytes for row in manifest.cells for cell in row[1:] if cell is not None), took[-1]
 
 

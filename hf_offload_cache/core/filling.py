@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from ..errors import PromptError
+from ..model.attention_call import AttentionCall
 from .forward_ended import ForwardEnded
 from .offload_cache import OffloadCache
-from .offload_layer import OffloadLayer
+from .offload_layer import OffloadLayer, Output
 from .selective_cache import SelectiveCache
 from .selective_layer import SelectiveLayer
+
+PromptAttention = Callable[[OffloadLayer, AttentionCall], Output]
+"""Attention of several queries of a layer, over what it holds and what the call brings."""
 
 
 class Filling:
@@ -62,9 +66,12 @@ class Filling:
             if layer.state == "unknown" and state in ("tagged", "full"):
                 layer.state = state
 
-    def compute(self, ids: torch.Tensor, goes_on: Callable[[int], bool]) -> int:
+    def compute(
+        self, ids: torch.Tensor, goes_on: Callable[[int], bool], attend: PromptAttention | None = None
+    ) -> int:
         """Run ids (1, t) through the model behind what is held. `goes_on` is asked when a layer has taken its keys and
-        values in, by the layer's index: False ends the forward. Returns how many layers have these tokens now."""
+        values in, by the layer's index: False ends the forward. `attend` is what layers attend with, where it is not to
+        be their own. Returns how many layers have these tokens now."""
         cache, shared, depth = self._cache, self._cache.shared, 0
 
         def ends(layer_idx: int) -> bool:
@@ -72,7 +79,7 @@ class Filling:
             depth = layer_idx + 1
             return not goes_on(layer_idx)
 
-        shared.ends_after = ends
+        shared.ends_after, shared.attend_prompt = ends, attend
         try:
             with torch.no_grad():
                 cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -80,7 +87,7 @@ class Filling:
             cache.end_part()
             self.layers[depth - 1].learn_alone()
         finally:
-            shared.ends_after = None
+            shared.ends_after = shared.attend_prompt = None
         return depth
 
     def take(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:

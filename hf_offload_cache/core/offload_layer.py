@@ -189,11 +189,11 @@ class OffloadLayer(LayerOperations):
         if not replaceable or weights or kwargs.get("dropout"):  # the latter two: in this step alone
             keys, values = call.key, call.value
             if not tag.whole:
-                keys, values = self._joined(call)
+                keys, values = self.joined(call)
             return call.run(keys, values, call.mask)
-        if tag.whole:
-            return call.run(call.key, call.value, call.mask)
-        return self.decode(call, step) if step.selects else self.exact(call)
+        if self.shared.attend_prompt is not None and call.num_queries > 1:
+            return self.shared.attend_prompt(self, call)
+        return self.exact(call) if tag.whole or not step.selects else self.decode(call, step)
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
         """Attention in a step that selects; here over everything."""
@@ -205,9 +205,11 @@ class OffloadLayer(LayerOperations):
         The step's own keys need not be as many as its queries: a layer that shares another's may ask for its last token
         alone.
         """
-        dtype, before = self.history.form.dtype, self._before(call)
+        dtype, before = self.history.form.dtype, self.before(call)
+        if call.tag is not None and call.tag.whole:
+            return call.run(call.key, call.value, call.mask)
         if before + call.key.shape[2] <= self.config.block_tokens:
-            return call.run(*self._joined(call), call.mask)
+            return call.run(*self.joined(call), call.mask)
         step, mask, seen, added = self.shared.step, call.mask, None, call.key.shape[2]
         if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:
             mask, seen = step.streamed(mask)
@@ -218,16 +220,18 @@ class OffloadLayer(LayerOperations):
         output, weights = call.stream(self._blocks(before), own, mask, seen)
         return output.to(asked), weights
 
-    def _before(self, call: AttentionCall) -> int:
+    def before(self, call: AttentionCall) -> int:
         """Tokens held before those that the call brings."""
         return self.length + self.guessed - call.key.shape[2]
 
-    def _joined(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def joined(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything held, and what the call brings: of one query as it is kept, of several as it came."""
         if call.num_queries == 1 and not self.guessed:
             keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
             return keys, values
-        held = zip(self.whole(self._before(call)), (call.key, call.value), strict=True)
+        if not self.before(call):
+            return call.key, call.value
+        held = zip(self.whole(self.before(call)), (call.key, call.value), strict=True)
         keys, values = (torch.cat([no_backward(old, call.query), new], 2) for old, new in held)
         return keys, values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..config import OffloadConfig
 from ..errors import CacheClosedError, SeamLostError, StalledError
@@ -28,6 +29,7 @@ class Shared:
         take_back: gives what undoes what a forward that does not end has added; set by the cache.
         ends_after: told of each layer whose `update` has taken its tokens in: whether the forward ends there; set by
             `Filling`.
+        attend_prompt: attends in the place of layers, where calls have several queries; set by `Filling`.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
@@ -39,6 +41,7 @@ class Shared:
         self.books_changed = True
         self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
         self.ends_after: Callable[[int], bool] | None = None
+        self.attend_prompt: Callable[[Any, Any], Any] | None = None
 
     @property
     def broken(self) -> bool:

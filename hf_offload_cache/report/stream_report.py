@@ -31,6 +31,8 @@ class StreamReport:
     seconds: float
     """From the call to the filled cache; the first token takes a forward of what follows."""
     computing_seconds: float
+    attended: float
+    """Share of the blocks of keys before them that what was computed attended to; below 1.0 with `sparse`."""
     whole: str | None
     """Why it was prefilled whole, without the network; None: it was not."""
     trouble: tuple[str, ...]
@@ -46,5 +48,7 @@ class StreamReport:
             f"{self.tokens:,} tokens in {self.seconds:.2f} s: {self.computed:,} cells computed, {self.streamed:,} "
             f"streamed ({self.received_bytes:,} bytes{rate})"
         )
+        if self.attended < 1:
+            text += f", computing attended to {self.attended:.0%} of what came before"
         others = {name: getattr(self, name) for name in ("cancelled", "overtaken", "stolen", "lost")}
         return text + "".join(f", {count:,} {name}" for name, count in others.items() if count)

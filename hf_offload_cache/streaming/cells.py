@@ -53,6 +53,7 @@ class Cells:
         self._changed = threading.Condition()
         self.cancel: Callable[[Cell], object] = lambda cell: None
         """Told of a cell whose transfer nobody wants any more, in the thread that computes."""
+        self._preferred = np.ones(self._states.shape, dtype=bool)
         self._migrations, self._stage = migrations, stage
         self._migrated = deque[float]()
         self._stopped = False
@@ -82,12 +83,19 @@ class Cells:
 
     # --- streaming ---------------------------------------------------------------------------------------------
 
+    def prefer(self, first: int, depths: np.ndarray) -> None:
+        """Of chunks from `first` on, what lies above so many layers is streamed before all else."""
+        with self._changed:
+            self._preferred[first:] = np.arange(self.layers) >= depths[:, None]
+
     def claim(self) -> Cell | None:
-        """The next cell to stream: the latest chunk's top one that is free. None: there is none now."""
+        """The next cell to stream: the latest chunk's top one that is free, of those that are preferred if there are
+        any. None: there is none now."""
         with self._changed:
             free = self._states == State.FREE
             if self._stopped or not free.any():
                 return None
+            free = free & self._preferred if (free & self._preferred).any() else free
             chunk = int(free.any(1).nonzero()[0][-1])
             cell = chunk, int(free[chunk].nonzero()[0][-1])
             self._states[cell] = State.STREAMING

@@ -44,37 +44,46 @@ class Costs:
 
     @classmethod
     def of_line(
-        cls, line: Line, tokens: Sequence[int], layers: int, cell_bytes: int, bandwidth: float, decoded: float = 0.0,
-        projected: float = 0.1,
-    ) -> Costs:
-        """Of chunks of so many `tokens`, whose columns take what `line` says, each layer alike. `cell_bytes`: of a
-        whole chunk of one layer, the longest of them; `bandwidth` in bytes a second; `decoded`: seconds a byte that
-        decoding takes; `projected`: share of a layer's time that its keys and values take alone."""
-        lengths = np.asarray(tokens, dtype=float)
-        before = np.concatenate([[0.0], lengths.cumsum()[:-1]])
-        columns = line.seconds(lengths, before)
-        computed = np.repeat(columns[:, None] / layers, layers, 1)
-        nbytes = cell_bytes * lengths / lengths.max()
-        streamed = np.repeat((nbytes * (1 / bandwidth + decoded))[:, None], layers, 1)
-        return cls(computed, computed * projected, streamed)
+        cls, line: Line, tokens: Sequence[int], attended: np.ndarray, nbytes: np.ndarray, bandwidth: float, *,
+        decoded: float = 0.0, projected: float = 0.1,
+    ) -> Costs:  # fmt: skip
+        """Of chunks of so many `tokens`, whose columns take what `line` says.
+
+        Args:
+            attended: (chunks, layers), tokens that a query attends to in the mean (`attended_by_all`).
+            nbytes: (chunks, layers), of what is streamed.
+            bandwidth: bytes a second.
+            decoded: seconds that decoding takes, a cell.
+            projected: share of a layer's time that its keys and values take alone.
+        """
+        lengths = np.asarray(tokens, dtype=float)[:, None]
+        computed = line.seconds(lengths, attended) / attended.shape[1]
+        return cls(computed, computed * projected, nbytes / bandwidth + decoded)
+
+
+def attended_by_all(tokens: Sequence[int], layers: int) -> np.ndarray:
+    """(chunks, layers): tokens that a query attends to in the mean, where it attends to all before it."""
+    stops = np.cumsum(np.asarray(tokens, dtype=float))
+    return np.repeat((stops - np.asarray(tokens) / 2)[:, None], layers, 1)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a token in a forward: `fixed`, and `slope` for each token before it."""
+    """Seconds of a token in a forward: `fixed`, and `slope` for each token that it attends to."""
 
     fixed: float
     slope: float
 
-    def seconds(self, tokens: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Of forwards of so many tokens each, with so many before the first."""
-        return tokens * (self.fixed + self.slope * (before + tokens / 2))
+    def seconds(self, tokens: np.ndarray, attended: np.ndarray) -> np.ndarray:
+        """Of forwards of so many tokens each, which attend to so many in the mean: all before them, and half of their
+        own."""
+        return tokens * (self.fixed + self.slope * attended)
 
     @classmethod
-    def fitted(cls, tokens: Sequence[int], before: Sequence[int], seconds: Sequence[float]) -> Line:
+    def fitted(cls, tokens: Sequence[int], attended: Sequence[float], seconds: Sequence[float]) -> Line:
         """By least squares of the relative error, without a negative coefficient. Of one measurement all is `fixed`."""
-        many, first, took = (np.asarray(one, dtype=float) for one in (tokens, before, seconds))
-        parts = np.stack([many, many * (first + many / 2)], 1) / took[:, None]
+        many, mean, took = (np.asarray(one, dtype=float) for one in (tokens, attended, seconds))
+        parts = np.stack([many, many * mean], 1) / took[:, None]
         if len(took) > 1:
             from scipy.optimize import nnls
 

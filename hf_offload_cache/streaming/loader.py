@@ -17,7 +17,8 @@ from ..stores.encryption import decrypt
 from .cells import Cells
 from .codec import decode
 from .costs import Costs, Line
-from .plan import Cell, meet
+from .plan import Cell, meet, staircase
+from .sparse_prefill import SparsePrefill
 from .spool import Spool
 from .stream_manifest import StreamManifest, binding
 from .streaming_lane import StreamingLane
@@ -30,8 +31,6 @@ _AHEAD = 3
 """Cells that are decoded ahead of the one that is taken in."""
 _HELD = 2 * _AHEAD
 """Cells that memory is taken for, as large as they are in the cache: decoded ahead, and what they are decoded from."""
-_PROJECTED = 0.1
-"""Of a layer's time, what its keys and values take alone."""
 _NEVER = 1e9
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
@@ -42,22 +41,25 @@ class Loader:
 
     Args:
         silence: seconds without a byte after which nothing is waited for.
+        sparse: what computing attends with; None: to everything.
     """
 
     def __init__(
         self, manifest: StreamManifest, filling: Filling, ids: torch.Tensor, cells: Cells, lane: StreamingLane,
         spool: Spool, key: bytes | None, silence: float, on_progress: Callable[[Cells], object],
-        account: MemoryAccount, timeline: Timeline,
+        account: MemoryAccount, timeline: Timeline, sparse: SparsePrefill | None = None,
     ) -> None:  # fmt: skip
         self._manifest, self._filling, self._ids = manifest, filling, ids
         self.cells, self._lane, self._spool, self._key = cells, lane, spool, key
         self._silence, self._on_progress = silence, on_progress
-        self._account, self._timeline = account, timeline
+        self._account, self._timeline, self._sparse = account, timeline, sparse
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
-        self._took: list[tuple[int, int, float]] = []
-        """Of forwards through all layers: tokens, tokens before them, seconds."""
+        self._took: list[tuple[int, float, float]] = []
+        """Of forwards through all layers: tokens, tokens that they attended to in the mean, seconds."""
+        self._decoding: list[float] = []
+        """Seconds, of each cell that was decoded."""
         self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
         self.recomputed_tokens = 0
         self.computing_seconds = 0.0
@@ -75,6 +77,11 @@ class Loader:
         finally:
             self._decoders.shutdown(cancel_futures=True)
             account.observe("streaming", 0)
+
+    @property
+    def attended(self) -> float:
+        """Share of the blocks of keys before them that computed tokens attended to."""
+        return 1.0 if self._sparse is None else self._sparse.share
 
     # --- columns -----------------------------------------------------------------------------------------------
 
@@ -102,13 +109,16 @@ class Loader:
         if line is None or bandwidth is None:
             return 0
         chunks, layers = range(first, self.cells.chunks), self.cells.layers
-        columns = np.array([self._seconds(line, chunk, chunk + 1) for chunk in chunks])
-        computed = np.repeat(columns[:, None] / layers, layers, 1)
+        attended = np.array([self._attended(chunk, chunk + 1) for chunk in chunks])
         rows = (self._manifest.cells[chunk] for chunk in chunks)
         nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in rows])
-        streamed = np.where(self.cells.may_come(first), nbytes / max(bandwidth, 1.0), _NEVER)
-        streamed[self.cells.received_from(first)] = 0
-        depths = np.array(meet(Costs(computed, computed * _PROJECTED, streamed)).depths)
+        tokens = [self._manifest.tokens_of(chunk) for chunk in chunks]
+        decoded = float(np.mean(self._decoding)) if self._decoding else 0.0
+        costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
+        costs.streamed[~self.cells.may_come(first)] = _NEVER
+        costs.streamed[self.cells.received_from(first)] = 0
+        depths = np.array((meet if self._sparse is None else staircase)(costs).depths)
+        self.cells.prefer(first, depths)
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
             return self._tokens(first, self.cells.chunks)
@@ -117,8 +127,15 @@ class Loader:
     def _line(self) -> Line | None:
         return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
 
+    def _attended(self, first: int, stop: int) -> list[float]:
+        """By layer, tokens that a query of these chunks attends to in the mean."""
+        start, end = self._begins[first], self._begins[stop]
+        layers = range(self.cells.layers)
+        return [(start + end) / 2 if self._sparse is None else self._sparse.attended(at, start, end) for at in layers]
+
     def _seconds(self, line: Line, first: int, stop: int) -> float:
-        return float(line.seconds(np.array(float(self._tokens(first, stop))), np.array(float(self._begins[first]))))
+        tokens, attended = np.array(float(self._tokens(first, stop))), np.array(np.mean(self._attended(first, stop)))
+        return float(line.seconds(tokens, attended))
 
     def patience(self, chunk: int) -> float:
         """Seconds that a chunk may still take to come: as long as it takes to compute."""
@@ -129,12 +146,12 @@ class Loader:
         """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
         held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
         begun = time.perf_counter()
-        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer))
+        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer), self._sparse)
         seconds = time.perf_counter() - begun
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
         if depth == self.cells.layers:
-            self._took.append((ids.shape[1], held, seconds))
+            self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), seconds))
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
             self.recomputed_tokens += ids.shape[1]
@@ -185,14 +202,16 @@ class Loader:
 
     def _decode(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
         chunk, layer = cell
-        place = f"chunk {chunk} layer {layer}"
+        place, begun = f"chunk {chunk} layer {layer}", time.perf_counter()
         try:
             data: bytes = self._spool.get(cell)
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
-            return decode(data, self._manifest.shape(chunk), place)
+            found = decode(data, self._manifest.shape(chunk), place)
         except (CorruptRecordError, StoreError) as error:
             raise _UselessError(cell) from error
+        self._decoding.append(time.perf_counter() - begun)
+        return found
 
 
 class _UselessError(Exception):

@@ -20,6 +20,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.fingerprint import full_fingerprint
 from ..registry import class_named
 from ..stores.encryption import KeySource, encrypt, load_key
+from .active_blocks import BLOCK, measure_active_blocks
 from .codec import check_level, encode
 from .objects import Objects
 from .stream_manifest import NAME, StreamManifest, StreamObject, binding, ids_digests
@@ -35,6 +36,7 @@ def publish_context(
     level: str = "default",
     chunk_tokens: int = 1024,
     private: Iterable[tuple[int, int]] = (),
+    active_mass: float | None = None,
     overwrite: bool = False,
     options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
@@ -53,6 +55,8 @@ def publish_context(
         chunk_tokens: of an object, 64 to 8192.
         private: token ranges (start, stop). Chunks that have some of them are not published, and computed where the
             context is loaded. Later chunks attended to them; leave out what follows where that matters.
+        active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
+            of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
         overwrite: replace the manifest of what is published there; its objects stay.
         options: of the file system.
         on_progress: told how many layers of how many are published.
@@ -63,11 +67,15 @@ def publish_context(
     check_level(level)
     if not 64 <= chunk_tokens <= 8192:
         raise ConfigError(f"chunk_tokens must be 64 to 8192, got {chunk_tokens}: use 1024")
+    if active_mass is not None and not 0 < active_mass <= 1:
+        raise ConfigError(f"active_mass must be above 0 and at most 1, got {active_mass}: use .98")
+    if active_mass is not None and chunk_tokens % BLOCK:
+        raise ConfigError(f"chunk_tokens must be a multiple of {BLOCK} with active_mass, got {chunk_tokens}: use 1024")
     if not isinstance(context, OffloadCache):
         with _opened(context, model, tokenizer, key) as cache:
             return publish_context(
                 cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=private,
-                overwrite=overwrite, options=options, on_progress=on_progress,
+                active_mass=active_mass, overwrite=overwrite, options=options, on_progress=on_progress,
             )  # fmt: skip
     secret, objects = None if key is None else load_key(key), Objects(url, options)
     if objects.exists(NAME) and not overwrite:
@@ -76,7 +84,8 @@ def publish_context(
         raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
     if context.sequences != 1 or not context.tokens:
         raise ConfigError(f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens")
-    return _Publishing(context, objects, secret, level, chunk_tokens).run(tokenizer, list(private), on_progress)
+    publishing = _Publishing(context, objects, secret, level, chunk_tokens)
+    return publishing.run(tokenizer, list(private), active_mass, on_progress)
 
 
 def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None) -> OffloadCache:
@@ -100,8 +109,9 @@ class _Publishing:
         self._context = secrets.token_hex(16)
 
     def run(
-        self, tokenizer: Any, private: list[tuple[int, int]], on_progress: Callable[[int, int], object] | None
-    ) -> StreamManifest:
+        self, tokenizer: Any, private: list[tuple[int, int]], active_mass: float | None,
+        on_progress: Callable[[int, int], object] | None,
+    ) -> StreamManifest:  # fmt: skip
         cache, size = self._cache, self._chunk_tokens
         cache.take_back()
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
@@ -134,6 +144,7 @@ class _Publishing:
             prefixes=tuple(ids_digests(ids, size)),
             cells=tuple(map(tuple, cells)),
             learnt=self._put(pack(self._learnt()), "what was learnt"),
+            active=None if active_mass is None else self._active(ids, active_mass),
             encrypted=self._key is not None,
             context=self._context,
         )
@@ -150,6 +161,11 @@ class _Publishing:
                 lessons[layer.layer_idx] = lesson
         states = [layer.state for layer in cache.offloaded]
         return {"lessons": lessons, "states": states, "budgets": cache.capture().get("budgets")}
+
+    def _active(self, ids: torch.Tensor, mass: float) -> StreamObject:
+        cache = self._cache
+        found = measure_active_blocks(cache.given_model, ids, mass, path=cache.storage.directory)
+        return self._put(pack(found.captured()), "active blocks")
 
     def _put(self, data: bytes, place: str) -> StreamObject:
         if self._key is not None:

@@ -19,11 +19,13 @@ from ..errors import ConfigError, ContextError, EncryptionKeyError, StoreError
 from ..model.fingerprint import check_fingerprint
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
+from .active_blocks import ActiveBlocks
 from .cells import Cells
 from .loader import MOST_TOKENS, Loader
 from .publish import as_ids, form_of, overlaps
+from .sparse_prefill import SparsePrefill
 from .spool import Spool
-from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding, digest
+from .stream_manifest import MOST_BYTES, NAME, StreamManifest, StreamObject, binding, digest
 from .streaming_lane import StreamingLane
 from .transport import MissingObjectError, Transport, fetch, transport_of
 
@@ -40,6 +42,7 @@ def stream_context(
     tokenizer: Any = None,
     path: str | Path | None = None,
     private: Iterable[tuple[int, int]] = (),
+    sparse: bool = False,
     silence: float = 10.0,
     migrations: int | None = None,
     stage: float = 1.0,
@@ -62,6 +65,8 @@ def stream_context(
         key: 32 bytes in a file, or a function that returns them, of an encrypted context.
         tokenizer: compared with the one that the context was published with.
         private: token ranges (start, stop) of which nothing is asked for.
+        sparse: what is computed attends to the blocks of keys alone that had most of the attention where the context
+            was published (`active_mass`): lossy, and faster for long contexts.
         silence: seconds without a byte after which nothing is waited for.
         migrations: transfers under way that may be given up for computing within `stage` seconds, at most; None: all
             that are later than computing would be.
@@ -97,7 +102,9 @@ def stream_context(
             cells, loader, lane = None, None, None
         else:
             cells = Cells(_offered(manifest, chunks, list(private)), migrations=migrations, stage=stage)
-            loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, silence, on_progress)
+            loader, lane = _load(
+                manifest, cache, filling, ids, link, secret, cells, sparse, silence, on_progress
+            )
         cache.stream_report = _report(tokens, reason, cells, loader, lane, time.perf_counter() - begun)
     except BaseException:
         cache.close()
@@ -132,19 +139,19 @@ def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int
 
 def _load(
     manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link,
-    key: bytes | None, cells: Cells, silence: float, on_progress: Callable[[Cells], object] | None,
+    key: bytes | None, cells: Cells, sparse: bool, silence: float, on_progress: Callable[[Cells], object] | None,
 ) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
     lane = StreamingLane(manifest, cells, link, spool, cache.timeline)
     cells.cancel = lane.cancel
     told = on_progress or (lambda cells: None)
-    storage = cache.storage
-    loader = Loader(
-        manifest, filling, ids, cells, lane, spool, key, silence, told, storage.account, cache.timeline
-    )
     lane.start()
     try:
         _teach(manifest, filling, cache, link, key, lane)
+        loader = Loader(
+            manifest, filling, ids, cells, lane, spool, key, silence, told, cache.storage.account, cache.timeline,
+            _sparse(manifest, link, key, lane) if sparse else None,
+        )  # fmt: skip
         loader.run()
     finally:
         cells.stop()
@@ -161,12 +168,7 @@ def _teach(
     if found is None:
         return
     try:
-        data = fetch(link, found.name, found.bytes)
-        if len(data) != found.bytes or digest(data) != found.name:
-            raise ContextError("what was learnt is not what was published")
-        if key is not None:
-            data = decrypt(key, data, binding(manifest.context, "what was learnt"))
-        tree = unpack(data, cache.model.device, "a published context")
+        tree = _tree(manifest, link, key, found, "what was learnt", cache.model.device)
         if (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache)):
             filling.teach(tree["lessons"], tree["states"], tree["budgets"])
         else:
@@ -175,12 +177,36 @@ def _teach(
         lane.trouble.append(f"what was learnt: {error}")
 
 
+def _sparse(manifest: StreamManifest, link: Link, key: bytes | None, lane: StreamingLane) -> SparsePrefill | None:
+    """What computing attends with; None: there is nothing to do so by, and it attends to everything."""
+    try:
+        if manifest.active is None:
+            raise ContextError("none were published (active_mass=.98): everything is attended to")
+        tree = _tree(manifest, link, key, manifest.active, "active blocks", torch.device("cpu"))
+        return SparsePrefill(ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads))
+    except (OSError, ContextError) as error:
+        lane.trouble.append(f"active blocks: {error}")
+        return None
+
+
+def _tree(
+    manifest: StreamManifest, link: Link, key: bytes | None, found: StreamObject, place: str, device: torch.device
+) -> Any:
+    """What an object beside the cells holds. Raises `StoreError`, `ContextError`, `CorruptRecordError`."""
+    data = fetch(link, found.name, found.bytes)
+    if len(data) != found.bytes or digest(data) != found.name:
+        raise ContextError("they are not what was published")
+    if key is not None:
+        data = decrypt(key, data, binding(manifest.context, place))
+    return unpack(data, device, "a published context")
+
+
 def _report(
     tokens: int, reason: str | None, cells: Cells | None, loader: Loader | None, lane: StreamingLane | None,
     seconds: float,
 ) -> StreamReport:  # fmt: skip
     if cells is None or loader is None or lane is None:
-        return StreamReport(tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, reason, ())
+        return StreamReport(tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, 1.0, reason, ())
     counts, took = cells.counts, None
     if lane.began is not None and lane.ended is not None and lane.ended > lane.began:
         took = lane.received_bytes / (lane.ended - lane.began)
@@ -198,6 +224,7 @@ def _report(
         bandwidth=took,
         seconds=seconds,
         computing_seconds=loader.computing_seconds,
+        attended=loader.attended,
         whole=reason,
         trouble=tuple(lane.trouble),
     )

@@ -78,6 +78,8 @@ class StreamManifest(_Checked):
     cells: tuple[tuple[StreamObject | None, ...], ...]
     """By chunk and layer; None: it was not published, and is computed. The first layer's never are."""
     learnt: StreamObject | None = None
+    active: StreamObject | None = None
+    """Which blocks of keys its queries attend to most, where that was measured."""
     encrypted: bool = False
     context: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     """Random: what is encrypted is bound to it."""
@@ -87,8 +89,8 @@ class StreamManifest(_Checked):
         chunks = -(-self.tokens // self.chunk_tokens)
         if len(self.prefixes) != chunks or len(self.cells) != chunks:
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
-        if self.learnt is not None and self.learnt.bytes > MOST_BYTES:
-            raise ValueError(f"what was learnt has {MOST_BYTES:,} bytes at most")
+        if any(one is not None and one.bytes > MOST_BYTES for one in (self.learnt, self.active)):
+            raise ValueError(f"what was learnt, and active blocks, have {MOST_BYTES:,} bytes at most")
         most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
         for row in self.cells:
             if len(row) != self.layers or row[0] is not None:

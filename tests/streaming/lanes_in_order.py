@@ -27,3 +27,8 @@ def compute_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the network before something above the first layer was computed."""
     claim = Cells.claim
     monkeypatch.setattr(Cells, "claim", lambda cells: claim(cells) if cells.of_state()[State.COMPUTED] else None)
+
+
+def compute_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the network."""
+    monkeypatch.setattr(Cells, "claim", lambda cells: None)

@@ -15,6 +15,12 @@ def test_streaming_comes_from_the_end_and_never_for_the_first_layer() -> None:
     assert [cells.claim() for _ in range(5)] == [(1, 2), (1, 1), (0, 2), (0, 1), None]
 
 
+def test_what_a_plan_prefers_comes_first() -> None:
+    cells = Cells(np.ones((3, 3), dtype=bool))
+    cells.prefer(1, np.array([2, 1]))
+    assert [cells.claim() for _ in range(6)] == [(2, 2), (2, 1), (1, 2), (0, 2), (0, 1), (1, 1)]
+
+
 def test_computing_ends_where_all_above_comes() -> None:
     cancelled: list[tuple[int, int]] = []
     cells = Cells(np.ones((1, 5), dtype=bool))

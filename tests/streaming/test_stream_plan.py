@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_offload_cache.streaming.costs import Costs, Line
+from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
 from hf_offload_cache.streaming.greedy import potential_aware
 from hf_offload_cache.streaming.plan import Plan, bound, meet, staircase
 
@@ -14,7 +14,7 @@ def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Cost
     """Of a dense model; `balance`: seconds of streaming over those of computing."""
     line = Line(1e-4, slope)
     tokens = [1024] * chunks
-    costs = Costs.of_line(line, tokens, layers, 1 << 20, float(1 << 20))
+    costs = Costs.of_line(line, tokens, attended_by_all(tokens, layers), np.ones((chunks, layers)), 1.0)
     scale = balance * costs.columns[:, -1].sum() / costs.rest[:, 0].sum()
     return Costs(costs.computed, costs.projected, costs.streamed * scale)
 
@@ -73,9 +73,10 @@ def test_computing_waits_for_what_it_needs() -> None:
 
 def test_a_line_is_fitted() -> None:
     line = Line(2e-4, 3e-8)
-    before, tokens = [0, 1024, 4096, 9000], [1024, 2048, 1024, 512]
-    seconds = [float(line.seconds(np.array(float(t)), np.array(float(b)))) for t, b in zip(tokens, before, strict=True)]
-    found = Line.fitted(tokens, before, seconds)
+    attended, tokens = [512.0, 2048.0, 4608.0, 9256.0], [1024, 2048, 1024, 512]
+    seconds = list(line.seconds(np.array(tokens), np.array(attended)))
+    assert seconds[0] == pytest.approx(1024 * (2e-4 + 512 * 3e-8))
+    found = Line.fitted(tokens, attended, seconds)
     assert found.fixed == pytest.approx(line.fixed) and found.slope == pytest.approx(line.slope)
-    assert Line.fitted([100], [0], [0.5]) == Line(0.005, 0.0)
-    assert Line.fitted(tokens, before, [one / (i + 1) for i, one in enumerate(seconds)]).slope >= 0
+    assert Line.fitted([100], [50], [0.5]) == Line(0.005, 0.0)
+    assert Line.fitted(tokens, attended, [one / (i + 1) for i, one in enumerate(seconds)]).slope >= 0
