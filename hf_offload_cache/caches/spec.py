@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from ..config import OffloadConfig
-from ..core.guessed_token import guess_of, keep_a_guess, may_guess, with_guess, without_guess
+from ..core.guessed_token import (
+    guess_of,
+    may_guess,
+    reason_against_guesses,
+    record_past,
+    with_guess,
+    without_guess,
+)
 from ..core.offload_layer import OffloadLayer
 from ..core.selective_cache import SelectiveCache
 from ..core.step import Step
@@ -38,15 +44,13 @@ class SpecCache(SelectiveCache):
         super().prepare(model)
         self._guess: torch.Tensor | None = None
         self._can_guess = True
-        if self.config.exact or not self.config.speculative:
+        self._recording: list[Any] = []
+        """Layers of transformers' own that keep, for this step, what a guess pushes out."""
+        if self.config.exact or not self.config.speculative or not self.config.chosen:
             return
-        if keeping := keep_a_guess(self.layers):
+        if reason := reason_against_guesses(model, self.layers):
             self._can_guess = False
-            warnings.warn(
-                f"speculative=False for {type(model).__name__}: {keeping} of its layers cannot run two tokens and keep "
-                "one",
-                stacklevel=4,
-            )
+            self._warn(f"speculative=False for {type(model).__name__}: {reason}")
             return
         layers = [layer for layer in self.selective if isinstance(layer, SpecLayer)]
         for place, layer in enumerate(layers):
@@ -54,7 +58,7 @@ class SpecCache(SelectiveCache):
 
     @property
     def reads_ahead(self) -> int:
-        return UNDER_WAY
+        return UNDER_WAY if self.config.speculative else 0
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
@@ -67,27 +71,32 @@ class SpecCache(SelectiveCache):
     # --- the step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        self._stop_recording()  # of a step that failed
         changed = super().begin_step(model, kwargs)
         step = self.shared.step
         call = kwargs if changed is None else changed
-        if step is None or not self._guesses(step, call):
+        if step is None or not self._guesses(step, call, model.config):
             self._guess = None
             return changed
         step.guessed = 1
+        self._recording = record_past(self.layers)
         if self._guess is None:
             self._guess = self._decode_before(model, call)
             if self._guess is None:
                 step.guessed = 0
                 return changed
+            self._recording = record_past(self.layers)
             step.started = time.perf_counter()
         return with_guess(call, self._guess)
 
-    def _guesses(self, step: Step, call: dict[str, Any]) -> bool:
+    def _guesses(self, step: Step, call: dict[str, Any], model_config: Any) -> bool:
         """Whether a guess is decoded beside the token of this step."""
         config = self.config
         if self.selecting is None or not (config.speculative and config.chosen and self._can_guess) or self.recording:
             return False
-        return step.selects and step.tokens == 1 and may_guess(call)
+        most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        there = most is None or step.history + 2 <= most  # positions that are learnt end there
+        return there and step.selects and step.tokens == 1 and may_guess(call, model_config)
 
     def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
         """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
@@ -105,6 +114,12 @@ class SpecCache(SelectiveCache):
         for layer in self._with_length:
             if not isinstance(layer, OffloadLayer):
                 layer.crop(-1)
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        for layer in self._recording:
+            layer.record_past = False
+        self._recording = []
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step

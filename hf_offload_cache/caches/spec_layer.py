@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,8 @@ class SpecLayer(SelectiveLayer):
         self.chosen: ChosenEntries | None = None
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
+        self._attended = False
+        """A call of this step has attended: another layer that shares these keys does not choose for the next."""
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -66,7 +69,12 @@ class SpecLayer(SelectiveLayer):
     @staticmethod
     def _scores(config: SpecConfig, queries: int) -> int:
         """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
-        return queries if config.speculative and not config.top_up else 2 * queries
+        return 2 * queries if SpecLayer._keeps_scores(config) else queries
+
+    @staticmethod
+    def _keeps_scores(config: SpecConfig) -> bool:
+        """Whether scores are kept for attending again; else, where it has to be, they are made again."""
+        return config.top_up or not config.speculative
 
     @classmethod
     def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
@@ -94,7 +102,10 @@ class SpecLayer(SelectiveLayer):
         areas = Areas.planned(area, view, view, ahead, kind.device)
         picked = cls._picked_bytes(form, kind.rows, config)
         shared = Planned(decode={**areas, "picked entries": picked})
-        selecting = LayerPlan(Planned(decode={"chosen entries": chosen}), shared)
+        own = Planned(decode={"chosen entries": chosen})
+        if config.reuse_capacity and config.engine != "memory":
+            own += cls.plan_slots(kind, config, units)
+        selecting = LayerPlan(own, shared)
         return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
 
     @staticmethod
@@ -165,11 +176,16 @@ class SpecLayer(SelectiveLayer):
 
     # --- attention ---------------------------------------------------------------------------------------------
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._leaving, self._attended = None, False
+        return super().update(key_states, value_states, *args, **kwargs)
+
     def _attend(self, call: AttentionCall) -> Output:
-        try:
-            return super()._attend(call)
-        finally:
-            self._leaving = None
+        found = super()._attend(call)
+        self._attended = True
+        return found
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
         """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
@@ -183,9 +199,10 @@ class SpecLayer(SelectiveLayer):
         assert self.predictor is not None
         storage, copy, (heads, queries) = self.shared.storage, self.predictor.copy, call.query.shape[1:3]
         with storage.timeline.span("gather", self.layer_idx):
-            if self.collects is not None:
-                self.collects.collect_soon()
-            self.collect()
+            if not self._attended:
+                if self.collects is not None:
+                    self.collects.collect_soon()
+                self.collect()
         together = min(queries, TOGETHER)
         asked = heads, together, self._scores(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
@@ -214,13 +231,18 @@ class SpecLayer(SelectiveLayer):
         assert self.predictor is not None
         config, queries = self.config, call.query.shape[2]
         replaced = [] if self._leaving is None else [self._leaving]
-        if not config.chosen:
+        if not config.chosen or self._attended:
+            if config.chosen:
+                replaced = [self._held().entries, *replaced]
             self.attends_to(call, replaced)
             return mixed.attend(replaced)[0], replaced
         asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (config.top_up or not ahead or chosen.empty):
-            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=False)[1]
+            keeps = self._keeps_scores(config)
+            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
+            if not keeps:
+                mixed = self._over(call, queries - asked - 1, queries)
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
@@ -254,8 +276,10 @@ class SpecLayer(SelectiveLayer):
         chosen, counters = self._held(), self.shared.storage.counters
         wanted = self.predictor.most(shares, visible, self.config.chosen, chosen.tokens)
         absent, there = chosen.want(wanted), int((wanted >= 0).sum())
+        missing = int((absent >= 0).sum())
         counters.units_selected += there
-        counters.units_resident += there - int((absent >= 0).sum())
+        counters.units_resident += there - missing
+        counters.units_ready += there - missing
         return absent
 
     def collect(self) -> None:
@@ -265,9 +289,11 @@ class SpecLayer(SelectiveLayer):
             chosen.take(self._bring(chosen.absent))
 
     def collect_soon(self) -> None:
-        """As `collect`; what fails is left to the step that wants it."""
+        """As `collect`, before attention asks; what fails is left to the step that wants it."""
+        absent = None if self.chosen is None else self.chosen.absent
         with contextlib.suppress(OSError, BudgetError):
             self.collect()
+            self.shared.storage.counters.units_ready += 0 if absent is None else int((absent >= 0).sum())
 
     # --- changes -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ class CacheOperations(Cache):
 
     config: OffloadConfig
     shared: Shared
+    _activated = False
+    """`activate_past_recording` was called since the last step of decoding."""
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _cropped: int | None = None
@@ -144,7 +146,14 @@ class CacheOperations(Cache):
     def activate_past_recording(self) -> None:
         """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
         super().activate_past_recording()
-        self.recording, self._announced = True, None
+        self.recording, self._activated, self._announced = True, True, None
+
+    def stop_recording(self) -> None:
+        """Candidates will be verified no more; until they are announced again, layers keep what they need."""
+        self.recording = False
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' caches do. Where a layer cannot read what it has to, `StoreError` is raised, and the next

@@ -1,4 +1,4 @@
-"""A guess of the next token that a model is given beside each token, and that nobody but the cache sees (SpeCache,
+"""A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
 section 3.3)."""
 
 from __future__ import annotations
@@ -13,31 +13,50 @@ from .offload_layer import OffloadLayer
 _OF_TOKENS = ("position_ids", "cache_position")
 """Arguments that have something for each token that comes, on their last axis."""
 _KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS}
+_OF_ALL_TOKENS = ("output_attentions", "output_router_logits")
+"""Asked for by an argument or the model's config: what tells of all tokens of a forward, a guess among them."""
+_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the last position of a forward."""
 
 
-def keep_a_guess(layers: list[Any]) -> int:
-    """How many layers of a cache keep a state that a guess has changed, or are not known to take one back. The others
-    are made ready for it."""
+def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
+    """Why a model cannot be given a guess beside its token; None: it can."""
     keep = 0
     for layer in layers:
         known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
-        if isinstance(layer, LinearAttentionCacheLayerMixin) or not known:
-            keep += 1
-        elif hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-    return keep
+        keep += isinstance(layer, LinearAttentionCacheLayerMixin) or not known
+    if keep:
+        return f"{keep} of its layers cannot run two tokens and keep one"
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in _BY_LENGTH:
+                return f"its rotary embedding ({kind}) depends on how many tokens there are"
+    return None
 
 
-def may_guess(call: dict[str, Any]) -> bool:
-    """Whether a model may be given one token more than this call of one token a sequence has: its arguments are known
-    to allow it, and what it returns is known."""
+def record_past(layers: list[Any]) -> list[Any]:
+    """Let layers of transformers' own keep what a guess pushes out of their windows; those that did not already."""
+    found = [layer for layer in layers if getattr(layer, "record_past", True) is False]
+    for layer in found:
+        layer.activate_past_recording()
+    return found
+
+
+def may_guess(call: dict[str, Any], config: Any) -> bool:
+    """Whether a model of `config` may be given one token more than this call of one token a sequence has: its arguments
+    are known to allow it, and what it returns is known."""
     ids, mask, keep = (call.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
     if ids is None or ids.shape[1] != 1 or call.get("use_cache") is False or call.get("return_dict") is False:
         return False
     if isinstance(keep, torch.Tensor) or (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)):
         return False
+    for name in _OF_ALL_TOKENS:
+        asked = call.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            return False
     others = (value for name, value in call.items() if name not in _KNOWN)
-    return not call.get("output_attentions") and not any(isinstance(value, torch.Tensor) for value in others)
+    return not any(isinstance(value, torch.Tensor) for value in others)
 
 
 def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
@@ -64,5 +83,5 @@ def without_guess(output: Any) -> Any:
     """The output of a model, in place, as if it had been given no guess."""
     output.logits = output.logits[:, :-1]
     if (states := getattr(output, "hidden_states", None)) is not None:
-        output.hidden_states = tuple(one[:, :-1] for one in states)
+        output.hidden_states = tuple(one[..., :-1, :] for one in states)
     return output

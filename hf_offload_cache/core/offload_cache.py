@@ -78,6 +78,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
         self._tokens = TokenLog(self.storage.account, self.config.max_context)
+        self._decoded = False  # a step of decoding ended since the prompt
         self._prefilled = self._resumed = False  # a forward ended since the prompt; opened, and not compared yet
         self._final: CacheReport | None = None
         token = -1
@@ -164,6 +165,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self._tokens.append(step.ids, step.history, step.padding)
         shared.step = None
         self._prefilled = True
+        if step is not None and step.selects:
+            self._decoded, self._activated = True, False
         for layer in self._by_index.values():
             if layer.state == "unknown":  # attention did not ask for what is held
                 layer.end_step()
@@ -193,7 +196,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """A prompt, or a piece of one, is no verification of candidates; nor is what a generation does not announce."""
         self._announced = True
         if first:
-            self._prefilled = False
+            if self._decoded and not self._activated:
+                self.stop_recording()  # another generation, without candidates
+            self._prefilled = self._decoded = False
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""

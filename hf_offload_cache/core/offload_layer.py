@@ -185,8 +185,7 @@ class OffloadLayer(LayerOperations):
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
-        weights = "output_attentions" in kwargs and call.wants_weights
-        if not replaceable or weights or kwargs.get("dropout"):  # the latter two: in this step alone
+        if not replaceable or call.wants_weights or kwargs.get("dropout"):  # the latter two: in this step alone
             keys, values = call.key, call.value
             if not tag.whole:
                 keys, values = self.joined(call)

@@ -16,7 +16,6 @@ from .selecting import most_slots
 class SelectivePlan(OffloadLayer):
     """The side of `SelectiveLayer` that is asked before there is a layer: each hook beside that of what it plans."""
 
-
     @classmethod
     def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         """What the predictor of one layer holds at most."""
@@ -58,6 +57,12 @@ class SelectivePlan(OffloadLayer):
         return Planned(decode=SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * units))
 
     @classmethod
+    def plan_slots(cls, kind: LayerKind, config: SelectiveConfig, units: int) -> Planned:
+        """Tiers of as many slots as a history of `units` units a row may have."""
+        slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, kind.form.group_size, units))
+        return cls.plan_tiers(kind, config, slots, units)
+
+    @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
         if config.exact:
             return super().planned(kind, config, context)
@@ -79,8 +84,7 @@ class SelectivePlan(OffloadLayer):
         widens = config.brought_at_most(context) > config.brought(context)
         whole = widest if cls.most_beside(kind, config) else 0  # whole units are kept too where some come beside them
         areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else whole))
-        slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, form.group_size, units))
-        own = predictor.own + cls.plan_tiers(kind, config, slots, units)
+        own = predictor.own + cls.plan_slots(kind, config, units)
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
         if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
             prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])

@@ -132,7 +132,7 @@ class ChosenEntries:
         self.tokens = self.tokens[moved]
         if self.wanted is not None and self.absent is not None:
             self.wanted, self.absent = self.wanted[moved], self.absent[moved]
-        self.keys, self.values = self.keys[own].clone(), self.values[own].clone()
+        self.keys, self.values = self.keys[own], self.values[own]
         self._account.release("chosen entries", before)
 
     def close(self) -> None:

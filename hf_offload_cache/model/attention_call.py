@@ -86,8 +86,12 @@ class AttentionCall:
 
     @property
     def wants_weights(self) -> bool:
-        """The caller asked for the attention weights (`output_attentions`): only `run` over everything gives them."""
-        return bool(self.kwargs.get("output_attentions"))
+        """The caller asked for the attention weights (`output_attentions`, there or in the model's config): only `run`
+        over everything gives them."""
+        asked = self.kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(self.module, "config", None), "output_attentions", False)
+        return bool(asked)
 
     @property
     def tag(self) -> Tag | None:

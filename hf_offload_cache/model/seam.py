@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +93,8 @@ def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
 def hook_model(model: torch.nn.Module, hooks: Hooks) -> None:
     """Hook `model` for the verbs of steps; each goes into `hooks` as it is on."""
     _hook("begin_step", -1, model.register_forward_pre_hook, hooks)
-    _hook("end_step", -1, model.register_forward_hook, hooks)
+    first = functools.partial(model.register_forward_hook, prepend=True)  # others see what the caller will
+    _hook("end_step", -1, first, hooks)
 
 
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:

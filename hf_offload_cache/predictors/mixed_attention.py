@@ -29,7 +29,7 @@ class MixedAttention:
         heads = copy.form.entry.num_key_heads
         self._copy, self._mask, self._softcap = copy, mask, softcap
         self._count = query.shape[2]
-        self._states = (query * scaling).float().unflatten(1, (heads, -1)).flatten(2, 3)
+        self._states = (query.float() * scaling).unflatten(1, (heads, -1)).flatten(2, 3)
         self._aux = None
         if s_aux is not None:
             self._aux = s_aux.float().view(heads, -1).repeat_interleave(self._count, 1)[None, ..., None]
@@ -86,11 +86,13 @@ class MixedAttention:
         most = torch.maximum(scores.amax(3, keepdim=True), exact.amax(3, keepdim=True))
         if self._aux is not None:
             most = torch.maximum(most, self._aux)
+        most.clamp_(min=torch.finfo(torch.float32).min)  # a query that sees nothing
         scores.sub_(most).exp_()
         exact.sub_(most).exp_()
         total = scores.sum(3, keepdim=True) + exact.sum(3, keepdim=True)
         if self._aux is not None:
             total += (self._aux - most).exp()
+        total.masked_fill_(total == 0, 1)
         scores /= total
         exact /= total
         output = self._copy.weighted(scores[..., :-1]) + exact @ values

@@ -37,7 +37,8 @@ def test_nothing_is_left_after_close(method: str, engine: str, tmp_path: Any) ->
 
 
 def hooks(model: Any) -> list[Any]:
-    return [hook for one in model.modules() for of in (one._forward_hooks, one._forward_pre_hooks) for hook in of.values()]
+    modules = list(model.modules())
+    return [hook for one in modules for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())]
 
 
 def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
