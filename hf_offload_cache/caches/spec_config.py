@@ -15,7 +15,7 @@ class SpecConfig(SelectiveConfig):
     and the others count is what comes as it was stored."""
 
     stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "bits", "quant_group")
-    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "bits", "quant_group")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "bits", "quant_group", "selection")
 
     num_selected: int = 64
     """Tokens a key head that are attended to as they were stored, beside the first and the latest ones. 0: nothing is
@@ -38,6 +38,9 @@ class SpecConfig(SelectiveConfig):
     follows that of the token. False: fetch what the token itself attends to most, and attend again."""
     top_up: bool = False
     """Beside a guess: fetch within the step what its token attends to most and the guess did not."""
+    selection: str = "default"
+    """What a guess fetches. "default": what it attends to most, what its token did, and what follows that; what is held
+    counts four times. "paper": what the guess attends to most alone (section 3.3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +58,7 @@ class SpecConfig(SelectiveConfig):
 
     def _check_selection(self) -> None:
         self._at_least("num_selected", 0)
+        self._one_of("selection", ("default", "paper"))
 
     @property
     def leave_together(self) -> int:

@@ -256,7 +256,8 @@ class SpecLayer(SelectiveLayer):
         self.attends_to(call, replaced)
         if shared:
             *before, following = shared
-            for one in before:  # a token wants much of what the one before did, or what follows that: heads that copy
+            # a token wants much of what the one before did, or what follows that: heads that copy
+            for one in before if config.selection == "default" else ():
                 following += one
                 following[..., 1:] += one[..., :-1]
             self._reads.ahead(self.fetcher, self.history, self._want(following, visible))
@@ -274,7 +275,8 @@ class SpecLayer(SelectiveLayer):
         """What has most of these shares is to be collected: what of it is absent."""
         assert self.predictor is not None
         chosen, counters = self._held(), self.shared.storage.counters
-        wanted = self.predictor.most(shares, visible, self.config.chosen, chosen.tokens)
+        held = chosen.tokens if self.config.selection == "default" else None
+        wanted = self.predictor.most(shares, visible, self.config.chosen, held)
         absent, there = chosen.want(wanted), int((wanted >= 0).sum())
         missing = int((absent >= 0).sum())
         counters.units_selected += there
