@@ -26,6 +26,7 @@ from transformers import (
 from hf_offload_cache.caches.spec import SpecCache
 from hf_offload_cache.caches.spec_layer import SpecLayer
 from hf_offload_cache.fetch.entry_reads import EntryReads
+from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.geometry import Geometry
@@ -112,9 +113,17 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
             return own(self, fetcher, history, tokens)
 
         monkeypatch.setattr(EntryReads, name, spy)
+    read, read_ahead = list[Any](), Fetcher.ahead
+
+    def reads(self: Any, history: Any, choice: Any, *args: Any) -> None:
+        read.append(history)
+        read_ahead(self, history, choice, *args)
+
+    monkeypatch.setattr(Fetcher, "ahead", reads)
     with SpecCache(model, num_selected=20, path=tmp_path, engine="direct", **SMALL) as cache:
         decoded(model, cache, prompt(model, 1, LENGTH))
         report = cache.report()
+    assert len(read) == sum(bool(tokens) for name, _, tokens in told if name == "ahead") > 10
     layers = {history for _, history, _ in told}
     for layer in layers:
         own = [(name, tokens) for name, history, tokens in told if history == layer]
@@ -193,9 +202,11 @@ def test_windows_hold_no_more_than_they_need(selected: int) -> None:
         with torch.no_grad():
             model(ids, past_key_values=cache)
             assert [cache.layers[at].keys.shape[2] for at in (0, 2)] == [15, 15]
-        cache.reset()
-        found = decoded(model, cache, ids, 20)
-        assert [cache.layers[at].keys.shape[2] for at in (0, 2)] == [15, 15]
+        for _ in range(2):
+            cache.reset()
+            found = decoded(model, cache, ids, 20)
+            assert [cache.layers[at].keys.shape[2] for at in (0, 2)] == [15, 15]
+            assert not any(cache.layers[at].record_past for at in (0, 2))
     if selected:
         assert torch.equal(found, decoded(model, DynamicCache(config=model.config), ids, 20))
 
