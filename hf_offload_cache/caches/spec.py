@@ -24,7 +24,8 @@ from ..memory.search import Search
 from ..model.geometry import Geometry
 from .spec_config import SpecConfig
 from .spec_fit import fit_spec
-from .spec_layer import UNDER_WAY, SpecLayer
+from .spec_layer import SpecLayer
+from .spec_plan import UNDER_WAY
 
 
 class SpecCache(SelectiveCache):

@@ -8,34 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, SelectiveConfig
-from ..core.offload_layer import OffloadLayer, Output
-from ..core.planned import LayerKind
-from ..core.selective_layer import SelectiveLayer
-from ..core.selective_plan import area_bytes
+from ..core.offload_layer import Output
 from ..core.step import Step
 from ..errors import BudgetError
-from ..fetch.areas import Areas
 from ..fetch.chosen_entries import ChosenEntries, Entries
 from ..fetch.entry_reads import EntryReads
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
-from ..history.packing import latest_tokens, sealed_groups
-from ..history.record_format import RecordFormat
-from ..memory.plan import LayerPlan, Planned
 from ..model.attention_call import AttentionCall
 from ..predictors.low_bit import LowBitPredictor
-from ..predictors.low_bit_form import LowBitForm
 from ..predictors.mixed_attention import MixedAttention
 from .spec_config import SpecConfig
-
-UNDER_WAY = 2
-"""Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
-TOGETHER = 2
-"""Queries that are scored at a time: a token, and the guess beside it."""
+from .spec_plan import TOGETHER, SpecPlan
 
 
-class SpecLayer(SelectiveLayer):
+class SpecLayer(SpecPlan):
     """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
 
     config: SpecConfig
@@ -51,73 +38,10 @@ class SpecLayer(SelectiveLayer):
         self._attended = False
         """A call of this step has attended: another layer that shares these keys does not choose for the next."""
 
-    # --- memory ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
-        """How the copy of a history of `form` lies in memory."""
-        return LowBitForm(form, config.bits, config.quant_group)
-
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, SpecConfig)
-        tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
-        queries = TOGETHER  # of candidates, too
-        asked = kind.num_heads, queries, cls._scores(config, queries)
-        return LowBitPredictor.planned(cls.copy_form(kind.form, config), tokens, kind.rows, *asked)
-
-    @staticmethod
-    def _scores(config: SpecConfig, queries: int) -> int:
-        """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
-        return 2 * queries if SpecLayer._keeps_scores(config) else queries
-
-    @staticmethod
-    def _keeps_scores(config: SpecConfig) -> bool:
-        """Whether scores are kept for attending again; else, where it has to be, they are made again."""
-        return config.top_up or not config.speculative
-
-    @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        assert isinstance(config, SpecConfig)
-        return cls._together(kind.form, config)
-
-    @staticmethod
-    def _together(form: RecordFormat, config: SpecConfig) -> int:
-        """Records a row that are brought at a time: a third of what all key heads may want, most of which they had."""
-        return -(-form.num_key_heads * config.chosen // 3)
-
-    @classmethod
-    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        if config.exact:
-            return OffloadLayer.planned.__func__(cls, kind, config, context)  # type: ignore[attr-defined]
-        assert isinstance(config, SpecConfig)
-        form, wanted = kind.form, cls.most_units(kind, config, context)
-        units = sealed_groups(form, config, context)
-        chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
-        latest = -(-latest_tokens(form, config) // form.group_size)
-        view = kind.rows * (min(wanted, units * 9 // 8 + 8) + latest) * form.payload_width * form.dtype.itemsize
-        area, ahead = area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
-        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
-            area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
-        areas = Areas.planned(area, view, view, ahead, kind.device)
-        picked = cls._picked_bytes(form, kind.rows, config)
-        shared = Planned(decode={**areas, "picked entries": picked})
-        own = Planned(decode={"chosen entries": chosen})
-        if config.reuse_capacity and config.engine != "memory":
-            own += cls.plan_slots(kind, config, units)
-        selecting = LayerPlan(own, shared)
-        return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
-
-    @staticmethod
-    def _picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
-        """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
-        become a part of the copy in this step."""
-        return rows * (config.chosen + config.quant_group) * form.entry_bytes
-
     @property
     def fetcher(self) -> Fetcher:
         own = super().fetcher
-        own.most_records = own.read_at_once = self._together(self.history.form, self.config)
+        own.most_records = own.read_at_once = self.together(self.history.form, self.config)
         return own
 
     # --- the copy ----------------------------------------------------------------------------------------------
@@ -192,7 +116,7 @@ class SpecLayer(SelectiveLayer):
         candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
         assert self.predictor is not None
         account, form = self.shared.storage.account, self.history.form
-        with account.holding("picked entries", self._picked_bytes(form, self.history.rows, self.config)):
+        with account.holding("picked entries", self.picked_bytes(form, self.history.rows, self.config)):
             return self._attend_to_all(call, visible), None
 
     def _attend_to_all(self, call: AttentionCall, visible: torch.Tensor | None) -> torch.Tensor:
@@ -204,7 +128,7 @@ class SpecLayer(SelectiveLayer):
                     self.collects.collect_soon()
                 self.collect()
         together = min(queries, TOGETHER)
-        asked = heads, together, self._scores(self.config, together)
+        asked = heads, together, self.scores_of(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
         with storage.timeline.span("attend", self.layer_idx), storage.account.holding("scores", scored):
             begin = queries - together
@@ -239,7 +163,7 @@ class SpecLayer(SelectiveLayer):
         asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (config.top_up or not ahead or chosen.empty):
-            keeps = self._keeps_scores(config)
+            keeps = self.keeps_scores(config)
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
             if not keeps:
                 mixed = self._over(call, queries - asked - 1, queries)

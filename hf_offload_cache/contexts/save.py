@@ -42,7 +42,7 @@ def save(
     if not cache.tokens:
         raise ValueError("the cache holds nothing to save: run a prompt through it first")
     made_for = full_fingerprint(cache.given_model, tokenizer, every_byte=full_digest)
-    _check_adapters(cache.adapters or {}, made_for)
+    check_adapters(cache.adapters or {}, made_for)
     cache.freeze()
     storage = cache.storage
 
@@ -70,7 +70,7 @@ def save(
         storage.account.observe(_SAVING, 0)
 
 
-def _check_adapters(before: dict[str, str], now: dict[str, str]) -> None:
+def check_adapters(before: dict[str, str], now: dict[str, str]) -> None:
     """Raises `ContextMismatchError` where the adapters of now are not those that made what is held."""
     for name, value in before.items():
         if now.get(name) != value:

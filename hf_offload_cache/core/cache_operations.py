@@ -26,6 +26,8 @@ class CacheOperations(Cache):
     shared: Shared
     _activated = False
     """`activate_past_recording` was called since the last step of decoding."""
+    _decoded = False
+    """A step of decoding ended since the prompt."""
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _cropped: int | None = None
@@ -148,12 +150,15 @@ class CacheOperations(Cache):
         super().activate_past_recording()
         self.recording, self._activated, self._announced = True, True, None
 
-    def stop_recording(self) -> None:
-        """Candidates will be verified no more; until they are announced again, layers keep what they need."""
-        self.recording = False
-        for layer in self.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
+    def begin_generation(self) -> None:
+        """A prompt comes. Where no candidates were announced since the last steps, there will be none: layers keep what
+        they need."""
+        if self._decoded and not self._activated:
+            self.recording = False
+            for layer in self.layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
+        self._decoded = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' caches do. Where a layer cannot read what it has to, `StoreError` is raised, and the next

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PromptError
+from ..errors import ContextError, PromptError
 from ..model.attention_call import AttentionCall
 from .forward_ended import ForwardEnded
 from .offload_cache import OffloadCache
@@ -39,6 +39,8 @@ class Filling:
         others = [layer for layer in cache.layers if not isinstance(layer, OffloadLayer)]
         if others:
             return f"{len(others)} of {len(cache.layers)} layers keep a window or a state, which is not streamed"
+        if len(set((getattr(cache.model, "hf_device_map", None) or {}).values())) > 1:
+            return "its layers lie on several devices"
         if cache.has_linear_state:
             return "its layers keep a state beside keys and values, which is not streamed"
         return None
@@ -49,20 +51,28 @@ class Filling:
 
     def teach(self, lessons: dict[int, Any], states: list[str], budgets: Any = None) -> None:
         """What was learnt where the context was made: see `Learner.lesson`; whether attention was seen to be ours
-        there; and how the total is spread over the layers, as a cache captures it. Before anything is filled in."""
+        there; and how the total is spread over the layers, as a cache captures it. Layers that hold something learn
+        anew of it; what is of no use to them is in `refused`. Raises `ContextError`, with nothing changed."""
+        if not isinstance(lessons, dict) or not isinstance(states, list) or len(states) != len(self.layers):
+            raise ContextError(f"it is not of {len(self.layers)} layers")
         if budgets is not None and isinstance(self._cache, SelectiveCache):
             self._cache.restore_budgets(budgets)
         self._taught = lessons, states
         self._prepare()
 
+    @property
+    def refused(self) -> list[str]:
+        """Why layers learn anew, a line each, as far as they have been given something."""
+        return [layer.refused for layer in self.layers if isinstance(layer, SelectiveLayer) and layer.refused]
+
     def _prepare(self) -> None:
-        """Layers that hold nothing begin with what they are taught."""
+        """Layers begin with what they are taught."""
         if self._taught is None:
             return
         lessons, states = self._taught
         for layer, state in zip(self.layers, states, strict=True):
-            if isinstance(layer, SelectiveLayer):
-                layer.lesson = lessons.get(layer.layer_idx)
+            if isinstance(layer, SelectiveLayer) and (lesson := lessons.get(layer.layer_idx)) is not None:
+                layer.teach(lesson)
             if layer.state == "unknown" and state in ("tagged", "full"):
                 layer.state = state
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..errors import ContextError
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..predictors.base import Learner
@@ -23,6 +25,8 @@ class LearningLayer(SelectivePlan):
     selecting: Selecting | None = None
     lesson: dict[str, Any] | None = None
     """What was learnt elsewhere of the queries of what this layer is about to be given: see `Learner.lesson`."""
+    refused: str | None = None
+    """Why what was learnt elsewhere was of no use."""
 
     def _clear(self) -> None:
         super()._clear()
@@ -39,9 +43,33 @@ class LearningLayer(SelectivePlan):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if self.selecting is not None:
-            self.predictor = self.make_predictor()
-            if self.lesson is not None:
-                self.predictor.restore({**self.lesson, "units": 0})
+            self.predictor, lesson = self.make_predictor(), self.lesson
+            if lesson is not None:
+                self.teach(lesson)
+
+    def teach(self, lesson: dict[str, Any]) -> None:
+        """Learn anew of what is held, beginning with what was learnt elsewhere. A lesson that is none of this layer's
+        is `refused`, and what was learnt stays."""
+        self.lesson, self.refused = lesson, None
+        if self.predictor is None:
+            return
+        taught = self.make_predictor()
+        try:
+            taught.restore({**lesson, "units": 0})
+        except (ContextError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            taught.close()
+            self.lesson, self.refused = None, f"layer {self.layer_idx} learns anew ({type(error).__name__}: {error})"
+            return
+        self.predictor.close()
+        self.predictor = taught
+        tokens, group = 0, self.history.form.group_size
+        for block in self.history.blocks(self.history.units * group):
+            tokens += block.keys.shape[2]
+            stored = partial(self._keys, tokens)
+            self.learn_keys(Sealed(tokens // group, tokens, [(block.keys, block.values)], stored))
+
+    def _keys(self, tokens: int) -> Iterator[torch.Tensor]:
+        return (block.keys for block in self.history.blocks(tokens))
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
         if self.predictor is not None:

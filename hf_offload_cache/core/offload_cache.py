@@ -78,7 +78,6 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
         self._tokens = TokenLog(self.storage.account, self.config.max_context)
-        self._decoded = False  # a step of decoding ended since the prompt
         self._prefilled = self._resumed = False  # a forward ended since the prompt; opened, and not compared yet
         self._final: CacheReport | None = None
         token = -1
@@ -196,9 +195,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """A prompt, or a piece of one, is no verification of candidates; nor is what a generation does not announce."""
         self._announced = True
         if first:
-            if self._decoded and not self._activated:
-                self.stop_recording()  # another generation, without candidates
-            self._prefilled = self._decoded = False
+            self.begin_generation()
+            self._prefilled = False
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""

@@ -76,7 +76,7 @@ class Geometry:
             )
         text = inner.config.get_text_config(decoder=True)
         seen = DynamicCache(config=inner.config)
-        stated = _stated_shape(text)
+        stated = stated_shape(text)
         try:
             seen = _probe(inner)
         except Exception as error:  # a model may fail in any way on tensors without data
@@ -160,7 +160,7 @@ def _probe(model: Any) -> Any:
     return cache
 
 
-def _stated_shape(config: Any) -> LayerShape | None:
+def stated_shape(config: Any) -> LayerShape | None:
     """What the configuration says of every layer; None where it does not, or where keys are expanded from a latent."""
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
     heads, key_heads, hidden, dim = (config_value(config, name) for name in names)

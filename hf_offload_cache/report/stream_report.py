@@ -10,6 +10,8 @@ from typing import Any
 class StreamReport:
     """A cell is a chunk of tokens in one layer; those of the first layer, always computed, are not counted."""
 
+    level: str | None
+    """What is kept of what was streamed; "lossless": all. None: nothing was."""
     tokens: int
     """Filled in."""
     cells: int
@@ -46,7 +48,7 @@ class StreamReport:
         rate = "" if self.bandwidth is None else f", {self.bandwidth * 8e-6:.1f} Mbit/s"
         text = (
             f"{self.tokens:,} tokens in {self.seconds:.2f} s: {self.computed:,} cells computed, {self.streamed:,} "
-            f"streamed ({self.received_bytes:,} bytes{rate})"
+            f"streamed ({self.level}, {self.received_bytes:,} bytes{rate})"
         )
         if self.attended < 1:
             text += f", computing attended to {self.attended:.0%} of what came before"

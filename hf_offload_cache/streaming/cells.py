@@ -13,6 +13,9 @@ import numpy as np
 
 from .plan import Cell
 
+_SILENCES = 6
+"""Times the silence that ends waiting, what trickles in is waited for, where nothing may migrate."""
+
 
 class State(IntEnum):
     FREE = 0
@@ -170,6 +173,14 @@ class Cells:
         self._migrated.extend([now] * most)
         return True
 
+    def taken_back(self, first: int, stop: int) -> None:
+        """Nothing of chunks `first` to `stop` is held: what was computed of them has to be once more."""
+        with self._changed:
+            own = self._states[first:stop]
+            again = own == State.COMPUTED
+            self.counts.computed -= int(again[:, 1:].sum())
+            own[again] = State.LOST
+
     def comes(self, chunk: int) -> bool:
         """All of a chunk but its first layer is on its way, or here."""
         with self._changed:
@@ -204,8 +215,8 @@ class Cells:
                     return True
                 now = time.monotonic()
                 late = [(chunk, int(layer) + above + 1) for layer in (row == State.STREAMING).nonzero()[0]]
-                silent = max(self.heard, begun) + silence - now
-                if ((row == State.LOST) | (row == State.FREE)).any():
+                silent = min(max(self.heard, begun) + silence, begun + patience + _SILENCES * silence) - now
+                if ((row != State.RECEIVED) & (row != State.STREAMING)).any():
                     late = late if late and self._migrate(len(late)) else []
                     break
                 left = min(begun + patience - now, silent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +48,28 @@ def encode(keys: torch.Tensor, values: torch.Tensor, level: str = "default") -> 
     return header + _zstandard().ZstdCompressor(level=_FASTEST).compress(data)
 
 
-def decode(data: bytes | memoryview, shape: ChunkShape, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `encode` was given, as far as its level keeps it, of `shape.dtype`: new tensors on the CPU. Any thread.
+@dataclass(frozen=True)
+class Unpacked:
+    """An object that is not compressed any more. Any thread."""
+
+    quantiser: Quantiser
+    parts: list[torch.Tensor]
+    shape: ChunkShape
+
+    def decode(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (heads, tokens, Dk) and values (heads, tokens, Dv), as far as the level keeps them, of `shape.dtype`:
+        new tensors on the CPU. Of tokens `start`, a multiple of `GROUP`, to `stop`; None: to the last."""
+        return self.quantiser.decode(self.parts, self.shape, start, self.shape.tokens if stop is None else stop)
+
+
+def unpacked_bytes(level: str, shape: ChunkShape) -> int:
+    """Of an object of a level that is not compressed any more; of one that is none, as many as of any."""
+    found = [LEVELS[level]] if level in LEVELS else list(LEVELS.values())
+    return max(sum(math.prod(own) * dtype.itemsize for own, dtype in one.parts(shape)) for one in found)
+
+
+def unpack(data: bytes | memoryview, shape: ChunkShape, name: str) -> Unpacked:
+    """An object of `encode`. Any thread.
 
     Raises `CorruptRecordError` that calls it `name` where the object is none of such a shape, before memory is taken
     for what it says.
@@ -65,24 +86,28 @@ def decode(data: bytes | memoryview, shape: ChunkShape, name: str) -> tuple[torc
     sizes = [math.prod(own) * dtype.itemsize for own, dtype in parts]
     if size != sum(sizes):
         raise _corrupt(name, f"it says that it has {size:,} bytes unpacked, and should have {sum(sizes):,}")
-    raw = bytearray(_unpacked(data[_HEADER.size :], size, name))
+    raw = _unpacked(memoryview(data)[_HEADER.size :], size, name)
     tensors, first = [], 0
     for (own, dtype), count in zip(parts, sizes, strict=True):
         tensors.append(torch.frombuffer(raw, dtype=torch.uint8, count=count, offset=first).view(dtype).view(own))
         first += count
-    return quantiser.decode(tensors, shape)
+    return Unpacked(quantiser, tensors, shape)
 
 
-def _unpacked(data: bytes | memoryview, size: int, name: str) -> bytes:
+def _unpacked(data: memoryview, size: int, name: str) -> bytearray:
     zstandard = _zstandard()
     try:
         if zstandard.frame_content_size(data) != size:
-            raise _corrupt(name, "what is compressed has another size than its header says")
-        unpacked: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+            raise _corrupt(name, "it cannot be decompressed to the size that its header says")
+        unpacked, filled = bytearray(size), 0
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            while filled < size and (count := reader.readinto(memoryview(unpacked)[filled:])):
+                filled += count
+            more = reader.read(1)
     except zstandard.ZstdError as error:
         raise _corrupt(name, f"it cannot be decompressed ({error})") from error
-    if len(unpacked) != size:
-        raise _corrupt(name, f"it has {len(unpacked):,} bytes unpacked, and should have {size:,}")
+    if filled != size or more:
+        raise _corrupt(name, f"it has {filled:,} bytes unpacked, or more, and should have {size:,}")
     return unpacked
 
 

@@ -14,7 +14,8 @@ class Costs:
     """Seconds of each cell, (chunks, layers).
 
     `computed[c, l]` lets chunk `c` go on above layer `l`; `projected[c, l]` is for its keys and values alone, where it
-    goes no further. `streamed[c, l]`: bytes over bandwidth, and what decoding takes beyond that.
+    goes no further. `streamed[c, l]`: bytes over bandwidth, and what decoding takes beyond that; infinite: it cannot be
+    streamed.
     """
 
     computed: np.ndarray
@@ -30,17 +31,29 @@ class Costs:
         return int(self.computed.shape[1])
 
     @cached_property
+    def least(self) -> np.ndarray:
+        """(chunks,): to how many layers a chunk has to be computed, since some of it cannot be streamed (infinite)."""
+        cannot = np.isinf(self.streamed)
+        cannot[:, 0] = True
+        return self.layers - cannot[:, ::-1].argmax(1)
+
+    @cached_property
     def columns(self) -> np.ndarray:
-        """(chunks, layers): seconds to compute a chunk to `depth` layers, at `depth - 1`; the last of them is projected
-        alone."""
+        """(chunks, layers): seconds to compute a chunk to `depth` layers, or its `least`, at `depth - 1`; the last of
+        them is projected alone."""
         below = np.concatenate([np.zeros((self.chunks, 1)), self.computed.cumsum(1)[:, :-1]], 1)
-        return below + self.projected
+        return self._from_the_least(below + self.projected)
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """(chunks, layers): seconds to stream what lies above `depth` layers of a chunk, at `depth - 1`."""
+        """(chunks, layers): seconds to stream what lies above `depth` layers of a chunk, or its `least`, at
+        `depth - 1`."""
         above = self.streamed[:, ::-1].cumsum(1)[:, ::-1]
-        return np.concatenate([above[:, 1:], np.zeros((self.chunks, 1))], 1)
+        return self._from_the_least(np.concatenate([above[:, 1:], np.zeros((self.chunks, 1))], 1))
+
+    def _from_the_least(self, seconds: np.ndarray) -> np.ndarray:
+        at = np.maximum(np.arange(self.layers), self.least[:, None] - 1)
+        return np.take_along_axis(seconds, at, 1)
 
     @classmethod
     def of_line(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +17,13 @@ from ..memory.account import MemoryAccount
 from ..report.timeline import Timeline
 from ..stores.encryption import decrypt
 from .cells import Cells
-from .codec import decode
+from .codec import unpack, unpacked_bytes
 from .costs import Costs, Line
 from .plan import Cell, meet, staircase
-from .sparse_prefill import SparsePrefill
 from .spool import Spool
 from .stream_manifest import StreamManifest, binding
 from .streaming_lane import StreamingLane
+from .teacher import Teacher
 
 LEAST_TOKENS = 1024
 """Tokens of a forward, at least: in a trial 2,048 tokens in forwards of 256 took 1.95 times as long as in one."""
@@ -29,9 +31,10 @@ MOST_TOKENS = 8192
 """Of a forward that is not the whole rest."""
 _AHEAD = 3
 """Cells that are decoded ahead of the one that is taken in."""
-_HELD = 2 * _AHEAD
-"""Cells that memory is taken for, as large as they are in the cache: decoded ahead, and what they are decoded from."""
-_NEVER = 1e9
+_FEW = 128
+"""Tokens of a cell that are decoded at a time within a limit of memory."""
+_KNOWN = 4
+"""Forwards that the speed of computing is told by: the machine may be another's soon."""
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
@@ -41,23 +44,23 @@ class Loader:
 
     Args:
         silence: seconds without a byte after which nothing is waited for.
-        sparse: what computing attends with; None: to everything.
     """
 
     def __init__(
         self, manifest: StreamManifest, filling: Filling, ids: torch.Tensor, cells: Cells, lane: StreamingLane,
         spool: Spool, key: bytes | None, silence: float, on_progress: Callable[[Cells], object],
-        account: MemoryAccount, timeline: Timeline, sparse: SparsePrefill | None = None,
+        account: MemoryAccount, timeline: Timeline, teacher: Teacher,
     ) -> None:  # fmt: skip
         self._manifest, self._filling, self._ids = manifest, filling, ids
         self.cells, self._lane, self._spool, self._key = cells, lane, spool, key
         self._silence, self._on_progress = silence, on_progress
-        self._account, self._timeline, self._sparse = account, timeline, sparse
+        self._account, self._timeline, self._teacher = account, timeline, teacher
+        self._sparing = account.limit is not None
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
-        self._took: list[tuple[int, float, float]] = []
-        """Of forwards through all layers: tokens, tokens that they attended to in the mean, seconds."""
+        self._took: deque[tuple[int, float, float]] = deque(maxlen=_KNOWN)
+        """Of the latest forwards through all layers: tokens, tokens that they attended to in the mean, seconds."""
         self._decoding: list[float] = []
         """Seconds, of each cell that was decoded."""
         self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
@@ -66,14 +69,16 @@ class Loader:
 
     def run(self) -> None:
         """Fill the cache with all chunks. What it raises leaves the cache to be reset."""
-        account, most = self._account, self._manifest.shape(0).nbytes if self.cells.chunks else 0
+        account = self._account
         try:
-            account.observe("streaming", _HELD * most)
+            account.hold("streaming", self._moving)
             chunk = 0
             while chunk < self.cells.chunks:
+                self._teacher.look(self._lane)
                 stop = self.stop_of_column(chunk)
                 if self._column(chunk, stop):
                     chunk = stop
+            self._teacher.look(self._lane)
         finally:
             self._decoders.shutdown(cancel_futures=True)
             account.observe("streaming", 0)
@@ -81,7 +86,20 @@ class Loader:
     @property
     def attended(self) -> float:
         """Share of the blocks of keys before them that computed tokens attended to."""
-        return 1.0 if self._sparse is None else self._sparse.share
+        return 1.0 if self._teacher.sparse is None else self._teacher.sparse.share
+
+    @property
+    def _moving(self) -> int:
+        """Bytes of what is on its way."""
+        together = self._lane.together + 1
+        return together * max((one.bytes for row in self._manifest.cells for one in row if one is not None), default=0)
+
+    @property
+    def _unpacking(self) -> int:
+        """Bytes of a cell as it was unpacked, and of what is decoded of it, or ahead."""
+        shape = self._manifest.shape(0)
+        decoded = (0.5 if self._sparing else _AHEAD + 1.5) * shape.nbytes
+        return unpacked_bytes(self._manifest.level, shape) + round(decoded)
 
     # --- columns -----------------------------------------------------------------------------------------------
 
@@ -115,9 +133,9 @@ class Loader:
         tokens = [self._manifest.tokens_of(chunk) for chunk in chunks]
         decoded = float(np.mean(self._decoding)) if self._decoding else 0.0
         costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
-        costs.streamed[~self.cells.may_come(first)] = _NEVER
+        costs.streamed[~self.cells.may_come(first)] = np.inf
         costs.streamed[self.cells.received_from(first)] = 0
-        depths = np.array((meet if self._sparse is None else staircase)(costs).depths)
+        depths = np.array((meet if self._teacher.sparse is None else staircase)(costs).depths)
         self.cells.prefer(first, depths)
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
@@ -130,8 +148,8 @@ class Loader:
     def _attended(self, first: int, stop: int) -> list[float]:
         """By layer, tokens that a query of these chunks attends to in the mean."""
         start, end = self._begins[first], self._begins[stop]
-        layers = range(self.cells.layers)
-        return [(start + end) / 2 if self._sparse is None else self._sparse.attended(at, start, end) for at in layers]
+        layers, sparse = range(self.cells.layers), self._teacher.sparse
+        return [(start + end) / 2 if sparse is None else sparse.attended(layer, start, end) for layer in layers]
 
     def _seconds(self, line: Line, first: int, stop: int) -> float:
         tokens, attended = np.array(float(self._tokens(first, stop))), np.array(np.mean(self._attended(first, stop)))
@@ -146,7 +164,7 @@ class Loader:
         """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
         held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
         begun = time.perf_counter()
-        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer), self._sparse)
+        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer), self._teacher.sparse)
         seconds = time.perf_counter() - begun
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
@@ -154,6 +172,7 @@ class Loader:
             self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), seconds))
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
+            self.cells.taken_back(first, stop)
             self.recomputed_tokens += ids.shape[1]
             return False
         self._filling.note(ids)
@@ -176,8 +195,9 @@ class Loader:
                 return False
         cells = [(chunk, layer) for layer in range(depth, self.cells.layers) for chunk in range(first, stop)]
         try:
-            for (_, layer), (keys, values) in self._decoded(cells):
-                self._filling.take(layer, keys[None], values[None])
+            with self._account.holding("streaming", self._unpacking):
+                for (_, layer), (keys, values) in self._decoded(cells):
+                    self._filling.take(layer, keys[None], values[None])
         except _UselessError as error:
             self.cells.spoil(error.cell)
             self._lane.trouble.append(str(error.__cause__))
@@ -185,29 +205,38 @@ class Loader:
         return True
 
     def _decoded(self, cells: list[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In their order, some decoded ahead."""
-        waiting: list[tuple[Cell, Future[tuple[torch.Tensor, torch.Tensor]]]] = []
+        """In their order, some decoded ahead; within a limit of memory a few tokens at a time."""
+        waiting: list[tuple[Cell, Future[Any]]] = []
         coming = iter(cells)
         try:
             while True:
-                while len(waiting) < _AHEAD and (cell := next(coming, None)) is not None:
+                while len(waiting) < (1 if self._sparing else _AHEAD) and (cell := next(coming, None)) is not None:
                     waiting.append((cell, self._decoders.submit(self._decode, cell)))
                 if not waiting:
                     return
                 cell, found = waiting.pop(0)
-                yield cell, found.result()
+                if not self._sparing:
+                    yield cell, found.result()
+                    continue
+                unpacked, tokens = found.result(), self._manifest.tokens_of(cell[0])
+                del found
+                for start in range(0, tokens, _FEW):
+                    yield cell, unpacked.decode(start, min(start + _FEW, tokens))
+                del unpacked
         finally:
             for _, left in waiting:
                 left.cancel()
 
-    def _decode(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, cell: Cell) -> Any:
+        """Keys and values; within a limit of memory what they are decoded from."""
         chunk, layer = cell
         place, begun = f"chunk {chunk} layer {layer}", time.perf_counter()
         try:
             data: bytes = self._spool.get(cell)
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
-            found = decode(data, self._manifest.shape(chunk), place)
+            unpacked = unpack(data, self._manifest.shape(chunk), place)
+            found = unpacked if self._sparing else unpacked.decode()
         except (CorruptRecordError, StoreError) as error:
             raise _UselessError(cell) from error
         self._decoding.append(time.perf_counter() - begun)

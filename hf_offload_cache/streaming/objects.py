@@ -11,10 +11,11 @@ from .stream_manifest import digest
 
 class Objects:
     """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://...", "webdav://...").
-    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
+    `options` go to it; `anew`: what is there is not believed to be whole. Raises `ConfigError` for a URL that none is
+    known of, `StoreError` where it cannot be used."""
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        self.url = url
+    def __init__(self, url: str, options: dict[str, Any] | None = None, anew: bool = False) -> None:
+        self.url, self._anew = url, anew
         self._file_system, self._root = file_system_of(url, options)
 
     def _place(self, name: str) -> str:
@@ -27,10 +28,16 @@ class Objects:
         except Exception as error:  # each file system has its own
             raise _failed(self.url, "looking for", name, error) from error
 
+    def _size(self, name: str) -> int:
+        try:
+            return int(self._file_system.size(self._place(name)) or -1)
+        except Exception as error:  # each file system has its own
+            raise _failed(self.url, "looking at", name, error) from error
+
     def put(self, data: bytes) -> str:
         """An object of these bytes is there, and its name. Raises `StoreError`."""
         name = digest(data)
-        if not self.exists(name):
+        if not self.exists(name) or (self._anew and self._size(name) != len(data)):
             self.write(name, data)
         return name
 

@@ -24,8 +24,10 @@ class Plan:
     order: tuple[Cell, ...]
 
     @classmethod
-    def from_the_end(cls, depths: np.ndarray, layers: int) -> Plan:
-        """Streamed from the last chunk, its top layer downwards: what computing comes to last."""
+    def from_the_end(cls, depths: np.ndarray, costs: Costs) -> Plan:
+        """Streamed from the last chunk, its top layer downwards: what computing comes to last. Chunks are computed to
+        what they have to be at least."""
+        depths, layers = np.maximum(depths, costs.least), costs.layers
         order = [
             (chunk, layer)
             for chunk in range(len(depths) - 1, -1, -1)
@@ -81,7 +83,7 @@ def _front(cell: Cell, costs: Costs) -> Plan:
     chunk, depth = cell
     depths = np.ones(costs.chunks, dtype=int)
     depths[:chunk], depths[chunk] = costs.layers, depth
-    return Plan.from_the_end(depths, costs.layers)
+    return Plan.from_the_end(depths, costs)
 
 
 def staircase(costs: Costs, rounds: int = 40) -> Plan:
@@ -91,7 +93,7 @@ def staircase(costs: Costs, rounds: int = 40) -> Plan:
     best: Plan | None = None
     for _ in range(rounds):
         weight = (low + high) / 2
-        plan = Plan.from_the_end(_never_rising((1 - weight) * costs.columns + weight * costs.rest), costs.layers)
+        plan = Plan.from_the_end(_never_rising((1 - weight) * costs.columns + weight * costs.rest), costs)
         computing, streaming = plan.lanes(costs)
         if best is None or max(computing, streaming) < max(best.lanes(costs)):
             best = plan

@@ -13,14 +13,16 @@ import torch
 from ..contexts.configuration import form_fields, saved_fields
 from ..contexts.folder import reading
 from ..contexts.reader import manifest_in
+from ..contexts.save import check_adapters
 from ..contexts.state import pack
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError, EncryptionKeyError, UnsupportedModelError
 from ..model.fingerprint import full_fingerprint
 from ..registry import class_named
 from ..stores.encryption import KeySource, encrypt, load_key
 from .active_blocks import BLOCK, measure_active_blocks
+from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
 from .stream_manifest import NAME, StreamManifest, StreamObject, binding, ids_digests
@@ -37,6 +39,7 @@ def publish_context(
     chunk_tokens: int = 1024,
     private: Iterable[tuple[int, int]] = (),
     active_mass: float | None = None,
+    context_key: KeySource | None = None,
     overwrite: bool = False,
     options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
@@ -54,10 +57,12 @@ def publish_context(
         level: how much is kept of keys and values: "lossless", "fine", "default", "small" or "smallest".
         chunk_tokens: of an object, 64 to 8192.
         private: token ranges (start, stop). Chunks that have some of them are not published, and computed where the
-            context is loaded. Later chunks attended to them; leave out what follows where that matters.
+            context is loaded; nor is what was learnt of its queries. Later chunks attended to them, and digests of the
+            ids up to each chunk's end let whoever has the manifest try texts: give a `key`, too, where that matters.
         active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
             of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
-        overwrite: replace the manifest of what is published there; its objects stay.
+        context_key: of the directory, if it is encrypted; None: `key`, if it is.
+        overwrite: replace the manifest of what is published there; its objects stay, but those that are damaged.
         options: of the file system.
         on_progress: told how many layers of how many are published.
 
@@ -71,31 +76,41 @@ def publish_context(
         raise ConfigError(f"active_mass must be above 0 and at most 1, got {active_mass}: use .98")
     if active_mass is not None and chunk_tokens % BLOCK:
         raise ConfigError(f"chunk_tokens must be a multiple of {BLOCK} with active_mass, got {chunk_tokens}: use 1024")
+    hidden = check_ranges(private)
     if not isinstance(context, OffloadCache):
-        with _opened(context, model, tokenizer, key) as cache:
+        with _opened(context, model, tokenizer, key if context_key is None else context_key) as cache:
             return publish_context(
-                cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=private,
+                cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=hidden,
                 active_mass=active_mass, overwrite=overwrite, options=options, on_progress=on_progress,
             )  # fmt: skip
-    secret, objects = None if key is None else load_key(key), Objects(url, options)
+    if context.storage.key is not None and key is None:
+        raise EncryptionKeyError("the cache is encrypted, and would be published as it is: give key=")
+    secret, objects = None if key is None else load_key(key), Objects(url, options, overwrite)
     if objects.exists(NAME) and not overwrite:
         raise FileExistsError(f"{url} has a published context: name another folder, or give overwrite=True")
     if reason := Filling.reason_against(context):
         raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
     if context.sequences != 1 or not context.tokens:
         raise ConfigError(f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens")
+    if not bool(torch.as_tensor(context.attention_mask).all()):
+        raise ConfigError("context has padding: publish what was prefilled without any")
+    if any(stop > context.tokens for _, stop in hidden):
+        raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
+    check_text(context, torch.as_tensor(context.input_ids)[0])
     publishing = _Publishing(context, objects, secret, level, chunk_tokens)
-    return publishing.run(tokenizer, list(private), active_mass, on_progress)
+    return publishing.run(tokenizer, hidden, active_mass, on_progress)
 
 
 def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None) -> OffloadCache:
     if model is None:
         raise ConfigError(f"model is missing: the context in {str(place)!r} is opened with it; or give the cache")
-    fields = {} if key is None else {"encryption_key": key}
-    name = reading(place, lambda folder_fd: manifest_in(folder_fd, str(place))).cache
-    cls = class_named(name)
+    manifest = reading(place, lambda folder_fd: manifest_in(folder_fd, str(place)))
+    cls = class_named(manifest.cache)
     if cls is None:
-        raise ConfigError(f"{place}: its cache {name} is none of this library's: open it, and publish the cache")
+        raise ConfigError(
+            f"{place}: its cache {manifest.cache} is none of this library's: open it, and publish the cache"
+        )
+    fields = {} if key is None or manifest.key_check is None else {"encryption_key": key}
     opened: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)
     return opened
 
@@ -113,6 +128,8 @@ class _Publishing:
         on_progress: Callable[[int, int], object] | None,
     ) -> StreamManifest:  # fmt: skip
         cache, size = self._cache, self._chunk_tokens
+        identity = full_fingerprint(cache.given_model, tokenizer)
+        check_adapters(cache.adapters or {}, identity)
         cache.take_back()
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
         chunks = range(-(-tokens // size))
@@ -132,7 +149,7 @@ class _Publishing:
         manifest = StreamManifest(
             cache=type(cache).__name__,
             config=form_of(cache),
-            identity=full_fingerprint(cache.model, tokenizer),
+            identity=identity,
             level=self._level,
             tokens=tokens,
             chunk_tokens=size,
@@ -143,9 +160,8 @@ class _Publishing:
             dtype=str(form.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             prefixes=tuple(ids_digests(ids, size)),
             cells=tuple(map(tuple, cells)),
-            learnt=self._put(pack(self._learnt()), "what was learnt"),
+            learnt=None if private else self._put(pack(self._learnt()), "what was learnt"),
             active=None if active_mass is None else self._active(ids, active_mass),
-            encrypted=self._key is not None,
             context=self._context,
         )
         data = manifest.dumped()
@@ -182,12 +198,3 @@ def form_of(cache: OffloadCache) -> dict[str, Any]:
 def overlaps(chunk: int, size: int, ranges: Iterable[tuple[int, int]]) -> bool:
     """Whether a chunk of `size` tokens has some of token `ranges`."""
     return any(start < (chunk + 1) * size and stop > chunk * size for start, stop in ranges)
-
-
-def as_ids(input_ids: Any) -> torch.Tensor:
-    """Ids (T,) of one sequence, given as (T,) or (1, T). Raises `ConfigError`."""
-    ids = torch.as_tensor(input_ids)
-    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
-    if ids.ndim != 1 or ids.dtype.is_floating_point:
-        raise ConfigError(f"input_ids must be the ids of one sequence, (1, T), got {tuple(ids.shape)} {ids.dtype}")
-    return ids

@@ -45,8 +45,10 @@ class Quantiser(Protocol):
     def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each tensor that `encode` gives for a chunk of this shape."""
 
-    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, new."""
+    def decode(
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (heads, stop - start, Dk) and values of tokens `start`, a multiple of `GROUP`, to `stop`, new."""
 
 
 def fits(tensor: torch.Tensor) -> bool:
@@ -65,9 +67,14 @@ class Whole:
             ((shape.dtype.itemsize, math.prod(dims)), torch.uint8) for dims in (shape.of_keys(), shape.of_values())
         ]
 
-    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (part.t().contiguous().view(shape.dtype) for part in parts)
-        return keys.view(shape.of_keys()), values.view(shape.of_values())
+    def decode(
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for part, dims in zip(parts, (shape.of_keys(), shape.of_values()), strict=True):
+            own = part.view(-1, *dims)[:, :, start:stop].permute(1, 2, 3, 0).contiguous()
+            found.append(own.view(shape.dtype).squeeze(-1))
+        return found[0], found[1]
 
 
 class Step:
@@ -92,13 +99,18 @@ class Step:
             found += [((1,), torch.float32), ((2, math.prod(dims)), torch.uint8)]
         return found
 
-    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
-        for at, dims in ((0, shape.of_keys()), (2, shape.of_values())):
-            low, high = parts[at + 1].to(torch.int32)
-            symbols = low | high << 8
-            times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
-            found.append((times * parts[at]).to(shape.dtype).view(dims))
+        for at, (heads, tokens, dim) in ((0, shape.of_keys()), (2, shape.of_values())):
+            own = torch.empty(heads, stop - start, dim, dtype=shape.dtype)
+            planes = parts[at + 1].view(2, heads, tokens, dim)[:, :, start:stop]
+            for low, high, out in zip(*planes, own, strict=True):  # a head at a time
+                symbols = low.to(torch.int32) | high.to(torch.int32) << 8
+                times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
+                out.copy_(times * parts[at])
+            found.append(own)
         return found[0], found[1]
 
 
@@ -135,14 +147,19 @@ class Range:
             found += [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
         return found
 
-    def decode(self, parts: list[torch.Tensor], shape: ChunkShape) -> tuple[torch.Tensor, torch.Tensor]:
-        symbols, low, step = parts[:3]
-        tokens = shape.tokens
-        scales = (one.float().repeat_interleave(GROUP, 1)[:, :tokens] for one in (step, low))
-        keys = next(scales).mul_(symbols).add_(next(scales)).to(shape.dtype)
-        symbols, low, step = parts[3:]
-        grouped = symbols.unflatten(2, (-1, _divisor(shape.value_dim))).float()
-        values = grouped.mul_(step.float()[..., None]).add_(low.float()[..., None]).flatten(2).to(shape.dtype)
+    def decode(
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.empty(shape.heads, stop - start, shape.key_dim, dtype=shape.dtype)
+        values = torch.empty(shape.heads, stop - start, shape.value_dim, dtype=shape.dtype)
+        groups, width = slice(start // GROUP, -(-stop // GROUP)), _divisor(shape.value_dim)
+        for symbols, low, step, out in zip(*parts[:3], keys, strict=True):  # a head at a time
+            scales = (one[groups].float().repeat_interleave(GROUP, 0)[: stop - start] for one in (step, low))
+            out.copy_(next(scales).mul_(symbols[start:stop]).add_(next(scales)))
+        for symbols, low, step, out in zip(*parts[3:], values, strict=True):
+            grouped = symbols[start:stop].unflatten(1, (-1, width)).float()
+            scales = (one[start:stop].float()[..., None] for one in (step, low))
+            out.copy_(grouped.mul_(next(scales)).add_(next(scales)).flatten(1))
         return keys, values
 
 

@@ -21,11 +21,6 @@ class Spool:
         self._end = 0
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """On the disk."""
-        return self._end
-
     def put(self, cell: tuple[int, int], data: bytes) -> None:
         """Raises `StoreError`."""
         with self._lock:

@@ -12,31 +12,32 @@ import numpy as np
 import torch
 
 from ..caches.disk_swap import DiskSwapCache
-from ..contexts.state import unpack
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError, ContextError, EncryptionKeyError, StoreError
+from ..errors import BudgetError, EncryptionKeyError, StoreError
 from ..model.fingerprint import check_fingerprint
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
-from .active_blocks import ActiveBlocks
 from .cells import Cells
+from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
-from .publish import as_ids, form_of, overlaps
-from .sparse_prefill import SparsePrefill
+from .publish import overlaps
 from .spool import Spool
-from .stream_manifest import MOST_BYTES, NAME, StreamManifest, StreamObject, binding, digest
+from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import StreamingLane
+from .teacher import LEARNT, Teacher
 from .transport import MissingObjectError, Transport, fetch, transport_of
 
 Link = Callable[[], Transport]
+_SILENCES = 6
+"""Times `silence` that a manifest may take to come."""
 
 
 def stream_context(
     url: str,
     model: Any,
     input_ids: Any,
-    into: type[OffloadCache] = DiskSwapCache,
+    into: type[OffloadCache] | OffloadCache = DiskSwapCache,
     *,
     key: KeySource | None = None,
     tokenizer: Any = None,
@@ -61,13 +62,14 @@ def stream_context(
     Args:
         url: of `publish_context`; http(s) or any file system of fsspec.
         input_ids: (1, T) or (T,), any device.
-        into: class of the cache, made with `path` and `fields`; closed where this raises.
+        into: class of the cache, made with `path` and `fields`; or an empty cache of this model, made with
+            `for_budget`, say. Closed where this raises.
         key: 32 bytes in a file, or a function that returns them, of an encrypted context.
         tokenizer: compared with the one that the context was published with.
         private: token ranges (start, stop) of which nothing is asked for.
         sparse: what is computed attends to the blocks of keys alone that had most of the attention where the context
             was published (`active_mass`): lossy, and faster for long contexts.
-        silence: seconds without a byte after which nothing is waited for.
+        silence: seconds without a byte after which nothing is waited for; a manifest is waited for six times as long.
         migrations: transfers under way that may be given up for computing within `stage` seconds, at most; None: all
             that are later than computing would be.
         options: of the file system, or of aiohttp's session.
@@ -77,57 +79,57 @@ def stream_context(
     a manifest that is none, `EncryptionKeyError`, `StoreError` where the manifest cannot be had, and what making the
     cache and prefilling raise.
     """
-    begun = time.perf_counter()
-    if migrations is not None and migrations < 0:
-        raise ConfigError(f"migrations must be 0 or more, or None for any number, got {migrations}")
-    if not stage > 0:
-        raise ConfigError(f"stage must be more than 0 seconds, got {stage}")
+    begun, hidden = time.perf_counter(), list(private)
+    check_arguments(into, migrations, stage, silence, hidden, path, fields)
     ids = as_ids(input_ids)
     secret = None if key is None else load_key(key)
     link = functools.partial(transport_of, url, options, silence)
-    manifest = _manifest(link, url, secret)
+    manifest = _manifest(link, url, secret, silence)
     check_fingerprint(manifest.identity, model, tokenizer)
-    cache = into(model, path=path, **fields)
+    cache = into if isinstance(into, OffloadCache) else into(model, path=path, **fields)
     try:
+        check_text(cache, ids)
+        filling = Filling(cache)
         chunks = manifest.common(ids[:-1])
         tokens = sum(map(manifest.tokens_of, range(chunks)))
         ids = ids[None, :tokens].to(cache.model.device)
-        filling = Filling(cache)
-        reason = Filling.reason_against(cache) or _mismatch(manifest, cache)
-        if reason is not None or not chunks:
-            if not chunks:
-                reason = "prompt and context have no whole chunk in common"
+        reason = Filling.reason_against(cache)
+        if reason is None and not chunks:
+            reason = "prompt and context have no whole chunk in common"
+        cells, loader, lane = None, None, None
+        if reason is None:
+            check_shapes(manifest, cache)
+            cells = Cells(_offered(manifest, chunks, hidden), migrations=migrations, stage=stage)
+            try:
+                loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, sparse, silence, on_progress)
+            except BudgetError as error:  # the budget was made for a prefill
+                cache.reset()
+                cells, reason = None, f"there is no room for what is streamed: {error}"
+        if reason is not None:
             for part in ids.split(MOST_TOKENS, 1) if tokens else ():
                 filling.compute(part, lambda layer: True)
-            cells, loader, lane = None, None, None
-        else:
-            cells = Cells(_offered(manifest, chunks, list(private)), migrations=migrations, stage=stage)
-            loader, lane = _load(
-                manifest, cache, filling, ids, link, secret, cells, sparse, silence, on_progress
-            )
-        cache.stream_report = _report(tokens, reason, cells, loader, lane, time.perf_counter() - begun)
+        cache.stream_report = _report(
+            tokens, reason, cells, loader, lane, time.perf_counter() - begun, manifest.level
+        )
     except BaseException:
         cache.close()
         raise
     return cache
 
 
-def _manifest(link: Link, url: str, key: bytes | None) -> StreamManifest:
+def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:
     try:
-        data = fetch(link, NAME, MOST_BYTES)
+        data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
     except MissingObjectError as error:
         raise StoreError(error.errno, f"{url}: there is no published context ({error.strerror})") from error
+    plain = data.lstrip()[:1] == b"{"
+    if key is not None and plain:
+        raise EncryptionKeyError(f"{url}: this context is not encrypted: leave key out, or ask who published it")
     if key is not None:
         data = decrypt(key, data, binding("", "manifest"))
-    elif data.lstrip()[:1] != b"{":
+    elif not plain:
         raise EncryptionKeyError(f"{url}: its {NAME} is no JSON: if the context is encrypted, give its key")
     return StreamManifest.parse(data, url)
-
-
-def _mismatch(manifest: StreamManifest, cache: OffloadCache) -> str | None:
-    if manifest.layers != len(cache.layers):
-        return f"the context has {manifest.layers} layers and the model {len(cache.layers)}"
-    return None
 
 
 def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int]]) -> np.ndarray:
@@ -142,75 +144,37 @@ def _load(
     key: bytes | None, cells: Cells, sparse: bool, silence: float, on_progress: Callable[[Cells], object] | None,
 ) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
-    lane = StreamingLane(manifest, cells, link, spool, cache.timeline)
+    teacher = Teacher(manifest, cache, filling, key, sparse=sparse)
+    together = 2 if cache.storage.account.limit is None else 1
+    lane = StreamingLane(manifest, cells, link, spool, cache.timeline, teacher.wanted, together)
     cells.cancel = lane.cancel
     told = on_progress or (lambda cells: None)
+    account = cache.storage.account
+    loader = Loader(
+        manifest, filling, ids, cells, lane, spool, key, silence, told, account, cache.timeline, teacher
+    )
     lane.start()
     try:
-        _teach(manifest, filling, cache, link, key, lane)
-        loader = Loader(
-            manifest, filling, ids, cells, lane, spool, key, silence, told, cache.storage.account, cache.timeline,
-            _sparse(manifest, link, key, lane) if sparse else None,
-        )  # fmt: skip
         loader.run()
     finally:
         cells.stop()
         lane.stop()
         spool.close()
+    lane.trouble[:0] = [*teacher.trouble, *(f"{LEARNT}: {one}" for one in filling.refused)]
     return loader, lane
-
-
-def _teach(
-    manifest: StreamManifest, filling: Filling, cache: OffloadCache, link: Link, key: bytes | None, lane: StreamingLane
-) -> None:  # fmt: skip
-    """What the cache that was published has learnt of the prompt, if it was of the same class; else it learns anew."""
-    found = manifest.learnt
-    if found is None:
-        return
-    try:
-        tree = _tree(manifest, link, key, found, "what was learnt", cache.model.device)
-        if (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache)):
-            filling.teach(tree["lessons"], tree["states"], tree["budgets"])
-        else:
-            filling.teach({}, tree["states"])
-    except (OSError, ContextError, KeyError, TypeError, ValueError) as error:
-        lane.trouble.append(f"what was learnt: {error}")
-
-
-def _sparse(manifest: StreamManifest, link: Link, key: bytes | None, lane: StreamingLane) -> SparsePrefill | None:
-    """What computing attends with; None: there is nothing to do so by, and it attends to everything."""
-    try:
-        if manifest.active is None:
-            raise ContextError("none were published (active_mass=.98): everything is attended to")
-        tree = _tree(manifest, link, key, manifest.active, "active blocks", torch.device("cpu"))
-        return SparsePrefill(ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads))
-    except (OSError, ContextError) as error:
-        lane.trouble.append(f"active blocks: {error}")
-        return None
-
-
-def _tree(
-    manifest: StreamManifest, link: Link, key: bytes | None, found: StreamObject, place: str, device: torch.device
-) -> Any:
-    """What an object beside the cells holds. Raises `StoreError`, `ContextError`, `CorruptRecordError`."""
-    data = fetch(link, found.name, found.bytes)
-    if len(data) != found.bytes or digest(data) != found.name:
-        raise ContextError("they are not what was published")
-    if key is not None:
-        data = decrypt(key, data, binding(manifest.context, place))
-    return unpack(data, device, "a published context")
 
 
 def _report(
     tokens: int, reason: str | None, cells: Cells | None, loader: Loader | None, lane: StreamingLane | None,
-    seconds: float,
+    seconds: float, level: str,
 ) -> StreamReport:  # fmt: skip
     if cells is None or loader is None or lane is None:
-        return StreamReport(tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, 1.0, reason, ())
+        return StreamReport(None, tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, 1.0, reason, ())
     counts, took = cells.counts, None
     if lane.began is not None and lane.ended is not None and lane.ended > lane.began:
         took = lane.received_bytes / (lane.ended - lane.began)
     return StreamReport(
+        level=level,
         tokens=tokens,
         cells=cells.chunks * (cells.layers - 1),
         computed=counts.computed,

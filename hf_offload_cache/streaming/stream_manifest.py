@@ -67,7 +67,7 @@ class StreamManifest(_Checked):
     """Of the model, as saved contexts have it."""
     level: str
     tokens: _Count
-    chunk_tokens: _Positive
+    chunk_tokens: Annotated[int, Field(ge=64, le=8192)]
     layers: _Positive
     heads: _Positive
     key_dim: _Positive
@@ -80,7 +80,6 @@ class StreamManifest(_Checked):
     learnt: StreamObject | None = None
     active: StreamObject | None = None
     """Which blocks of keys its queries attend to most, where that was measured."""
-    encrypted: bool = False
     context: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     """Random: what is encrypted is bound to it."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from ..errors import StoreError
@@ -14,13 +14,13 @@ from ..report.timeline import Timeline
 from .cells import Cells
 from .plan import Cell
 from .spool import Spool
-from .stream_manifest import StreamManifest, digest
-from .transport import MissingObjectError, Transport
+from .stream_manifest import StreamManifest, StreamObject, digest
+from .transport import MissingObjectError, Transport, run
 
 _WINDOW = 2.0
 """Seconds that bandwidth is measured over."""
-_FAILURES = 4
-"""Failures in a row after which the link counts as dead."""
+_FAILURES, _TRIES = 4, 2
+"""Failures in a row after which the link counts as dead; tries after which a cell is computed."""
 _IDLE = 0.02
 
 
@@ -28,17 +28,20 @@ class StreamingLane:
     """A thread with an event loop of its own, from `start` to `stop`.
 
     Args:
+        beside: objects that are brought before all cells, by name: see `taken`.
         together: objects that are asked for at a time: one is on its way while the next is asked for.
     """
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
-        timeline: Timeline, together: int = 2,
+        timeline: Timeline, beside: dict[str, StreamObject], together: int = 2,
     ) -> None:  # fmt: skip
         self._manifest, self.cells, self._make, self._spool = manifest, cells, transport, spool
-        self._timeline, self._together = timeline, together
+        self._timeline, self.together = timeline, together
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: dict[Cell, asyncio.Task[bytes]] = {}
+        self._tasks: dict[Cell | str, asyncio.Future[bytes]] = {}
+        self._tries = Counter[Cell]()
+        self._wanted, self._beside = beside, dict[str, bytes]()
         self._stopping = threading.Event()
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -72,6 +75,10 @@ class StreamingLane:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._cancel, cell)
 
+    def taken(self, name: str) -> bytes | None:
+        """What has come of an object beside the cells; once. Any thread."""
+        return self._beside.pop(name, None)
+
     @property
     def bandwidth(self) -> float | None:
         """Bytes a second that have come in the last seconds; None: too little has to tell."""
@@ -87,7 +94,7 @@ class StreamingLane:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._stream())
+            run(self._stream())
         except Exception as error:  # whatever it is: computing goes on without
             self.trouble.append(f"{type(error).__name__}: {error}")
         finally:
@@ -97,11 +104,14 @@ class StreamingLane:
         self._loop = asyncio.get_running_loop()
         transport = self._make()
         try:
-            await asyncio.gather(*(self._worker(transport) for _ in range(self._together)))
+            beside = [self._wanted, *[dict[str, StreamObject]()] * (self.together - 1)]
+            await asyncio.gather(*(self._worker(transport, first) for first in beside))
         finally:
             await transport.close()
 
-    async def _worker(self, transport: Transport) -> None:
+    async def _worker(self, transport: Transport, beside: dict[str, StreamObject]) -> None:
+        for name, found in beside.items():
+            await self._bring_beside(transport, name, found)
         while not self._stopping.is_set() and self._failures < _FAILURES:
             cell = self.cells.claim()
             if cell is None:
@@ -111,36 +121,50 @@ class StreamingLane:
                 continue
             await self._bring(transport, cell)
 
-    async def _bring(self, transport: Transport, cell: Cell) -> None:
-        chunk, layer = cell
-        found = self._manifest.cells[chunk][layer]
-        assert found is not None
+    async def _bring_beside(self, transport: Transport, name: str, found: StreamObject) -> None:
+        try:
+            self._beside[name] = await self._get(transport, found, name)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            self._note(error)
+
+    async def _get(self, transport: Transport, found: StreamObject, key: Cell | str) -> bytes:
+        """Checked; can be cancelled by its `key`."""
         task = asyncio.ensure_future(transport.get(found.name, found.bytes, self._came))
-        self._tasks[cell], begun = task, time.perf_counter()
+        self._tasks[key] = task
         try:
             data = await task
-            if len(data) != found.bytes or digest(data) != found.name:
-                raise MissingObjectError(5, f"{found.name} is not what it was when it was published")
+        finally:
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
+        if len(data) != found.bytes or digest(data) != found.name:
+            raise MissingObjectError(5, f"{found.name} is not what it was when it was published")
+        return data
+
+    async def _bring(self, transport: Transport, cell: Cell) -> None:
+        chunk, layer = cell
+        found, begun = self._manifest.cells[chunk][layer], time.perf_counter()
+        assert found is not None
+        try:
+            data = await self._get(transport, found, cell)
             self._spool.put(cell, data)
         except asyncio.CancelledError:
             self.cells.lose(cell)
-            if self._stopping.is_set():
-                return
         except MissingObjectError as error:
             self._note(error)
             self.cells.lose(cell)
         except Exception as error:
             self._failures += 1
+            self._tries[cell] += 1
             self._note(error)
-            self.cells.lose(cell, again=self._failures < _FAILURES)
             await asyncio.sleep(min(0.1 * 2**self._failures, 1))
+            self.cells.lose(cell, again=self._tries[cell] < _TRIES and self._failures < _FAILURES)
         else:
             self._failures = 0
             self.cells.received(cell)
             told = f"chunk {chunk} layer {layer}"
             self._timeline.add("streaming", told, begun, time.perf_counter(), bytes=len(data))
-        finally:
-            self._tasks.pop(cell, None)
 
     def _came(self, count: int) -> None:
         now = time.perf_counter()

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
-from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.streaming.cells import Cells, State
+from hf_offload_cache.streaming.loader import Loader
 
 
 def stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing begins when the network has brought all that it can."""
-    teach = module._teach
+    run = Loader.run
 
-    def teach_late(*args: Any) -> None:
-        teach(*args)
-        while args[-1].cells.open:
+    def run_late(loader: Loader) -> None:
+        while loader.cells.open:
             time.sleep(0.005)
+        run(loader)
 
-    monkeypatch.setattr(module, "_teach", teach_late)
+    monkeypatch.setattr(Loader, "run", run_late)
 
 
 def compute_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-Fault = Callable[[str, bytes], bytes | None]
-"""Given the name of an object and its bytes: what is sent in their place; None: 404."""
+Fault = Callable[[str, bytes], bytes | int | None]
+"""Given the name of an object and its bytes: what is sent in their place; a status; None: 404."""
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -30,12 +30,17 @@ class Handler(SimpleHTTPRequestHandler):
             self.close_connection = True
             return
         data = served.fault(name, file.read_bytes())
-        if data is None:
-            self.send_error(404)
+        if data is None or isinstance(data, int):
+            self.send_error(data or 404)
             return
         self.send_response(200)
         self.send_header("Content-Length", str(served.said or len(data)))
         self.end_headers()
+        while served.trickles == name and data:
+            with contextlib.suppress(OSError):
+                self.wfile.write(data[:1])
+            data = data[1:]
+            time.sleep(0.1)
         for start in range(0, len(data), 4096):
             if served.dead:
                 self.close_connection = True
@@ -50,11 +55,12 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Served:
-    """A folder that is served. `dead`: connections are closed without a word; `pause`: seconds between 4,096 bytes."""
+    """A folder that is served. `dead`: connections are closed without a word; `pause`: seconds between 4,096 bytes;
+    `trickles`: an object that comes byte by byte, as long as it is named here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, (lambda name, data: data)
-        self.dead, self.pause, self.said = False, 0.0, 0
+        self.dead, self.pause, self.said, self.trickles = False, 0.0, 0, ""
         self.asked: list[str] = []
         self.url = ""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
 import pytest
 import torch
 import zstandard
 
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
-from hf_offload_cache.streaming.codec import LEVELS, decode, encode
+from hf_offload_cache.streaming.codec import LEVELS, encode, unpack, unpacked_bytes
 from hf_offload_cache.streaming.quantisers import ChunkShape
 
 
@@ -29,7 +30,7 @@ def test_lossless_loses_nothing(dtype: torch.dtype) -> None:
     keys, values, shape = chunk(dtype=dtype)
     keys[0, 0, :3] = torch.tensor([torch.inf, torch.nan, -0.0])
     data = encode(keys, values, "lossless")
-    found = decode(data, shape, "a chunk")
+    found = unpack(data, shape, "a chunk").decode()
     for own, theirs in zip((keys, values), found, strict=True):
         assert own.dtype == theirs.dtype and own.numpy(force=True).tobytes() == theirs.numpy(force=True).tobytes() if (
             dtype != torch.bfloat16
@@ -42,7 +43,7 @@ def test_the_fewer_bytes_the_less_is_kept() -> None:
     sizes, errors = [], []
     for level in LEVELS:
         data = encode(keys, values, level)
-        found = decode(data, shape, "a chunk")
+        found = unpack(data, shape, "a chunk").decode()
         sizes.append(len(data) / shape.nbytes)
         errors.append(float((found[1].float() - values.float()).square().mean().sqrt()))
     assert sizes == sorted(sizes, reverse=True) and errors == sorted(errors)
@@ -53,7 +54,7 @@ def test_the_fewer_bytes_the_less_is_kept() -> None:
 @pytest.mark.parametrize(("tokens", "dims"), [(1, (64, 64)), (63, (40, 24)), (65, (80, 128)), (200, (16, 96))])
 def test_chunks_of_any_shape(level: str, tokens: int, dims: tuple[int, int]) -> None:
     keys, values, shape = chunk(2, tokens, dims)
-    for own, theirs in zip((keys, values), decode(encode(keys, values, level), shape, "a chunk"), strict=True):
+    for own, theirs in zip((keys, values), unpack(encode(keys, values, level), shape, "a chunk").decode(), strict=True):
         assert own.shape == theirs.shape and theirs.dtype == own.dtype
         worst = (own.float() - theirs.float()).abs().max() / own.float().std()
         assert worst < {"lossless": 1e-6, "fine": 0.08, "default": 0.5, "small": 0.2, "smallest": 0.3}[level]
@@ -64,7 +65,7 @@ def test_equal_elements_come_back() -> None:
     shape = ChunkShape(2, 70, 16, 16, torch.float32)
     keys, values = torch.full((2, 70, 16), 0.5), torch.zeros(2, 70, 16)
     for level in LEVELS:
-        found = decode(encode(keys, values, level), shape, "a chunk")
+        found = unpack(encode(keys, values, level), shape, "a chunk").decode()
         torch.testing.assert_close(found, (keys, values), atol=0.04, rtol=0)
 
 
@@ -72,7 +73,7 @@ def test_equal_elements_come_back() -> None:
 def test_what_has_no_scale_is_kept_as_it_is(wrong: float) -> None:
     keys, values, shape = chunk(2, 64, dtype=torch.float32)
     keys[1, 3, 5] = wrong
-    found = decode(encode(keys, values), shape, "a chunk")
+    found = unpack(encode(keys, values), shape, "a chunk").decode()
     assert torch.equal(found[0].nan_to_num(7), keys.nan_to_num(7)) and torch.equal(found[1], values)
 
 
@@ -82,7 +83,7 @@ def test_an_unknown_level_is_refused() -> None:
         encode(keys, values, "best")
 
 
-def test_what_is_no_chunk_is_told_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_chunk_is_told_before_memory_is_taken() -> None:
     keys, values, shape = chunk(2, 64)
     data = encode(keys, values)
     header = struct.calcsize("<4sBBxxIIIIQ")
@@ -93,9 +94,23 @@ def test_what_is_no_chunk_is_told_before_memory_is_taken(monkeypatch: pytest.Mon
         "no chunk of this version": b"XXXX" + data[4:],
         "heads, tokens and dimensions": encode(*chunk(2, 65)[:2]),
         "unpacked, and should have": huge,
-        "another size than its header says": bomb,
-        "cannot be decompressed": data[: header + 40],
+        "to the size that its header says": bomb,
+        "has .* bytes unpacked, or more": data[:-9],
     }
+    tracemalloc.start()
     for said, one in wrong.items():
         with pytest.raises(CorruptRecordError, match=f"chunk 3.*{said}"):
-            decode(one, shape, "chunk 3")
+            unpack(one, shape, "chunk 3")
+    assert tracemalloc.get_traced_memory()[1] < 2 * shape.nbytes
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_part_is_of_the_whole(level: str) -> None:
+    keys, values, shape = chunk(2, 200, (40, 24))
+    unpacked = unpack(encode(keys, values, level), shape, "a chunk")
+    whole = unpacked.decode()
+    for start, stop in ((0, 64), (64, 192), (128, 200), (192, 200)):
+        for own, theirs in zip(unpacked.decode(start, stop), whole, strict=True):
+            assert torch.equal(own, theirs[:, start:stop])
+    assert sum(part.nbytes for part in unpacked.parts) == unpacked_bytes(level, shape) <= unpacked_bytes("other", shape)

@@ -29,8 +29,7 @@ from hf_offload_cache.errors import (
     UnsupportedModelError,
 )
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.streaming import loader
-from hf_offload_cache.streaming import stream_context as module
+from hf_offload_cache.streaming import checks, loader
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
 
 CONTEXT, SIZE, MORE = 640, 64, 40
@@ -300,7 +299,7 @@ def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="level must be"):
         publish_context(DiskSwapCache(long_model()), "x", level="best")
     with pytest.raises(ConfigError, match="input_ids"):
-        module.as_ids(torch.zeros(2, 3))
+        checks.as_ids(torch.zeros(2, 3))
 
 
 def test_a_directory_is_published_with_its_model(tmp_path: Path) -> None:

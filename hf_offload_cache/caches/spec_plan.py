@@ -1,0 +1,88 @@
+"""What a layer of `SpecCache` will hold, beside its history: the copy, what is chosen, and what is on its way."""
+
+from __future__ import annotations
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..core.offload_layer import OffloadLayer
+from ..core.planned import LayerKind
+from ..core.selective_layer import SelectiveLayer
+from ..core.selective_plan import area_bytes
+from ..fetch.areas import Areas
+from ..fetch.chosen_entries import ChosenEntries
+from ..fetch.entry_reads import EntryReads
+from ..history.packing import latest_tokens, sealed_groups
+from ..history.record_format import RecordFormat
+from ..memory.plan import LayerPlan, Planned
+from ..predictors.low_bit import LowBitPredictor
+from ..predictors.low_bit_form import LowBitForm
+from .spec_config import SpecConfig
+
+UNDER_WAY = 2
+"""Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
+TOGETHER = 2
+"""Queries that are scored at a time: a token, and the guess beside it."""
+
+
+class SpecPlan(SelectiveLayer):
+    """The side of `SpecLayer` that is asked before there is a layer."""
+
+    @classmethod
+    def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
+        """How the copy of a history of `form` lies in memory."""
+        return LowBitForm(form, config.bits, config.quant_group)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, SpecConfig)
+        tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
+        queries = TOGETHER  # of candidates, too
+        asked = kind.num_heads, queries, cls.scores_of(config, queries)
+        return LowBitPredictor.planned(cls.copy_form(kind.form, config), tokens, kind.rows, *asked)
+
+    @staticmethod
+    def scores_of(config: SpecConfig, queries: int) -> int:
+        """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
+        return 2 * queries if SpecPlan.keeps_scores(config) else queries
+
+    @staticmethod
+    def keeps_scores(config: SpecConfig) -> bool:
+        """Whether scores are kept for attending again; else, where it has to be, they are made again."""
+        return config.top_up or not config.speculative
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        assert isinstance(config, SpecConfig)
+        return cls.together(kind.form, config)
+
+    @staticmethod
+    def together(form: RecordFormat, config: SpecConfig) -> int:
+        """Records a row that are brought at a time: a third of what all key heads may want, most of which they had."""
+        return -(-form.num_key_heads * config.chosen // 3)
+
+    @classmethod
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return OffloadLayer.planned.__func__(cls, kind, config, context)  # type: ignore[attr-defined]
+        assert isinstance(config, SpecConfig)
+        form, wanted = kind.form, cls.most_units(kind, config, context)
+        units = sealed_groups(form, config, context)
+        chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
+        latest = -(-latest_tokens(form, config) // form.group_size)
+        view = kind.rows * (min(wanted, units * 9 // 8 + 8) + latest) * form.payload_width * form.dtype.itemsize
+        area, ahead = area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
+        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
+            area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
+        areas = Areas.planned(area, view, view, ahead, kind.device)
+        picked = cls.picked_bytes(form, kind.rows, config)
+        shared = Planned(decode={**areas, "picked entries": picked})
+        own = Planned(decode={"chosen entries": chosen})
+        if config.reuse_capacity and config.engine != "memory":
+            own += cls.plan_slots(kind, config, units)
+        selecting = LayerPlan(own, shared)
+        return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
+
+    @staticmethod
+    def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+        """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
+        become a part of the copy in this step."""
+        return rows * (config.chosen + config.quant_group) * form.entry_bytes

@@ -1,0 +1,64 @@
+"""What comes along with a context's chunks: what was learnt of its queries, and which blocks they attend to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..contexts.state import unpack
+from ..core.filling import Filling
+from ..core.offload_cache import OffloadCache
+from ..errors import ContextError
+from ..stores.encryption import decrypt
+from .active_blocks import ActiveBlocks
+from .publish import form_of
+from .sparse_prefill import SparsePrefill
+from .stream_manifest import StreamManifest, StreamObject, binding
+from .streaming_lane import StreamingLane
+
+LEARNT, ACTIVE = "what was learnt", "active blocks"
+
+
+class Teacher:
+    """Makes use of it as soon as it is there, whatever is held by then: computing does not wait for it. In the thread
+    that runs the model. What cannot be used is told in the lane's `trouble`."""
+
+    def __init__(
+        self, manifest: StreamManifest, cache: OffloadCache, filling: Filling, key: bytes | None, *, sparse: bool
+    ) -> None:
+        self._manifest, self._cache, self._filling, self._key = manifest, cache, filling, key
+        self.sparse: SparsePrefill | None = None
+        """What computing attends with; None: everything is attended to."""
+        self.wanted: dict[str, StreamObject] = {}
+        """Objects for the lane, the first one first."""
+        self.trouble: list[str] = []
+        if sparse and manifest.active is None:
+            self.trouble.append("active blocks: none were published (active_mass=.98): everything is attended to")
+        elif sparse and manifest.active is not None:
+            self.wanted[ACTIVE] = manifest.active
+        if manifest.learnt is not None:
+            self.wanted[LEARNT] = manifest.learnt
+
+    def look(self, lane: StreamingLane) -> None:
+        """Use what has come since the last call."""
+        own = self._cache.model.device
+        for name, use, device in ((ACTIVE, self._attend, torch.device("cpu")), (LEARNT, self._teach, own)):
+            if (data := lane.taken(name)) is None:
+                continue
+            try:
+                if self._key is not None:
+                    data = decrypt(self._key, data, binding(self._manifest.context, name))
+                use(unpack(data, device, "a published context"))
+            except (OSError, ContextError, KeyError, TypeError, ValueError) as error:
+                self.trouble.append(f"{name}: {error}")
+
+    def _attend(self, tree: Any) -> None:
+        manifest = self._manifest
+        self.sparse = SparsePrefill(ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads))
+
+    def _teach(self, tree: Any) -> None:
+        manifest, cache, lessons, budgets = self._manifest, self._cache, {}, None
+        if (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache)):
+            lessons, budgets = tree["lessons"], tree["budgets"]
+        self._filling.teach(lessons, tree["states"], budgets)

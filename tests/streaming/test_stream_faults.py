@@ -1,0 +1,416 @@
+"""What servers, links and publishers do wrong, and where a context is not what a prompt would have made."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import peft
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from harness import PAD, prompt
+from lanes_in_order import compute_all, stream_first
+from long_llama import long_model
+from static_server import served
+from transformers import DynamicCache
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.contexts.state import pack
+from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
+from hf_offload_cache.streaming import checks, loader
+from hf_offload_cache.streaming.costs import Costs
+from hf_offload_cache.streaming.plan import bound, meet, staircase
+from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
+
+CONTEXT, SIZE = 640, 64
+
+
+@pytest.fixture(autouse=True)
+def short_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Columns of one chunk; and nothing is left behind."""
+    monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    for _ in range(100):  # threads that were given up end by themselves
+        if threading.active_count() <= threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def ids() -> torch.Tensor:
+    return prompt(long_model(), 1, CONTEXT + 40)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A published context."""
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            for part in ids()[:, :CONTEXT].split(SIZE, 1):
+                long_model()(part, past_key_values=cache)
+        publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
+    return tmp_path / "published"
+
+
+def changed(place: Path, **update: Any) -> None:
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    (place / NAME).write_bytes(manifest.model_copy(update=update).dumped())
+
+
+def put(place: Path, data: bytes) -> StreamObject:
+    (place / digest(data)).write_bytes(data)
+    return StreamObject(name=digest(data), bytes=len(data))
+
+
+def is_right(cache: Any) -> None:
+    with torch.no_grad():
+        found = long_model()(ids()[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -40:]
+        expected = long_model()(ids(), past_key_values=DynamicCache(config=long_model().config)).logits[:, -40:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+# --- links -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [0, 4, 9])
+def test_what_fails_once_is_asked_for_again(place: Path, chunk: int, tmp_path: Path) -> None:
+    """Whatever was computed meanwhile, and taken back."""
+    cell = StreamManifest.parse((place / NAME).read_bytes(), "").cells[chunk][2]
+    assert cell is not None
+    with served(place) as server:
+        failed = list[str]()
+
+        def once(name: str, data: bytes) -> bytes | int:
+            if name == cell.name and name not in failed:
+                failed.append(name)
+                return 503
+            return data
+
+        server.fault = once
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=2) as cache:
+            is_right(cache)
+
+
+def test_what_always_fails_is_computed_and_nothing_else(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream_first(monkeypatch)
+    cell = StreamManifest.parse((place / NAME).read_bytes(), "").cells[9][2]
+    assert cell is not None
+    with served(place) as server:
+        server.fault = lambda name, data: 503 if name == cell.name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            report = cache.stream_report
+            assert report is not None and server.asked.count(cell.name) == 2
+            assert (report.lost, report.streamed, report.computed) == (1, report.cells - 2, 2)
+            is_right(cache)
+
+
+@pytest.mark.parametrize("what", ["manifest", "learnt", "chunk"])
+@pytest.mark.parametrize("migrations", [None, 0])
+def test_what_trickles_in_is_not_waited_for(
+    what: str, migrations: int | None, place: Path, tmp_path: Path
+) -> None:
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    assert manifest.learnt is not None and manifest.cells[9][2] is not None
+    slow = {"manifest": NAME, "learnt": manifest.learnt.name, "chunk": manifest.cells[9][2].name}[what]
+    with served(place) as server:
+        server.trickles = slow
+        options: dict[str, Any] = {"path": tmp_path, "silence": 0.3, "migrations": migrations}
+        begun = time.monotonic()
+        if what == "manifest":
+            with pytest.raises(StoreError, match=r"stream.json did not come within 1.8 s"):
+                stream_context(server.url, long_model(), ids(), **options)
+        else:
+            with stream_context(server.url, long_model(), ids(), **options) as cache:
+                is_right(cache)
+        assert time.monotonic() - begun < 20
+        server.trickles = ""
+
+
+def test_computing_does_not_wait_for_what_was_learnt(place: Path, tmp_path: Path) -> None:
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    assert manifest.learnt is not None
+    release, computed = threading.Event(), list[Any]()
+    with served(place) as server:
+
+        def waiting(name: str, data: bytes) -> bytes:
+            if name != NAME:
+                release.wait(20)
+            return data
+
+        server.fault = waiting
+
+        def told(cells: Any) -> None:
+            computed.append(cells)
+            release.set()  # something was computed
+
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, silence=30, on_progress=told) as cache:
+            assert computed
+            is_right(cache)
+
+
+def test_what_was_learnt_may_come_late(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was computed, with other queries: what is held is learnt anew by what came."""
+    compute_all(monkeypatch)
+    run = loader.Loader.run
+
+    def run_and_look(own: Any) -> None:
+        look, own._teacher.look = own._teacher.look, lambda lane: None
+        run(own)
+        deadline = time.monotonic() + 20
+        while not any(layer.lesson for layer in own._filling.layers) and time.monotonic() < deadline:
+            look(own._lane)
+
+    monkeypatch.setattr(loader.Loader, "run", run_and_look)
+    with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
+        learnt = [layer.predictor.learnt for layer in cache.layers]
+        with DiskSwapCache(long_model(), path=tmp_path) as own:
+            with torch.no_grad():
+                for part in ids()[:, :CONTEXT].split(SIZE, 1):
+                    long_model()(part, past_key_values=own)
+            for layer, found in zip(own.layers, learnt, strict=True):
+                theirs = layer.predictor.learnt
+                assert found.keys.tokens == theirs.keys.tokens and found.fitted_at == theirs.fitted_at
+                for one, other in zip(found.keys.capture().values(), theirs.keys.capture().values(), strict=True):
+                    if isinstance(one, torch.Tensor):
+                        torch.testing.assert_close(one, other)
+        is_right(cache)
+
+
+class HangingFileSystem(LocalFileSystem):
+    """Objects are never there; a manifest is."""
+
+    protocol = "hanging"
+    ended = threading.Event()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if not path.endswith(NAME):
+            HangingFileSystem.ended.wait(30)
+        return super()._open(path, mode, **options)
+
+
+def test_a_file_system_that_hangs_is_left_to_itself(place: Path, tmp_path: Path) -> None:
+    fsspec.register_implementation("hanging", HangingFileSystem, clobber=True)
+    HangingFileSystem.ended.clear()
+    begun = time.monotonic()
+    with stream_context(f"hanging://{place}", long_model(), ids(), path=tmp_path, silence=0.3) as cache:
+        assert cache.stream_report is not None and cache.stream_report.computed == cache.stream_report.cells
+        is_right(cache)
+    assert time.monotonic() - begun < 20
+    HangingFileSystem.ended.set()
+
+
+def test_within_a_running_event_loop(place: Path, tmp_path: Path) -> None:
+    """As in a notebook."""
+
+    async def cell() -> None:
+        with served(place) as server, stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            is_right(cache)
+
+    asyncio.run(cell())
+
+
+# --- plans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hole", [(9, 2), (9, 15), (5, 3), (0, 1)])
+@pytest.mark.parametrize("balance", [0.2, 1.0, 5.0])
+def test_what_cannot_come_costs_its_own_chunk_alone(hole: tuple[int, int], balance: float) -> None:
+    computed = np.full((10, 16), 1.0)
+    streamed = np.full((10, 16), balance)
+    streamed[hole] = np.inf
+    costs = Costs(computed, computed * 0.1, streamed)
+    for plan in (meet(costs), staircase(costs)):
+        assert plan.depths[hole[0]] > hole[1] and hole not in plan.order
+        assert max(plan.lanes(costs)) <= 1.05 * bound(costs) + 1.5  # of a cell or two there is no part
+
+
+# --- what is not as it would have been computed ----------------------------------------------------------------
+
+
+def test_another_adapter_is_refused(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False, r=4)
+    model = peft.get_peft_model(copy.deepcopy(long_model()), config, "one")
+    model.add_adapter("two", config)
+    model.set_adapter("one")
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        with torch.no_grad():
+            model(ids()[:, :CONTEXT], past_key_values=cache)
+        publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
+        model.set_adapter("two")
+        with pytest.raises(ContextMismatchError, match="adapter"):
+            publish_context(cache, str(tmp_path / "other"), chunk_tokens=SIZE)
+    with pytest.raises(ContextMismatchError, match="adapter"):
+        stream_context(str(tmp_path / "published"), model, ids(), path=tmp_path)
+    model.set_adapter("one")
+    with stream_context(str(tmp_path / "published"), model, ids(), path=tmp_path) as cache:
+        assert cache.get_seq_length() == CONTEXT
+
+
+def test_what_ids_do_not_tell_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(inputs_embeds=torch.randn(1, 200, 64), past_key_values=cache)
+        with pytest.raises(ConfigError, match="embeddings, images or sound"):
+            publish_context(cache, str(tmp_path / "other"), chunk_tokens=SIZE)
+        cache.reset()
+        mask = torch.ones(1, 200, dtype=torch.long)
+        mask[:, :9] = 0
+        with torch.no_grad():
+            padded = ids()[:, :200].masked_fill(mask == 0, PAD)
+            long_model()(padded, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ConfigError, match="padding"):
+            publish_context(cache, str(tmp_path / "other"), chunk_tokens=SIZE)
+    monkeypatch.setattr(checks, "placeholders", lambda model: [int(ids()[0, 30])])
+    with pytest.raises(ConfigError, match="embeddings, images or sound"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+
+
+@pytest.mark.parametrize("update", [{"heads": 4}, {"key_dim": 2**21}, {"value_dim": 8}, {"dtype": "float16"}])
+def test_shapes_of_another_model_are_refused(update: dict[str, Any], place: Path, tmp_path: Path) -> None:
+    changed(place, **update)
+    with pytest.raises(ContextMismatchError, match="the context has keys and values"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+
+
+def test_autocast_is_of_another_type(place: Path, tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ContextMismatchError, match="in float32, the model"):
+        stream_context(str(place), long_model(), ids(), path=tmp_path)
+
+
+WRONG: dict[str, Any] = {
+    "no tree": [1, 2],
+    "no lessons": {"lessons": [], "states": ["tagged"] * 3, "budgets": None},
+    "few states": {"lessons": {}, "states": ["tagged"], "budgets": None},
+    "other fields": {"lessons": {0: {"other": 1}, 1: {}}, "states": ["tagged"] * 3, "budgets": None},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wrong_lesson_is_left(
+    wrong: str, first: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it comes before anything is held, or later: what is held is learnt of, as ever."""
+    if first:
+        stream_first(monkeypatch)
+    changed(place, learnt=put(place, pack(WRONG[wrong])))
+    with stream_context(str(place), long_model(), ids(), path=tmp_path) as cache:
+        assert not any(layer.lesson for layer in cache.layers)
+        report = cache.stream_report
+        if first:
+            assert report is not None and any("learnt" in one for one in report.trouble)
+        assert all(layer.predictor.ready(layer.history.units) for layer in cache.layers)
+        is_right(cache)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("private", [[(200, 130)], [(-100, -1)], [(5, 5)], (130, 131), [(1,)]])
+def test_what_is_to_be_hidden_is_told_rightly(private: Any, place: Path, tmp_path: Path) -> None:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :200], past_key_values=cache)
+        with pytest.raises(ConfigError, match="private must be pairs"):
+            publish_context(cache, str(tmp_path / "other"), private=private)
+        with pytest.raises(ConfigError, match="private must lie within"):
+            publish_context(cache, str(tmp_path / "other"), private=[(190, 201)])
+    with pytest.raises(ConfigError, match="private must be pairs"):
+        stream_context(str(place), long_model(), ids(), private=private)
+
+
+def test_what_is_private_teaches_nothing(tmp_path: Path) -> None:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        manifest = publish_context(cache, str(tmp_path / "other"), private=[(70, 80)], chunk_tokens=SIZE)
+    assert manifest.learnt is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"silence": 0}, "silence must be"), ({"silence": "a"}, "silence must be"),
+        ({"into": DynamicCache}, "into must"), ({"options": {"nothing": 1}}, "options are not"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(given: dict[str, Any], said: str, place: Path, tmp_path: Path) -> None:
+    with served(place) as server, pytest.raises(ConfigError, match=said):
+        stream_context(server.url, long_model(), ids(), **given)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_into_a_cache_of_a_budget(
+    room: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens are decoded at a time; where there is no room for that either, all is computed."""
+    stream_first(monkeypatch)
+    own = DiskSwapCache.for_budget(long_model(), "1/2", max_context=CONTEXT + 60, path=tmp_path)
+    if not room:
+        monkeypatch.setattr(loader, "unpacked_bytes", lambda level, shape: 2**20)
+    with pytest.raises(ConfigError, match="into is a cache already, which num_selected cannot change"):
+        stream_context(str(place), long_model(), ids(), own, num_selected=8)
+    with stream_context(str(place), long_model(), ids(), own) as cache:
+        report, streamed = cache.report(), cache.stream_report
+        assert cache is own and report.memory_budget is not None and streamed is not None
+        assert report.peak_memory_bytes <= report.memory_budget and cache.get_seq_length() == CONTEXT
+        assert report.memory_by_owner.get("streaming", 0) == 0
+        if not room:
+            assert streamed.whole is not None and "no room for what is streamed" in streamed.whole
+        else:
+            assert streamed.whole is None and streamed.streamed == streamed.cells
+
+
+def test_keys(place: Path, tmp_path: Path) -> None:
+    def key() -> bytes:
+        return b"k" * 32
+
+    with pytest.raises(EncryptionKeyError, match="not encrypted: leave key out"):
+        stream_context(str(place), long_model(), ids(), key=key)
+    with DiskSwapCache(long_model(), path=tmp_path, encryption_key=key) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :200], past_key_values=cache)
+        with pytest.raises(EncryptionKeyError, match="give key="):
+            publish_context(cache, str(tmp_path / "other"))
+        cache.save(tmp_path / "encrypted")
+    with DiskSwapCache(long_model(), path=tmp_path) as cache:
+        with torch.no_grad():
+            long_model()(ids()[:, :200], past_key_values=cache)
+        cache.save(tmp_path / "plain")
+    own: dict[str, Any] = {"model": long_model(), "chunk_tokens": SIZE}
+    publish_context(tmp_path / "plain", str(tmp_path / "one"), key=key, **own)
+    publish_context(
+        tmp_path / "encrypted", str(tmp_path / "two"), key=lambda: b"x" * 32, context_key=key, **own
+    )
+    for folder, secret in (("one", key), ("two", lambda: b"x" * 32)):
+        with stream_context(str(tmp_path / folder), long_model(), ids(), path=tmp_path, key=secret) as cache:
+            assert cache.get_seq_length() == 200 and not cache.stream_report.trouble
+
+
+def test_publishing_again_heals(place: Path, tmp_path: Path) -> None:
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    cell = manifest.cells[3][1]
+    assert cell is not None
+    whole = (place / cell.name).read_bytes()
+    (place / cell.name).write_bytes(whole[:100])
+    with stream_context(str(place), long_model(), ids(), path=tmp_path, sparse=False) as cache:
+        publish_context(cache, str(place), level="lossless", chunk_tokens=SIZE, overwrite=True)
+    again = StreamManifest.parse((place / NAME).read_bytes(), "").cells
+    assert all(len((place / one.name).read_bytes()) == one.bytes for row in again for one in row if one is not None)
+    assert json.loads((place / NAME).read_text())["tokens"] == CONTEXT
