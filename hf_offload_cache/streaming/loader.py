@@ -190,6 +190,7 @@ class Loader:
         """Take in what was streamed above `depth` layers; False: some of it does not come, or is of no use."""
         if depth == self.cells.layers:
             return True
+        self._teacher.look(self._lane)
         for chunk in range(first, stop):
             if not self.cells.wait(chunk, depth - 1, self.patience(chunk), self._silence):
                 return False
