@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any, ClassVar
 
+import numpy as np
+
 from hf_offload_cache.streaming.cells import Cells
 from hf_offload_cache.streaming.loader import Loader
 from hf_offload_cache.streaming.plan import Cell
@@ -24,13 +26,21 @@ class SplitLoader(Loader):
         while not self.cells.comes(first) and self.cells.open:
             time.sleep(0.002)
         self.cells.wait(first, 0, EVER, EVER)
-        stop = first + 1
+        stop = first + 1  # chunks that have come meanwhile go through the first layer together
         while stop < self.cells.chunks and self.cells.here(stop):
             stop += 1
         return stop
 
     def patience(self, chunk: int) -> float:
         return EVER
+
+
+class FromTheFront(Cells):
+    """Streaming brings chunk after chunk, so that each can be taken in while the next one comes."""
+
+    def next_of(self, free: np.ndarray) -> Cell:
+        chunk = int(free.any(1).argmax())
+        return chunk, int(free[chunk].argmax())
 
 
 class WholeChunks(Cells):

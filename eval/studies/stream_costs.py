@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import multiprocessing
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +19,7 @@ from hf_offload_cache.streaming.sparse_prefill import SparsePrefill
 from hf_offload_cache.tuning.sample import sample_ids
 
 from ..baselines.cost_models import Cells, Network, Roofline
+from ..busy import busy
 from .common import Rows, Study, judged, main
 
 DENSE = 1.0
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             blocks = measure_active_blocks(model, ids, mass, path=arguments.path)
         for load in arguments.loads:
             left = [one for one in range(arguments.repeats) if not rows.has(mass=mass, load=load, repeat=one)]
-            with _busy(load if left else 0):
+            with busy(load if left else 0):
                 for repeat in left:
                     _measure(model, ids, blocks, arguments, rows, {"mass": mass, "load": load, "repeat": repeat})
     return summary(rows.rows, model)
@@ -75,29 +73,6 @@ def _measure(
             start, stop = place * size, place * size + part.shape[1]
             attended = [blocks.attended(layer, start, stop) for layer in layers]
             rows.add(**key, place=place, tokens=part.shape[1], total=sum(seconds), seconds=seconds, attended=attended)
-
-
-@contextlib.contextmanager
-def _busy(count: int) -> Iterator[None]:
-    """So many processes compute beside this one."""
-    others = [multiprocessing.get_context("spawn").Process(target=_multiply, daemon=True) for _ in range(count)]
-    for one in others:
-        one.start()
-    try:
-        if others:
-            time.sleep(5)  # until they have imported what they need
-        yield
-    finally:
-        for one in others:
-            one.terminate()
-            one.join()
-
-
-def _multiply() -> None:
-    torch.set_num_threads(1)
-    one = torch.randn(256, 256)
-    while True:
-        one @ one
 
 
 def summary(rows: list[dict[str, Any]], model: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hf_offload_cache.streaming.plan import Plan, bound, meet, staircase
 from .common import Rows, Study, judged, main
 
 _CHUNK = 1024
-_CELL_BYTES = 1024 * 3 * 2 * 64 * 2 * 0.276
+CELL_BYTES = 1024 * 3 * 2 * 64 * 2 * 0.276
 """Of the default level, 1,024 tokens of SmolLM2-135M in a layer."""
 _LINE = Line(1.0e-3, 1.2e-7)
 """About a prefill of SmolLM2-135M on two cores: a plan hangs on ratios alone."""
@@ -45,7 +45,7 @@ def costs_of(tokens: int, layers: int, balance: float, uneven: bool) -> Costs:
     comes before, and cells have half to one and a half of the bytes."""
     chunks, noise = -(-tokens // _CHUNK), np.random.default_rng(0)
     lengths = [_CHUNK] * chunks
-    attended, nbytes = attended_by_all(lengths, layers), np.full((chunks, layers), _CELL_BYTES)
+    attended, nbytes = attended_by_all(lengths, layers), np.full((chunks, layers), CELL_BYTES)
     if uneven:
         attended = attended * noise.uniform(0.2, 0.9, (1, layers))
         nbytes = nbytes * noise.uniform(0.5, 1.5, (chunks, layers))
@@ -87,9 +87,9 @@ def served(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             begun = time.perf_counter()
             plan = meet(costs)
             planned += time.perf_counter() - begun
-            sent += len(plan.order) * _CELL_BYTES
+            sent += len(plan.order) * CELL_BYTES
             took = max(took, *plan.lanes(costs))
-        whole = arguments.clients * chunks * (arguments.layers - 1) * _CELL_BYTES
+        whole = arguments.clients * chunks * (arguments.layers - 1) * CELL_BYTES
         found.append({
             "tokens": tokens, "bytes": sent, "share": sent / whole, "planning_seconds": planned,
             "longest_seconds": took,

@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +24,10 @@ from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
 from hf_offload_cache.streaming.plan import meet
 from hf_offload_cache.tuning.sample import sample_ids
 
-from ..baselines.loaders import SplitLoader, WholeChunks
-from ..bucket_server import TRACES, BucketServer, bucket_server, trace
+from ..baselines.loaders import FromTheFront, SplitLoader, WholeChunks
+from ..bucket_server import TRACES, bucket_server, trace
+from ..busy import busy
+from ..synthetic import LLAMA_1B, LLAMA_8B, build_model
 from .common import Rows, Study, judged, main
 
 OURS, LOCAL, STREAMED, SPLIT, WHOLE = "ours", "local prefill", "streaming alone", "fixed split", "whole chunks"
@@ -33,20 +36,34 @@ _QUESTION = 16
 """Tokens behind the context, which all compute."""
 
 
+SHAPES = {
+    "1b": replace(LLAMA_1B, layers=6, vocabulary=4096),
+    "8b": replace(LLAMA_8B, layers=3, vocabulary=4096),
+}
+"""A few of the layers that such models have."""
+_HALVED = "halved"
+"""A trace: the link is constant, and another process computes beside."""
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 7168], help="of the context")
     parser.add_argument("--balances", type=float, nargs="+", default=[0.05, 1 / 3, 1.0, 3.0, 20.0],
                         help="seconds of streaming over those of a prefill")  # fmt: skip
-    parser.add_argument("--traces", nargs="+", choices=TRACES, default=["constant"])
+    parser.add_argument("--traces", nargs="+", choices=[*TRACES, _HALVED], default=["constant"])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
+    parser.add_argument("--shape", choices=SHAPES, help="a model of random weights instead of the real one")
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """A row for each length, trace, balance, repeat and contender; `loaded`: a model and its tokenizer in the place of
     the default one. Whatever does not depend on the link is measured once a length and repeat."""
-    model, tokenizer = load_default_model(getattr(torch, arguments.dtype)) if loaded is None else loaded
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.shape:
+        model, tokenizer = build_model(SHAPES[arguments.shape]).to(dtype), None
+    else:
+        model, tokenizer = load_default_model(dtype) if loaded is None else loaded
     cases = [
         {"trace": kind, "balance": balance, "repeat": repeat}
         for repeat in range(arguments.repeats)
@@ -62,25 +79,41 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
         ]
         if not left:
             continue
-        ids = sample_ids(None, tokenizer)[0][: tokens + _QUESTION][None]
+        ids = ids_of(model, tokenizer, tokens)
         with tempfile.TemporaryDirectory(dir=arguments.path) as folder:
             place = Path(folder, "published")
-            line, nbytes, prefill = _prepare(model, ids, tokens, place, arguments, folder)
-            chunks, layers = tokens // arguments.chunk, model.config.num_hidden_layers
+            line, nbytes, prefill = prepare(model, ids, tokens, place, arguments.chunk, folder)
+            layers = model.config.num_hidden_layers
             with bucket_server(place, lambda at: 1e9) as server:
                 for name, case in left:
                     mean = nbytes / (case["balance"] * prefill)
-                    lengths = [arguments.chunk] * chunks
-                    cells = np.full((chunks, layers), nbytes / chunks / (layers - 1))
-                    costs = Costs.of_line(line, lengths, attended_by_all(lengths, layers), cells, mean)
-                    server.rate = trace(case["trace"], mean, prefill, case["repeat"])
-                    seconds, report = _first_token(name, model, ids, tokens, server, costs, folder)
+                    costs = study_costs(line, tokens, arguments.chunk, layers, nbytes, mean)
+                    halved = case["trace"] == _HALVED
+                    server.rate = trace("constant" if halved else case["trace"], mean, prefill, case["repeat"])
+                    with busy(int(halved)):
+                        server.restart()
+                        seconds, report = first_token(name, model, ids, tokens, server.url, costs, folder)
                     rows.add(name=name, **case, seconds=seconds, mbit=mean * 8e-6, **report)
     return summary(rows.rows)
 
 
-def _prepare(
-    model: Any, ids: torch.Tensor, tokens: int, place: Path, arguments: argparse.Namespace, folder: str
+def ids_of(model: Any, tokenizer: Any, tokens: int) -> torch.Tensor:
+    """(1, T): a context of so many tokens, and a question."""
+    count = tokens + _QUESTION
+    if tokenizer is None:
+        return torch.randint(model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    return sample_ids(None, tokenizer)[0][:count][None]
+
+
+def study_costs(line: Line, tokens: int, chunk: int, layers: int, nbytes: int, bandwidth: float) -> Costs:
+    """Of a context whose `nbytes` are the same for all cells but the first layer's."""
+    lengths = [chunk] * (tokens // chunk)
+    cells = np.full((len(lengths), layers), nbytes / len(lengths) / (layers - 1))
+    return Costs.of_line(line, lengths, attended_by_all(lengths, layers), cells, bandwidth)
+
+
+def prepare(
+    model: Any, ids: torch.Tensor, tokens: int, place: Path, chunk: int, folder: str
 ) -> tuple[Line, int, float]:
     """Publish; what a forward takes by its tokens, bytes of all that can be streamed, and seconds of a prefill."""
     took = []
@@ -90,7 +123,7 @@ def _prepare(
             model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
             took.append(time.perf_counter() - begun)
             if len(took) == 2:
-                manifest = publish_context(cache, str(place), chunk_tokens=arguments.chunk)
+                manifest = publish_context(cache, str(place), chunk_tokens=chunk)
     with DiskSwapCache(model, path=folder) as cache, torch.no_grad():
         begun = time.perf_counter()
         model(ids[:, : tokens // 2], past_key_values=cache, logits_to_keep=1)
@@ -99,10 +132,10 @@ def _prepare(
     return line, sum(cell.bytes for row in manifest.cells for cell in row[1:] if cell is not None), took[-1]
 
 
-def _first_token(
-    name: str, model: Any, ids: torch.Tensor, tokens: int, server: BucketServer, costs: Costs, folder: str
+def first_token(
+    name: str, model: Any, ids: torch.Tensor, tokens: int, url: str, costs: Costs, folder: str
 ) -> tuple[float, dict[str, Any]]:
-    server.restart()
+    """Seconds, and what was computed and streamed. The fixed split is the best one for `costs`."""
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
         if name == LOCAL:
@@ -111,7 +144,7 @@ def _first_token(
                 model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
         else:
             private = stack.enter_context(_as(name, costs, tokens // costs.chunks))
-            cache = stack.enter_context(stream_context(server.url, model, ids, path=folder, private=private))
+            cache = stack.enter_context(stream_context(url, model, ids, path=folder, private=private))
         with torch.no_grad():
             model(ids[:, tokens:], past_key_values=cache, logits_to_keep=1)
         seconds, report = time.perf_counter() - begun, cache.stream_report
@@ -132,7 +165,7 @@ def _as(name: str, costs: Costs, chunk: int) -> Iterator[list[tuple[int, int]]]:
     else:
         split = 0 if name == STREAMED else round(sum(depth / costs.layers for depth in meet(costs).depths))
         kind = type("Split", (SplitLoader,), {"split": split})
-        with mock.patch.object(module, "Loader", kind):
+        with mock.patch.object(module, "Loader", kind), mock.patch.object(module, "Cells", FromTheFront):
             yield [(0, split * chunk)] if split else []
 
 
@@ -171,6 +204,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         judged(f"{SPLIT} over ours, congested", mean(f"congested, near: {SPLIT}"), least=1.15),
         judged(f"{STREAMED} over ours, congested", mean(f"congested, near: {STREAMED}"), least=1.5),
         judged(f"{SPLIT} over ours, a sixth", mean(f"a sixth, near: {SPLIT}"), least=1.8),
+        judged(f"{SPLIT} over ours, halved", mean(f"{_HALVED}, near: {SPLIT}")),
         judged(f"{STREAMED} over ours, a sixth", mean(f"a sixth, near: {STREAMED}"), least=3.0),
     ]
     whole = [ratio for name, found in ratios.items() if name.endswith(f"all: {WHOLE}") for ratio in found]

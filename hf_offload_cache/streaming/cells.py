@@ -98,11 +98,14 @@ class Cells:
             free = self._states == State.FREE
             if self._stopped or not free.any():
                 return None
-            free = free & self._preferred if (free & self._preferred).any() else free
-            chunk = int(free.any(1).nonzero()[0][-1])
-            cell = chunk, int(free[chunk].nonzero()[0][-1])
+            cell = self.next_of(free & self._preferred if (free & self._preferred).any() else free)
             self._states[cell] = State.STREAMING
             return cell
+
+    def next_of(self, free: np.ndarray) -> Cell:
+        """The one to stream of those that are free, (chunks, layers) bool, some of them."""
+        chunk = int(free.any(1).nonzero()[0][-1])
+        return chunk, int(free[chunk].nonzero()[0][-1])
 
     def received(self, cell: Cell) -> bool:
         """A claimed cell has come; whether it is still wanted."""

@@ -6,13 +6,17 @@ import argparse
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from letters import Letters
 from long_llama import long_model
 
+from eval.baselines.cost_models import Cells, Network, Roofline
 from eval.bucket_server import TRACES, bucket_server, trace
-from eval.studies import common, stream_speed
+from eval.busy import busy
+from eval.studies import common, stream_costs, stream_plan, stream_requests, stream_speed
 from hf_offload_cache.streaming import loader
 from hf_offload_cache.streaming.transport import HttpTransport, fetch
 
@@ -68,3 +72,59 @@ def test_traces_are_what_they_say() -> None:
         assert own == pytest.approx(mean, rel=0.05)
         deviation = (sum((one - own) ** 2 for one in seen) / len(seen)) ** 0.5
         assert deviation / own == pytest.approx(spread, rel=0.05)
+
+
+def run_study(study: Any, asked: list[str], **loaded: Any) -> tuple[dict[str, Any], common.Rows]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path")
+    study.arguments(parser)
+    rows = common.Rows(say=lambda line: None)
+    return study.run(parser.parse_args(asked), rows, **loaded), rows
+
+
+def test_plans_are_near_the_bound_and_servers_send_what_they_say() -> None:
+    asked = ["--tokens", "4096", "50000", "--balances", "0.3", "3", "--layers", "8", "--clients", "4"]
+    found, rows = run_study(stream_plan, asked)
+    assert len(rows.rows) == 8 and all(row["met"] for row in found["must_reach"][:2])
+    assert all(row["meet_over"] is None and "greedy_seconds" not in row for row in rows.where(tokens=50000))
+    of = {row["balance"]: row["streamed_share"] for row in rows.where(tokens=50000, uneven=False)}
+    assert of[0.3] > of[3] and found["greedy_over"][0] >= 1
+    assert len(found["server"]) == 2 and all(0 < one["share"] < 1 for one in found["server"])
+
+
+def test_what_a_chunk_takes_is_told_by_each(tmp_path: Path) -> None:
+    asked = ["--tokens", "768", "--chunk", "128", "--masses", "1", "0.5", "--loads", "0", "--repeats", "2"]
+    found, rows = run_study(stream_costs, [*asked, "--path", str(tmp_path)], loaded=(long_model(), Letters()))
+    assert len(rows.rows) == 2 * 2 * 6 and set(found["errors"]) == {"dense", "mass 0.5"}
+    assert all(set(of) == {"line", "roofline", "network"} for of in found["errors"].values())
+    last = rows.where(mass=1.0, repeat=1)[-1]
+    assert last["attended"] == [704] * 3 and len(last["seconds"]) == 3
+    assert rows.where(mass=0.5, repeat=1)[-1]["attended"][1] < 704
+
+
+def test_what_is_fitted_is_found() -> None:
+    attended = np.arange(1.0, 61) * 100
+    nothing = np.zeros(60)
+    cells = Cells(np.full(60, 1024.0), attended, attended // 1000, attended / 128, nothing)
+    seconds = 0.1 + 1e-4 * attended
+    network = Network()
+    network.fit(cells, seconds)
+    assert np.abs(network.seconds(cells) / seconds - 1).mean() < 0.03
+    roofline = Roofline(long_model())
+    work, moved = roofline._parts(cells)
+    roofline.fit(cells, np.maximum(work / 3e9, moved / 2e8))
+    assert np.abs(roofline.seconds(cells) / np.maximum(work / 3e9, moved / 2e8) - 1).max() < 0.02
+
+
+def test_requests_are_told_by_contender() -> None:
+    rows = [
+        {"name": name, "balance": 1.0, "seconds": seconds}
+        for name, seconds in ((stream_speed.OURS, 2.0), (stream_speed.SPLIT, 3.0))
+    ]
+    reached = stream_requests.summary(rows)["must_reach"]
+    assert reached == [common.judged("fixed split over ours, mean", 1.5, least=1.2)]
+
+
+def test_what_is_busy_ends() -> None:
+    with busy(0):
+        pass
