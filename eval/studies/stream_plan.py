@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
                     begun = time.perf_counter()
                     plan = make(costs)
                     row[f"{name}_seconds"] = time.perf_counter() - begun
-                    row[f"{name}_over"] = None if least is None else plan.seconds(costs) / least
+                    row[f"{name}_over"] = None if least is None else float(plan.seconds(costs) / least)
                 streamed = sum(depth for depth in meet(costs).depths)
-                row["streamed_share"] = 1 - streamed / (costs.chunks * costs.layers)
+                row["streamed_share"] = 1.0 - streamed / (costs.chunks * costs.layers)
                 rows.add(**row)
     return {**summary(rows.rows), "server": served(arguments)}
 

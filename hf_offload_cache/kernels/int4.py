@@ -12,10 +12,8 @@ from functools import cached_property
 
 import torch
 
-LARGEST = 65000.0
-"""No replica holds more: steps and least elements are in half precision, whose rounding must not lead beyond it."""
-_SIDES = 4
-"""Bytes of a row beside its codes."""
+from .low_bit import SIDES
+
 _AT_ONCE = 1 << 15
 """Elements that are worked on at a time."""
 
@@ -36,7 +34,7 @@ class Int4Layout:
 
     @cached_property
     def row_bytes(self) -> int:
-        return self.group // 2 + _SIDES
+        return self.group // 2 + SIDES
 
     @cached_property
     def nbytes(self) -> int:
