@@ -90,9 +90,10 @@ class Loader:
 
     @property
     def _moving(self) -> int:
-        """Bytes of what is on its way."""
-        together = self._lane.together + 1
-        return together * max((one.bytes for row in self._manifest.cells for one in row if one is not None), default=0)
+        """Bytes of what is on its way, and of what comes beside the cells, packed and unpacked."""
+        largest = max((one.bytes for row in self._manifest.cells for one in row if one is not None), default=0)
+        beside = sum(one.bytes for one in self._teacher.wanted.values())
+        return (self._lane.together + 1) * largest + 2 * beside
 
     @property
     def _unpacking(self) -> int:
