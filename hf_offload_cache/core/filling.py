@@ -46,6 +46,10 @@ class Filling:
         return None
 
     @property
+    def model(self) -> torch.nn.Module:
+        return self._cache.model
+
+    @property
     def layers(self) -> list[OffloadLayer]:
         return self._cache.offloaded
 

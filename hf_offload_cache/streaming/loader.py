@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ _FEW = 128
 """Tokens of a cell that are decoded at a time within a limit of memory."""
 _KNOWN = 4
 """Forwards that the speed of computing is told by: the machine may be another's soon."""
+_TOOK: WeakKeyDictionary[torch.nn.Module, deque[tuple[int, float, float]]] = WeakKeyDictionary()
+"""Of a model the latest forwards through all layers, in this process: tokens, tokens that they attended to in the mean,
+seconds."""
+_LOOK = 0.15
+"""Seconds that a first forward waits until it is known what the network is worth, where computing is known."""
+_SAVED = 0.1
+"""Share of the time to compute what is left that streaming has to save: else it is computed in one forward."""
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
@@ -59,8 +67,7 @@ class Loader:
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
-        self._took: deque[tuple[int, float, float]] = deque(maxlen=_KNOWN)
-        """Of the latest forwards through all layers: tokens, tokens that they attended to in the mean, seconds."""
+        self._took = _TOOK.setdefault(filling.model, deque(maxlen=_KNOWN))
         self._decoding: list[float] = []
         """Seconds, of each cell that was decoded."""
         self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
@@ -72,7 +79,9 @@ class Loader:
         account = self._account
         try:
             account.hold("streaming", self._moving)
-            chunk = 0
+            chunk, begun = 0, time.perf_counter()
+            while self._took and self._lane.bandwidth is None and time.perf_counter() - begun < _LOOK:
+                time.sleep(0.005)
             while chunk < self.cells.chunks:
                 self._teacher.look(self._lane)
                 stop = self.stop_of_column(chunk)
@@ -136,7 +145,10 @@ class Loader:
         costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
         costs.streamed[~self.cells.may_come(first)] = np.inf
         costs.streamed[self.cells.received_from(first)] = 0
-        depths = np.array((meet if self._teacher.sparse is None else staircase)(costs).depths)
+        plan = (meet if self._teacher.sparse is None else staircase)(costs)
+        if max(plan.lanes(costs)) > (1 - _SAVED) * self._seconds(line, first, self.cells.chunks):
+            return self._tokens(first, self.cells.chunks)
+        depths = np.array(plan.depths)
         self.cells.prefer(first, depths)
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
