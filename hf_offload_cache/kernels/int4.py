@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from .low_bit import LARGEST as LARGEST
 from .low_bit import SIDES
 
 _AT_ONCE = 1 << 15
