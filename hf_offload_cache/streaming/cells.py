@@ -190,6 +190,12 @@ class Cells:
             row = self._states[chunk, 1:]
             return bool(((row == State.STREAMING) | (row == State.RECEIVED)).all())
 
+    def coming(self, first: int, stop: int, above: int) -> list[Cell]:
+        """What of these chunks is on its way above a layer."""
+        with self._changed:
+            chunks, layers = np.nonzero(self._states[first:stop, above + 1 :] == State.STREAMING)
+            return [(int(chunk) + first, int(layer) + above + 1) for chunk, layer in zip(chunks, layers, strict=True)]
+
     def may_come(self, first: int) -> np.ndarray:
         """(chunks from `first` on, layers) bool: what is on its way, may be asked for, or has come."""
         with self._changed:

@@ -193,9 +193,19 @@ class Loader:
         return True
 
     def _told(self, first: int, stop: int, layer: int) -> bool:
-        more = self.cells.goes_on(first, stop, layer)
+        more = self.cells.goes_on(first, stop, layer) or self._sooner_computed(first, stop, layer)
         self._on_progress(self.cells)
         return more
+
+    def _sooner_computed(self, first: int, stop: int, layer: int) -> bool:
+        """What is on its way above a layer takes longer to come, half of it being there, than to compute up to it."""
+        line, bandwidth, coming = self._line(), self._lane.bandwidth, self.cells.coming(first, stop, layer)
+        if line is None or bandwidth is None or not coming:
+            return False
+        cells = (self._manifest.cells[chunk][at] for chunk, at in coming)
+        arrives = sum(0 if cell is None else cell.bytes for cell in cells) / max(bandwidth, 1.0) / 2
+        layers = max(at for _, at in coming) - layer
+        return self._seconds(line, first, stop) / self.cells.layers * layers < arrives
 
     # --- what was streamed -------------------------------------------------------------------------------------
 

@@ -139,6 +139,6 @@ def test_the_fewer_bytes_are_streamed_the_more_is_lost() -> None:
     found, rows = run_study(stream_quality, asked, model=long_model(), tokenizer=Letters())
     of = found["levels"]
     assert list(of) == ["prefilled", *LEVELS] and of["prefilled"]["kl"] == of["lossless"]["kl"] == 0
-    assert of["lossless"]["share"] > of["fine"]["share"] > of["default"]["share"] > of["smallest"]["share"] > 0
+    assert of["lossless"]["share"] > of["default"]["share"] > of["small"]["share"] > of["smallest"]["share"] > 0
     assert 0 < of["fine"]["kl"] < of["smallest"]["kl"] and len(rows.rows) == 6
     assert [one["measured"] for one in found["must_reach"][:2]] == [of["default"]["share"], of["default"]["kl"]]

@@ -34,6 +34,13 @@ def test_computing_ends_where_all_above_comes() -> None:
     assert (cells.counts.computed, cells.counts.cancelled, cells.counts.streamed) == (3, 1, 1)
 
 
+def test_what_is_coming_is_told() -> None:
+    cells = Cells(np.ones((2, 4), dtype=bool))
+    assert [cells.claim() for _ in range(4)] == [(1, 3), (1, 2), (1, 1), (0, 3)]
+    cells.received((1, 2))
+    assert cells.coming(0, 2, 0) == [(0, 3), (1, 1), (1, 3)] and cells.coming(1, 2, 1) == [(1, 3)]
+
+
 def test_what_was_not_published_is_computed() -> None:
     published = np.ones((2, 4), dtype=bool)
     published[1, 2] = False
