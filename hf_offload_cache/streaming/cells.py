@@ -104,8 +104,8 @@ class Cells:
 
     def next_of(self, free: np.ndarray) -> Cell:
         """The one to stream of those that are free, (chunks, layers) bool, some of them."""
-        chunk = int(free.any(1).nonzero()[0][-1])
-        return chunk, int(free[chunk].nonzero()[0][-1])
+        chunk = int(np.nonzero(free.any(axis=1))[0][-1])
+        return chunk, int(np.nonzero(free[chunk])[0][-1])
 
     def received(self, cell: Cell) -> bool:
         """A claimed cell has come; whether it is still wanted."""
