@@ -35,6 +35,8 @@ class SpecLayer(SpecPlan):
         self.chosen: ChosenEntries | None = None
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
+        self._shared_keys = False
+        """Several calls attend to one `update`, as the prompt has shown: what has left is theirs, too."""
         self._attended = False
         """A call of this step has attended: another layer that shares these keys does not choose for the next."""
 
@@ -107,9 +109,13 @@ class SpecLayer(SpecPlan):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _attend(self, call: AttentionCall) -> Output:
-        found = super()._attend(call)
-        self._attended = True
-        return found
+        self._shared_keys |= self._attended
+        try:
+            return super()._attend(call)
+        finally:
+            self._attended = True
+            if not self._shared_keys:
+                self._leaving = None
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
         """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of

@@ -3,7 +3,6 @@ section IV-C)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,7 @@ class ActiveBlocks:
 def measure_active_blocks(
     model: Any, ids: torch.Tensor, mass: float, block: int = BLOCK, most: float = 0.7, path: str | Path | None = None
 ) -> ActiveBlocks:
-    """By one more prefill of ids (T,), with all weights of attention. The first block, of what all attend to, and the
-    query's own count like others, and the own one is always active.
+    """By one more prefill of ids (T,), with all weights of attention. A query's own block is always active.
 
     Args:
         mass: of the attention of a block's queries and a key head, that its active blocks have at least.
@@ -124,7 +122,7 @@ def _active(call: AttentionCall, keys: torch.Tensor, mass: float, block: int) ->
         needed = (reached < mass * of_blocks.sum(1, keepdims=True)).sum(1) + 1
         active = np.zeros(of_blocks.shape, dtype=bool)
         for head, count in enumerate(needed):
-            active[head, order[head, : math.ceil(count)]] = True
+            active[head, order[head, :count]] = True
         active[:, -1] = True
         found.append(active)
     return found

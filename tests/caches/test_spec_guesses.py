@@ -253,6 +253,16 @@ def test_a_layer_that_shares_keys_does_not_choose_for_them(monkeypatch: pytest.M
     assert chose == own and len(own) < model.config.layer_types.count("full_attention")
 
 
+def test_what_has_left_is_held_no_longer_than_it_is_attended_to() -> None:
+    """By 80 steps two groups have left; nothing that a plan does not know of stays in the layers."""
+    model = long_model()
+    with SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
+        decoded(model, cache, prompt(model, 1, LENGTH), 1)
+        for step in range(80):
+            model(prompt(model, 1, LENGTH)[:, step : step + 1], past_key_values=cache)
+            assert all(layer._leaving is None for layer in cache.selective)
+
+
 @pytest.mark.parametrize("in_config", [True, False])
 def test_what_tells_of_all_tokens_is_asked_without_a_guess(in_config: bool) -> None:
     config = MixtralConfig(**{**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None})
