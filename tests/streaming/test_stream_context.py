@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import prompt
 from lanes_in_order import compute_first, stream_first
+from long_context import CONTEXT, MORE, SIZE, ids, short_forwards
 from long_llama import long_model
 from static_server import served
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
@@ -29,26 +27,16 @@ from hf_offload_cache.errors import (
     UnsupportedModelError,
 )
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.streaming import checks, loader
+from hf_offload_cache.streaming import checks
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
 
-CONTEXT, SIZE, MORE = 640, 64, 40
 ALL = list(map(cache_class, CACHES))
 
 
 @pytest.fixture(autouse=True)
-def short_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Columns of one chunk; and nothing is left behind."""
-    monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
-    gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def ids() -> torch.Tensor:
-    return prompt(long_model(), 1, CONTEXT + MORE)
+def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with short_forwards(monkeypatch):
+        yield
 
 
 def published(folder: Path, cls: Any = DiskSwapCache, level: str = "lossless", **options: Any) -> Path:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +17,9 @@ import peft
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from harness import PAD, prompt
+from harness import PAD
 from lanes_in_order import compute_all, stream_first
+from long_context import CONTEXT, SIZE, ids, short_forwards
 from long_llama import long_model
 from static_server import served
 from transformers import DynamicCache
@@ -33,26 +32,11 @@ from hf_offload_cache.streaming.costs import Costs
 from hf_offload_cache.streaming.plan import bound, meet, staircase
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
 
-CONTEXT, SIZE = 640, 64
-
 
 @pytest.fixture(autouse=True)
-def short_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Columns of one chunk; and nothing is left behind."""
-    monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
-    gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    for _ in range(100):  # threads that were given up end by themselves
-        if threading.active_count() <= threads:
-            break
-        time.sleep(0.05)
-    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def ids() -> torch.Tensor:
-    return prompt(long_model(), 1, CONTEXT + 40)
+def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with short_forwards(monkeypatch):
+        yield
 
 
 @pytest.fixture
