@@ -32,7 +32,7 @@ def checked(cls: type[Any]) -> type[Any]:
 
         def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             returned = super().update(keys, values, *args, **kwargs)
-            both = torch.cat([keys, values], -1).detach().clone()
+            both = torch.cat([keys, values], -1).detach().to(self.history.form.dtype, copy=True)
             both = both[:, :, : both.shape[2] - self.guessed]
             if self.came is not None:
                 both = torch.cat([self.came[:, :, : self.length - both.shape[2]], both], 2)

@@ -136,7 +136,14 @@ class SpecLayer(SpecPlan):
         together = min(queries, TOGETHER)
         asked = heads, together, self.scores_of(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
-        with storage.timeline.span("attend", self.layer_idx), storage.account.holding("scores", scored):
+        latest = self.history.recent.shape[1] + self.guessed
+        stored = self.stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
+        account = storage.account
+        with (
+            storage.timeline.span("attend", self.layer_idx),
+            account.holding("scores", scored),
+            account.holding("stored entries", stored),
+        ):
             begin = queries - together
             output, replaced = self._last(call, self._over(call, begin, queries), visible)
             before = [

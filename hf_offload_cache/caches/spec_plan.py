@@ -15,6 +15,7 @@ from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, Planned
 from ..predictors.low_bit import LowBitPredictor
 from ..predictors.low_bit_form import LowBitForm
+from ..predictors.mixed_attention import MixedAttention
 from .spec_config import SpecConfig
 
 UNDER_WAY = 2
@@ -74,7 +75,8 @@ class SpecPlan(SelectiveLayer):
             area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
         areas = Areas.planned(area, view, view, ahead, kind.device)
         picked = cls.picked_bytes(form, kind.rows, config)
-        shared = Planned(decode={**areas, "picked entries": picked})
+        stored = cls.stored_bytes(form, kind.rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
+        shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
         own = Planned(decode={"chosen entries": chosen})
         if config.reuse_capacity and config.engine != "memory":
             own += cls.plan_slots(kind, config, units)
@@ -86,3 +88,12 @@ class SpecPlan(SelectiveLayer):
         """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
         become a part of the copy in this step."""
         return rows * (config.chosen + config.quant_group) * form.entry_bytes
+
+    @staticmethod
+    def stored_bytes(
+        form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int
+    ) -> int:
+        """While attention goes over what is as it was stored: see `MixedAttention.stored_bytes`; what is chosen, what
+        was brought for this step alone, what has become a part of the copy in it, and the latest ones."""
+        entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
+        return MixedAttention.stored_bytes(form, rows, heads, queries, entries)

@@ -11,6 +11,7 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import PromptError, not_whole
+from ..history.autocast import without_autocast
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.record_format import RecordFormat
@@ -116,7 +117,8 @@ class OffloadLayer(LayerOperations):
             shared.check_front(self.layer_idx, self.history.length)
         held = self.history.length
         try:
-            return self._take_in(key_states, value_states)
+            with without_autocast(key_states.device):
+                return self._take_in(key_states, value_states)
         except BaseException as error:
             shared.step_failed(error, taken=self.history.length != held)
             raise
@@ -170,7 +172,8 @@ class OffloadLayer(LayerOperations):
         """
         self.shared.unseen = None
         try:
-            return self._attend(call)
+            with without_autocast(call.query.device):
+                return self._attend(call)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise

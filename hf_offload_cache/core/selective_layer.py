@@ -17,6 +17,7 @@ from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.link import Link
 from ..fetch.tier import SlotTier, Tier
+from ..history.autocast import without_autocast
 from ..model.attention_call import AttentionCall
 from ..model.gradients import no_backward
 from ..predictors.base import Predictor, Query
@@ -211,7 +212,8 @@ class SelectiveLayer(LearningLayer):
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
         if self._sparse() and self.can_choose() and not self.widened:
-            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+            account = self.shared.storage.account
+            with account.not_sparing(), without_autocast(states.device), contextlib.suppress(OSError, BudgetError):
                 self.ahead(self.choose(self.query_of(states, visible), guess=True))  # it may ask to look at something
 
     def prefetch_again(self) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from ..stores.base import DEVICE_BLOCK
+from .autocast import autocast_dtype
 
 TARGET_RECORD_BYTES = 16 * 1024
 """Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""
@@ -18,9 +19,7 @@ def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
     to; else the one that holds both."""
     if keys.dtype == values.dtype:
         return keys.dtype
-    if torch.is_autocast_enabled(keys.device.type):
-        return torch.get_autocast_dtype(keys.device.type)
-    return torch.promote_types(keys.dtype, values.dtype)
+    return autocast_dtype(keys.device) or torch.promote_types(keys.dtype, values.dtype)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class AttentionCall:
     args: tuple[Any, ...] = ()
     """What came by position after the mask: a call with some is not attention as we know it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    """What `torch.autocast` was on with where the model called; None: it was off."""
 
     @property
     def num_queries(self) -> int:
@@ -120,8 +122,11 @@ class AttentionCall:
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The model's own attention of this query over other keys, values and a mask for these."""
-        keys, values = self._in_type(keys, values)
-        return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
+        if self.autocast is None:
+            keys, values = self._in_type(keys, values)
+            return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
+        with torch.autocast(self.query.device.type, self.autocast):  # which casts all of them
+            return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
 
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -150,12 +155,9 @@ class AttentionCall:
         return output.reshape(batch, 1, heads, dim), None
 
     def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`, which casts
-        all of them itself as long as it is on."""
+        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`."""
         dtype = self.query.dtype
-        if keys.dtype == values.dtype == dtype or torch.is_autocast_enabled(self.query.device.type):
-            return keys, values
-        return keys.to(dtype), values.to(dtype)
+        return (keys, values) if keys.dtype == values.dtype == dtype else (keys.to(dtype), values.to(dtype))
 
     def stream(
         self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,

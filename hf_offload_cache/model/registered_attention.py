@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..history.autocast import autocast_dtype
 from .attention_call import AttentionCall, AttentionFunction, own_attention, run_own
 from .tag import TAG, Tag
 from .untraced import untraced
@@ -56,7 +57,8 @@ def _attention(
     tag = getattr(key, TAG, None)
     if tag is None:
         return own_attention(module, implementation)(module, query, key, value, attention_mask, *args, **kwargs)
-    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs))
+    autocast = autocast_dtype(query.device)
+    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast))
 
 
 @untraced  # whatever a method does in its layer's `attend`, it is not traced

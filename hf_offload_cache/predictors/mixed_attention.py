@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..fetch.chosen_entries import Entries
+from ..history.record_format import RecordFormat
 from .low_bit_copy import LowBitCopy
 
 
@@ -48,6 +49,13 @@ class MixedAttention:
             own = self._recent.unflatten(2, (-1, self._count))
             for before in range(1, self._count):
                 own[:, :, :, -before - 1, -before:] = -torch.inf
+
+    @staticmethod
+    def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, entries: int) -> int:
+        """What `entries` tokens a row that are attended to as they were stored take while they are: side by side, then
+        in float32, and their scores, places and shares, of `queries` of `heads` heads each."""
+        side_by_side = form.entry_bytes + form.entry_bytes // form.dtype.itemsize * 4
+        return rows * entries * (side_by_side + heads * queries * 20)
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         if self._softcap is not None:

@@ -10,6 +10,7 @@ import torch
 from ..contexts.prompts import placeholders
 from ..core.offload_cache import OffloadCache
 from ..errors import ConfigError, ContextMismatchError
+from ..history.autocast import autocast_dtype
 from ..model.geometry import Geometry, LayerShape, stated_shape
 from .stream_manifest import StreamManifest
 
@@ -75,9 +76,7 @@ def check_shapes(manifest: StreamManifest, cache: OffloadCache) -> None:
                 f"the context has keys and values of (heads, width of keys, of values) {told}, the model of "
                 f"{sorted(found)}: it was published from another one"
             )
-    device, dtype = model.device.type, model.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(model.device) or model.dtype
     if manifest.dtype != (name := str(dtype).removeprefix("torch.")):
         raise ContextMismatchError(
             f"the context has keys and values in {manifest.dtype}, the model computes in {name}: load it in that type"

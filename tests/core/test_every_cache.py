@@ -11,8 +11,10 @@ import pytest
 import torch
 import walk
 from checked_cache import checked
-from harness import SMALL, assert_exact, generate, prompt
+from harness import SMALL, Decoded, assert_exact, compare, generate, prompt
 from long_llama import LENGTH, SOME, long_model
+from long_models import long_fresh
+from transformers import DynamicCache
 
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch.ticket import Ticket
@@ -243,3 +245,20 @@ def test_an_architecture_with_everything_selected(method: str, name: str) -> Non
     assert result.status == "exact" and result.bitwise, result
     assert len(cls.gathers) >= (walk.NEW - 1) * result.layers["tagged"]
     assert bool(cls.gathers) == bool(result.layers["tagged"])
+
+
+@pytest.mark.parametrize("fields", [{"exact": True}, {"num_selected": LENGTH}, {}], ids=["exact", "all", "some"])
+def test_autocast(method: str, fields: dict[str, Any]) -> None:
+    """A float32 model that computes in bfloat16: `torch.autocast` is over its own attention, and over nothing that is
+    learnt, stored or chosen by."""
+    model, asked = long_fresh("llama"), {"max_new_tokens": 3}
+    ids, cls = prompt(model, 2, LENGTH), checked(cache_class(method))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(model, DynamicCache(config=model.config), ids, **asked)
+        with cls(model, **{**SOME, "reuse_capacity": 0, **fields}) as cache:
+            found = generate(model, cache, ids, **asked)
+            assert bool(cache.report().selected_fraction) == ("exact" not in fields)
+    assert found.logits.isfinite().all()
+    if fields:
+        close = compare(Decoded(expected.tokens, expected.logits[:2]), Decoded(expected.tokens, found.logits[:2]))
+        assert close.deviation <= 0.1, "more than sums in bfloat16 in another order"

@@ -1,0 +1,17 @@
+"""A model under `torch.autocast`: its own attention runs under it, what is stored and chosen is computed without."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What `torch.autocast` casts to in this thread on `device`; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """In it, operations of this thread on `device` have the type of their arguments."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
