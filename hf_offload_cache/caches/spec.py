@@ -12,6 +12,7 @@ from ..config import OffloadConfig
 from ..core.guessed_token import (
     guess_of,
     may_guess,
+    most_positions,
     reason_against_guesses,
     record_past,
     with_guess,
@@ -44,7 +45,7 @@ class SpecCache(SelectiveCache):
     def prepare(self, model: Any) -> None:
         super().prepare(model)
         self._guess: torch.Tensor | None = None
-        self._can_guess = True
+        self._can_guess, self._most_positions = True, most_positions(model)
         self._recording: list[Any] = []
         """Layers of transformers' own that keep, for this step, what a guess pushes out."""
         if self.config.exact or not self.config.speculative or not self.config.chosen:
@@ -95,8 +96,7 @@ class SpecCache(SelectiveCache):
         config = self.config
         if self.selecting is None or not (config.speculative and config.chosen and self._can_guess) or self.recording:
             return False
-        most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-        there = most is None or step.history + 2 <= most  # positions that are learnt end there
+        there = self._most_positions is None or step.history + 2 <= self._most_positions
         return there and step.selects and step.tokens == 1 and may_guess(call, model_config)
 
     def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:

@@ -27,12 +27,22 @@ def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
         keep += isinstance(layer, LinearAttentionCacheLayerMixin) or not known
     if keep:
         return f"{keep} of its layers cannot run two tokens and keep one"
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in _BY_LENGTH:
-                return f"its rotary embedding ({kind}) depends on how many tokens there are"
+    for kind in _rotary_kinds(model):
+        if kind in _BY_LENGTH:
+            return f"its rotary embedding ({kind}) depends on how many tokens there are"
     return None
+
+
+def most_positions(model: Any) -> int | None:
+    """How many positions a model has; None: rotary embeddings, which go on beyond those it was trained with."""
+    if _rotary_kinds(model):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _rotary_kinds(model: Any) -> set[str]:
+    kinds = [kind for module in model.modules() if (kind := getattr(module, "rope_type", None)) is not None]
+    return {one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind])}
 
 
 def record_past(layers: list[Any]) -> list[Any]:

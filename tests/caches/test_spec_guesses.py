@@ -191,6 +191,15 @@ def test_learnt_positions_end_where_they_end() -> None:
     assert torch.equal(found, decoded(model, DynamicCache(config=model.config), ids, 17))
 
 
+def test_rotary_embeddings_go_on_beyond_the_positions_of_training() -> None:
+    model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 128}))
+    ids = prompt(model, 1, 120)
+    with SpecCache(model, **ALL) as cache, Forwards(model) as seen:
+        found = decoded(model, cache, ids, 20)
+    assert set(seen.widths[2:]) == {2}
+    assert torch.equal(found, decoded(model, DynamicCache(config=model.config), ids, 20))
+
+
 @pytest.mark.parametrize("selected", [1000, 0])
 def test_windows_hold_no_more_than_they_need(selected: int) -> None:
     layers = ["sliding_attention", "full_attention"] * 2
