@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, CorruptRecordError
-from .quantisers import ChunkShape, Quantiser, Range, Step, Whole, fits
+from .quantisers import GROUP, ChunkShape, Quantiser, Range, Step, Whole, fits
 
 LEVELS: dict[str, Quantiser] = {
     "lossless": Whole(),
@@ -24,6 +24,8 @@ LEVELS: dict[str, Quantiser] = {
 _NAMES = tuple(LEVELS)
 _HEADER = struct.Struct("<4sBBxxIIIIQ")
 _MAGIC, _VERSION = b"HFOC", 1
+_SERIAL = 32767
+"""Elements that torch's elementwise operations leave to the thread that calls them."""
 _FASTEST = 1
 """Level of zstandard: symbols are coded by their frequencies, and there is nothing to be found that repeats."""
 
@@ -58,8 +60,19 @@ class Unpacked:
 
     def decode(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (heads, tokens, Dk) and values (heads, tokens, Dv), as far as the level keeps them, of `shape.dtype`:
-        new tensors on the CPU. Of tokens `start`, a multiple of `GROUP`, to `stop`; None: to the last."""
-        return self.quantiser.decode(self.parts, self.shape, start, self.shape.tokens if stop is None else stop)
+        new tensors on the CPU. Of tokens `start`, a multiple of `GROUP`, to `stop`; None: to the last.
+
+        In pieces of which torch gives none to other threads, which the model computes with meanwhile."""
+        shape = self.shape
+        count = (shape.tokens if stop is None else stop) - start
+        keys, values = (
+            torch.empty(shape.heads, count, dim, dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim)
+        )
+        step = max(GROUP, _SERIAL // max(shape.key_dim, shape.value_dim) // GROUP * GROUP)
+        for first in range(0, count, step):
+            into = slice(first, min(first + step, count))
+            self.quantiser.decode(self.parts, shape, start + first, keys[:, into], values[:, into])
+        return keys, values
 
 
 def unpacked_bytes(level: str, shape: ChunkShape) -> int:

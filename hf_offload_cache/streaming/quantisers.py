@@ -37,7 +37,7 @@ class ChunkShape:
 
 
 class Quantiser(Protocol):
-    """Tensors on the CPU; any thread."""
+    """Tensors on the CPU; any thread. Decoding goes head by head."""
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of which the bytes are kept, one after another."""
@@ -46,9 +46,9 @@ class Quantiser(Protocol):
         """Shape and type of each tensor that `encode` gives for a chunk of this shape."""
 
     def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (heads, stop - start, Dk) and values of tokens `start`, a multiple of `GROUP`, to `stop`, new."""
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Into keys (heads, t, Dk) and values (heads, t, Dv) of the tokens from `start`, a multiple of `GROUP`, on."""
 
 
 def fits(tensor: torch.Tensor) -> bool:
@@ -68,13 +68,13 @@ class Whole:
         ]
 
     def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = []
-        for part, dims in zip(parts, (shape.of_keys(), shape.of_values()), strict=True):
-            own = part.view(-1, *dims)[:, :, start:stop].permute(1, 2, 3, 0).contiguous()
-            found.append(own.view(shape.dtype).squeeze(-1))
-        return found[0], found[1]
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        stop = start + keys.shape[1]
+        for part, dims, out in zip(parts, (shape.of_keys(), shape.of_values()), (keys, values), strict=True):
+            planes = part.view(-1, *dims)[:, :, start:stop]
+            for head, own in enumerate(out):
+                own.copy_(planes[:, head].permute(1, 2, 0).contiguous().view(shape.dtype).squeeze(-1))
 
 
 class Step:
@@ -100,18 +100,15 @@ class Step:
         return found
 
     def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = []
-        for at, (heads, tokens, dim) in ((0, shape.of_keys()), (2, shape.of_values())):
-            own = torch.empty(heads, stop - start, dim, dtype=shape.dtype)
-            planes = parts[at + 1].view(2, heads, tokens, dim)[:, :, start:stop]
-            for low, high, out in zip(*planes, own, strict=True):  # a head at a time
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        stop = start + keys.shape[1]
+        for at, dims, into in ((0, shape.of_keys(), keys), (2, shape.of_values(), values)):
+            planes = parts[at + 1].view(2, *dims)[:, :, start:stop]
+            for low, high, out in zip(*planes, into, strict=True):
                 symbols = low.to(torch.int32) | high.to(torch.int32) << 8
                 times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
                 out.copy_(times * parts[at])
-            found.append(own)
-        return found[0], found[1]
 
 
 class Range:
@@ -148,19 +145,17 @@ class Range:
         return found
 
     def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = torch.empty(shape.heads, stop - start, shape.key_dim, dtype=shape.dtype)
-        values = torch.empty(shape.heads, stop - start, shape.value_dim, dtype=shape.dtype)
+        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        stop = start + keys.shape[1]
         groups, width = slice(start // GROUP, -(-stop // GROUP)), _divisor(shape.value_dim)
-        for symbols, low, step, out in zip(*parts[:3], keys, strict=True):  # a head at a time
+        for symbols, low, step, out in zip(*parts[:3], keys, strict=True):
             scales = (one[groups].float().repeat_interleave(GROUP, 0)[: stop - start] for one in (step, low))
             out.copy_(next(scales).mul_(symbols[start:stop]).add_(next(scales)))
         for symbols, low, step, out in zip(*parts[3:], values, strict=True):
             grouped = symbols[start:stop].unflatten(1, (-1, width)).float()
             scales = (one[start:stop].float()[..., None] for one in (step, low))
             out.copy_(grouped.mul_(next(scales)).add_(next(scales)).flatten(1))
-        return keys, values
 
 
 def _divisor(dim: int) -> int:
