@@ -21,6 +21,7 @@ from ..core.guessed_token import (
 from ..core.offload_layer import OffloadLayer
 from ..core.selective_cache import SelectiveCache
 from ..core.step import Step
+from ..errors import not_whole
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from .spec_config import SpecConfig
@@ -97,7 +98,9 @@ class SpecCache(SelectiveCache):
         if self.selecting is None or not (config.speculative and config.chosen and self._can_guess) or self.recording:
             return False
         there = self._most_positions is None or step.history + 2 <= self._most_positions
-        return there and step.selects and step.tokens == 1 and may_guess(call, model_config)
+        if not there or not step.selects or step.tokens != 1 or not may_guess(call, model_config):
+            return False
+        return any(isinstance(layer, SpecLayer) and layer.has_copy for layer in self.selective)  # to be fetched for
 
     def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
         """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
@@ -157,4 +160,16 @@ class SpecCache(SelectiveCache):
 
     def reset(self) -> None:
         self._guess = None
+        self._stop_recording()
         super().reset()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "guess": self._guess}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        guess = tree.get("guess")  # contexts of before have none
+        if guess is not None and (guess.dtype != torch.int64 or guess.shape != (len(tree["ids"]), 1)):
+            what = f"the guess is {tuple(guess.shape)} {guess.dtype}, of {len(tree['ids'])} sequences"
+            raise not_whole("the state", what)
+        self._guess = guess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from ..core.offload_layer import Output
 from ..core.step import Step
-from ..errors import BudgetError
+from ..errors import BudgetError, not_whole
 from ..fetch.chosen_entries import ChosenEntries, Entries
 from ..fetch.entry_reads import EntryReads
 from ..fetch.fetcher import Fetcher
@@ -18,6 +19,7 @@ from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..predictors.low_bit import LowBitPredictor
 from ..predictors.mixed_attention import MixedAttention
+from ..stores.freezable import FreezableStore
 from .spec_config import SpecConfig
 from .spec_plan import TOGETHER, SpecPlan
 
@@ -39,6 +41,10 @@ class SpecLayer(SpecPlan):
         """Several calls attend to one `update`, as the prompt has shown: what has left is theirs, too."""
         self._attended = False
         """A call of this step has attended: another layer that shares these keys does not choose for the next."""
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.config.records_apart else super().slots
 
     @property
     def fetcher(self) -> Fetcher:
@@ -69,6 +75,11 @@ class SpecLayer(SpecPlan):
             predictor.copy.truncate(0)
             blocks = ((block.keys, block.values) for block in self.history.blocks(sealed.tokens))
             predictor.copy.append(blocks, sealed.tokens)
+
+    @property
+    def has_copy(self) -> bool:
+        """Attention is ours, and there is something to choose from."""
+        return self.state == "tagged" and self.predictor is not None and self.predictor.copy.tokens > 0
 
     def can_choose(self) -> bool:
         predictor, units = self.predictor, self.history.units
@@ -145,7 +156,7 @@ class SpecLayer(SpecPlan):
             account.holding("stored entries", stored),
         ):
             begin = queries - together
-            output, replaced = self._last(call, self._over(call, begin, queries), visible)
+            output, replaced = self._last(call, begin, visible)
             before = [
                 self._over(call, start, min(start + together, begin)).attend(replaced)[0]
                 for start in range(0, begin, together)
@@ -162,32 +173,34 @@ class SpecLayer(SpecPlan):
         return MixedAttention(self.predictor.copy, *asked)
 
     def _last(
-        self, call: AttentionCall, mixed: MixedAttention, visible: torch.Tensor | None
+        self, call: AttentionCall, begin: int, visible: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Entries]]:
-        """Attention of the last queries of a call, and what of the copy was replaced."""
+        """Attention of the queries of a call from `begin` on, and what of the copy was replaced."""
         assert self.predictor is not None
         config, queries = self.config, call.query.shape[2]
+        mixed = self._over(call, begin, queries)
         replaced = [] if self._leaving is None else [self._leaving]
         if not config.chosen or self._attended:
             if config.chosen:
                 replaced = [self._held().entries, *replaced]
             self.attends_to(call, replaced)
             return mixed.attend(replaced)[0], replaced
-        asked, real = min(queries, TOGETHER) - 1, queries - self.guessed
+        asked, real = queries - begin - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (config.top_up or not ahead or chosen.empty):
             keeps = self.keeps_scores(config)
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
             if not keeps:
-                mixed = self._over(call, queries - asked - 1, queries)
+                del mixed  # its scores go before there are others
+                mixed = self._over(call, begin, queries)
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
                 replaced += self._bring(chosen.absent_of(np.where(wanted < first, wanted, -1)))
-            else:
+            else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
                 self._want(shares, visible)
                 self.collect()
-                replaced = []
+                replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
         output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
@@ -232,9 +245,34 @@ class SpecLayer(SpecPlan):
         absent = None if self.chosen is None else self.chosen.absent
         with contextlib.suppress(OSError, BudgetError):
             self.collect()
-            self.shared.storage.counters.units_ready += 0 if absent is None else int((absent >= 0).sum())
+            if absent is not None and not self.history.store.in_memory:
+                self.shared.storage.counters.units_ready += int((absent >= 0).sum())
 
-    # --- changes -----------------------------------------------------------------------------------------------
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
+        tree, chosen = super().capture(), self.chosen
+        held = None if chosen is None else chosen.tokens if chosen.wanted is None else chosen.wanted
+        learnt = tree["predictor"] if self.is_initialized and self.can_choose() else None
+        return {**tree, "predictor": learnt, "chosen": None if held is None else torch.from_numpy(held.copy())}
+
+    @classmethod
+    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        return {"chosen": None, **tree}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
+        super().restore(tree, parts, device)
+        wanted = tree["chosen"]
+        if wanted is None or self.selecting is None or not self.is_initialized or not self.config.chosen:
+            return
+        shape, most = (self.history.rows, self.history.form.num_key_heads), self.held
+        right = wanted.dtype == torch.int64 and wanted.ndim == 3 and wanted.shape[:2] == shape
+        if not right or not bool(((wanted >= -1) & (wanted < most)).all()):
+            what = f"what was chosen of it is {tuple(wanted.shape)} {wanted.dtype}, of {shape} rows and heads"
+            raise not_whole(self.name, what)
+        self._held().want(wanted[:, :, : self.config.chosen].cpu().numpy())
 
     def drop_chosen(self) -> None:
         """What was chosen is of no more use: it is given back."""

@@ -78,7 +78,7 @@ class SpecPlan(SelectiveLayer):
         stored = cls.stored_bytes(form, kind.rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
         shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
         own = Planned(decode={"chosen entries": chosen})
-        if config.reuse_capacity and config.engine != "memory":
+        if config.reuse_capacity and not config.records_apart:
             own += cls.plan_slots(kind, config, units)
         selecting = LayerPlan(own, shared)
         return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting

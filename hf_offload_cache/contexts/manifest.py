@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the console lists contexts without loading torch
     from ..stores.guard import RecordGuard
 
 FORMAT: Final = "hf_offload_cache context"
-VERSION: Final = 4
+VERSION: Final = 5
 MOST_MANIFEST_BYTES = 16 * 2**20
 
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -95,7 +95,7 @@ class Manifest(_Checked):
     """What `manifest.json` says. Instances are valid: `parse` raises `ContextError` for everything else."""
 
     format: Literal["hf_offload_cache context"] = FORMAT
-    version: Literal[1, 2, 3, 4] = VERSION
+    version: Literal[1, 2, 3, 4, 5] = VERSION
     library: str
     """The version of this library that wrote it."""
     created: Annotated[str, AfterValidator(_check_date)]

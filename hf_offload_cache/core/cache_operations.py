@@ -108,6 +108,7 @@ class CacheOperations(Cache):
             return False
         lengths = self.lengths()
         if lengths == step.lengths and not (step.entered and self.has_linear_state):
+            shared.step = shared.unseen = shared.front = None  # it was given up before it added anything
             return False
         pairs = zip(self._with_length, lengths, step.lengths, strict=True)
         ahead = [(layer, before) for layer, now, before in pairs if now != before]
@@ -129,6 +130,11 @@ class CacheOperations(Cache):
         self._tokens.truncate(min(self._tokens.length, step.history))  # the step's, if it was at its very end
         shared.step = shared.unseen = shared.front = None
         return True
+
+    def fail_step(self) -> None:
+        """What the forward has added is taken back at the next call; no guess of it counts any more."""
+        if self.shared.step is not None:
+            self.shared.step.guessed = 0
 
     def check_whole(self) -> None:
         """Raises `RuntimeError`, once, where a forward was interrupted: whoever calls has counted on what it added."""

@@ -12,7 +12,9 @@ from .offload_layer import OffloadLayer
 
 _OF_TOKENS = ("position_ids", "cache_position")
 """Arguments that have something for each token that comes, on their last axis."""
-_KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS}
+_ALIKE = ("token_type_ids", "mm_token_type_ids")
+"""The same; a guess is of the kind of the token before it."""
+_KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS, *_ALIKE}
 _OF_ALL_TOKENS = ("output_attentions", "output_router_logits")
 """Asked for by an argument or the model's config: what tells of all tokens of a forward, a guess among them."""
 _BY_LENGTH = ("dynamic", "longrope")
@@ -21,6 +23,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
     """Why a model cannot be given a guess beside its token; None: it can."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return "what it gives is no text"
     keep = 0
     for layer in layers:
         known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
@@ -78,6 +82,9 @@ def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
     for name in _OF_TOKENS:
         if (places := call.get(name)) is not None:
             changed[name] = torch.cat([places, places[..., -1:] + 1], -1)
+    for name in _ALIKE:
+        if (kinds := call.get(name)) is not None:
+            changed[name] = torch.cat([kinds, kinds[..., -1:]], -1)
     if keep:
         changed["logits_to_keep"] = keep + 1
     return changed

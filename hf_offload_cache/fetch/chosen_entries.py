@@ -72,12 +72,12 @@ class ChosenEntries:
 
     @staticmethod
     def planned(form: Any, rows: int, count: int) -> int:
-        """Bytes of so many entries a row and head, and which they are."""
-        return rows * count * (form.entry_bytes + 8 * form.num_key_heads)
+        """Bytes of so many entries a row and head; which they are, which are wanted, and which of these are absent."""
+        return rows * count * (form.entry_bytes + 3 * 8 * form.num_key_heads)
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+        return 3 * self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
 
     @property
     def entries(self) -> Entries:
@@ -132,7 +132,9 @@ class ChosenEntries:
         self.tokens = self.tokens[moved]
         if self.wanted is not None and self.absent is not None:
             self.wanted, self.absent = self.wanted[moved], self.absent[moved]
-        self.keys, self.values = self.keys[own], self.values[own]
+        for name, old in (("keys", self.keys), ("values", self.values)):  # not of inference mode, which lasts no longer
+            new = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+            setattr(self, name, torch.index_select(old, 0, own, out=new))
         self._account.release("chosen entries", before)
 
     def close(self) -> None:

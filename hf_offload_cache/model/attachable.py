@@ -33,6 +33,9 @@ class Attachable:
         """After the whole model's forward; not after one that raised. Returns another output, or None for this one."""
         return None
 
+    def fail_step(self) -> None:
+        """After a forward of the whole model that raised an `Exception`, which is on its way out."""
+
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         """Before a decoder block, with the residual stream (B, q, hidden)."""
 

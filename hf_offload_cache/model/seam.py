@@ -42,6 +42,8 @@ class Seam:
                 return None
         if self.verb == "begin_step":
             return self._begin_step(cache, module, args, kwargs)
+        if self.verb == "end_step" and output is None:
+            return cache.fail_step()
         if self.verb == "end_step":
             changed = cache.end_step(output)
             cache.timeline.end_step()
@@ -93,7 +95,8 @@ def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
 def hook_model(model: torch.nn.Module, hooks: Hooks) -> None:
     """Hook `model` for the verbs of steps; each goes into `hooks` as it is on."""
     _hook("begin_step", -1, model.register_forward_pre_hook, hooks)
-    first = functools.partial(model.register_forward_hook, prepend=True)  # others see what the caller will
+    # others see what the caller will; it is told of a forward that raised, too
+    first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)
     _hook("end_step", -1, first, hooks)
 
 

@@ -50,7 +50,8 @@ class LowBitPredictor:
         width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
         spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
         unpacked = block * (width + spread + 4 * queries * heads // key_heads)
-        return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + unpacked
+        among = rows * key_heads * (tokens + 2)  # of each token whether it is held
+        return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + among + unpacked
 
     def ready(self, units: int) -> bool:
         return self.copy.tokens == units * self.copy.form.entry.group_size
@@ -79,7 +80,12 @@ class LowBitPredictor:
             begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
             first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
             shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
-        return shares.topk(count, 2, sorted=False).indices.cpu().numpy()
+        found = shares.topk(count, 2, sorted=False).indices
+        if visible is not None:  # what is hidden is none, however few there are
+            seen = visible[:, : shares.shape[2]].to(shares.device)
+            of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
+            found = torch.where(seen[of_row, found], found, -1)
+        return found.cpu().numpy()
 
     def truncate(self, units: int) -> None:
         self.copy.truncate(units * self.copy.form.entry.group_size)

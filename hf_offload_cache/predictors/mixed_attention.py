@@ -85,9 +85,9 @@ class MixedAttention:
         every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
         own = self._cap(self._states @ keys.float().transpose(2, 3))
         if self._mask is not None and self._mask.dtype != torch.bool:  # its bias is the token's
-            bias = self._mask[:, 0, :, : none + 1].expand(len(own), -1, -1)
-            bias = bias.repeat(1, scores.shape[2] // self._count, 1)[:, None].expand_as(scores)
-            own += bias.gather(3, every)
+            bias = self._mask[:, :, :, : none + 1].expand(len(own), own.shape[1], -1, -1)
+            bias = bias.gather(3, places[:, :, None].expand(-1, -1, self._count, -1))  # (B, Hk, q, m)
+            own.unflatten(2, (-1, self._count)).add_(bias[:, :, None])
         own.masked_fill_(scores.gather(3, every) == -torch.inf, -torch.inf)  # hidden, or none
         scores.scatter_(3, every, -torch.inf)
         exact = torch.cat([own, self._recent], 3)

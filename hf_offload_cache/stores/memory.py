@@ -50,12 +50,12 @@ class MemoryStore(FreezableStore):
         `store.read`, with nothing left."""
         copy = cls(store.record_bytes, store.name, guard)
         copy.allocate(store.capacity)
-        for first, stop in runs(np.flatnonzero(store.written)):
-            for start in range(first, stop, copy._chunk_records):
-                ids = np.arange(start, min(stop, start + copy._chunk_records))
-                buffer = aligned_empty(len(ids), store.record_bytes)
-                store.read(ids, buffer)
-                copy.write(ids, buffer)
+        written = np.flatnonzero(store.written)
+        for start in range(0, len(written), copy._chunk_records):
+            ids = written[start : start + copy._chunk_records]
+            buffer = aligned_empty(len(ids), store.record_bytes)
+            store.read(ids, buffer)
+            copy.write(ids, buffer)
         copy.freeze()
         return copy
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
 from long_llama import long_model
+from shared_keys import gemma3n
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -218,17 +217,6 @@ def test_windows_hold_no_more_than_they_need(selected: int) -> None:
             assert not any(cache.layers[at].record_past for at in (0, 2))
     if selected:
         assert torch.equal(found, decoded(model, DynamicCache(config=model.config), ids, 20))
-
-
-def gemma3n() -> Any:
-    config = Gemma3nTextConfig(
-        vocab_size=199, vocab_size_per_layer_input=199, hidden_size=64, hidden_size_per_layer_input=16,
-        intermediate_size=[64] * 6, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
-        activation_sparsity_pattern=[0.0] * 6, laurel_rank=8, max_position_embeddings=512, altup_num_inputs=4,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return build(Gemma3nForCausalLM, config, scale=2.0)
 
 
 def test_hidden_states_of_more_than_three_axes_lose_the_guess_alone() -> None:
