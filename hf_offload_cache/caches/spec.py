@@ -159,7 +159,6 @@ class SpecCache(SelectiveCache):
         self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices).to(self._guess.device)]
 
     def reset(self) -> None:
-        self._guess = None
         self._stop_recording()
         super().reset()
 

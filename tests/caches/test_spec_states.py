@@ -227,6 +227,19 @@ def test_no_guess_counts_after_a_forward_that_failed(steps: int) -> None:
         assert [layer.length for layer in cache.layers] == [held + 1] * 3
 
 
+def test_keys_that_reached_no_attention_before_a_failure_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = long_model()
+    ids = prompt(model, 1, LENGTH)
+    with SpecCache(model, **SOME) as cache, SpecCache(model, **SOME) as twin:
+        for one in (cache, twin):
+            prefilled(model, one, ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.layers[1], "attend", lambda call: (_ for _ in ()).throw(MemoryError("made to fail")))
+            with pytest.raises(MemoryError):
+                fed(model, cache, ids[:, :1])
+        torch.testing.assert_close(fed(model, cache, ids[:, :3]), fed(model, twin, ids[:, :3]))
+
+
 @pytest.mark.parametrize("then", ["reset", "prompt"])
 def test_windows_do_not_record_after_a_step_that_failed(then: str) -> None:
     model = windowed()
@@ -322,21 +335,21 @@ def test_records_in_host_memory_have_no_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "attention", "fields", "queries"),
+    ("heads", "attention", "fields", "queries", "tokens"),
     [
-        (1, "sdpa", {}, 1), (1, "eager", {}, 1), (1, "eager", {"speculative": False}, 1), (4, "eager", {}, 1),
-        (1, "eager", {"top_up": True}, 1), (2, "sdpa", {"bits": 1}, 1), (2, "sdpa", {}, 2),
-        (1, "sdpa", {"num_selected": 400}, 1),
+        (1, "sdpa", {}, 1, 4096), (1, "eager", {}, 1, 4096), (1, "eager", {"speculative": False}, 1, 4096),
+        (4, "eager", {}, 1, 4096), (1, "eager", {"top_up": True}, 1, 4096), (2, "sdpa", {"bits": 1}, 1, 4096),
+        (2, "sdpa", {}, 2, 4096), (4, "sdpa", {"num_selected": 400}, 1, 1024),
     ],
 )  # fmt: skip
 def test_attention_holds_what_the_account_says(
-    heads: int, attention: str, fields: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, attention: str, fields: dict[str, Any], queries: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch's own count, in a step with padding; candidates come to a cache that has chosen nothing."""
     config = {**COMMON, "num_key_value_heads": heads, "num_attention_heads": 4, "num_hidden_layers": 1}
     config |= {"max_position_embeddings": 16384, "attn_implementation": attention}
     model = build(LlamaForCausalLM, LlamaConfig(**config))
-    ids, booked, attend = prompt(model, 1, 4096), list[int](), SpecLayer.attend_sparsely
+    ids, booked, attend = prompt(model, 1, tokens), list[int](), SpecLayer.attend_sparsely
 
     def told(layer: SpecLayer, *args: Any) -> Any:
         account = layer.shared.storage.account
@@ -348,11 +361,11 @@ def test_attention_holds_what_the_account_says(
 
     monkeypatch.setattr(SpecLayer, "attend_sparsely", told)
     with SpecCache(model, engine="memory", block_tokens=256, **fields) as cache, torch.no_grad():
-        mask = torch.ones(1, 4096, dtype=torch.long)
+        mask = torch.ones(1, tokens, dtype=torch.long)
         mask[:, :100] = 0
         if queries > 1:
             cache.activate_past_recording()
-        for part in range(0, 4096, 1024):
+        for part in range(0, tokens, 1024):
             given = {"attention_mask": mask[:, : part + 1024], "logits_to_keep": 1}
             model(ids[:, part : part + 1024], past_key_values=cache, **given)
         for _ in range(1 if queries > 1 else 3):
