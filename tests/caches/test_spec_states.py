@@ -32,8 +32,14 @@ from transformers import (
 from hf_offload_cache.caches.spec import SpecCache
 from hf_offload_cache.caches.spec_layer import SpecLayer
 from hf_offload_cache.errors import ContextError
+from hf_offload_cache.fetch.chosen_entries import Entries
+from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.predictors.low_bit import LowBitPredictor
+from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
+from hf_offload_cache.predictors.low_bit_form import LowBitForm
+from hf_offload_cache.predictors.mixed_attention import MixedAttention
 
 LENGTH = 300
 SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
@@ -373,9 +379,29 @@ def test_attention_holds_what_the_account_says(
             booked.clear()
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
                 model(ids[:, :queries], attention_mask=mask, past_key_values=cache)
+    assert 0.3 * booked[-1] < most_held(seen, "attention of a layer") <= 1.03 * booked[-1]
+
+
+def most_held(seen: Any, span: str) -> int:
+    """Bytes of torch's that were held at a time, at most, within the last span of this name."""
     events = seen.profiler.kineto_results.events()
-    spans = [event for event in events if event.name() == "attention of a layer"]
-    begun, ended = spans[-1].start_ns(), spans[-1].start_ns() + spans[-1].duration_ns()
+    last = [event for event in events if event.name() == span][-1]
+    begun, ended = last.start_ns(), last.start_ns() + last.duration_ns()
     changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
-    held = np.cumsum([count for at, count in changes if begun <= at <= ended])
-    assert 0.3 * booked[-1] < held.max() <= 1.03 * booked[-1]
+    return int(np.cumsum([count for at, count in changes if begun <= at <= ended]).max())
+
+
+def test_entries_as_they_were_stored_take_what_is_said() -> None:
+    """Beside a copy that is next to nothing."""
+    form = RecordFormat(2, 64, 2, 64, torch.bfloat16, 4)
+    copy = LowBitCopy(LowBitForm(form, 2, 64), 1, torch.device("cpu"), MemoryAccount())
+    own = torch.randn(1, 2, 512, 64).bfloat16()
+    copy.append([(own, own)], 512)
+    chosen = Entries(np.arange(500)[None, None].repeat(2, 1), own[:, :, :500], own[:, :, :500])
+    query = torch.randn(1, 8, 2, 64).bfloat16()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, record_function("attention"):
+        MixedAttention(copy, query, 0.125, (own[:, :, :100], own[:, :, :100]), None).attend([chosen], [0, 1])
+    scored = LowBitPredictor.scored_bytes(copy.form, 512, 1, 8, 2, 2)
+    stored = MixedAttention.stored_bytes(form, 1, 8, 2, 600)
+    held = most_held(seen, "attention")
+    assert scored < held - stored // 2 and held <= 1.03 * (scored + stored)
