@@ -33,6 +33,7 @@ def add(verbs: Any) -> None:
     add("--chunk-tokens", metavar="N", type=positive, default=1024, help="of an object (default: %(default)s)")
     add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range to leave out")
     add("--key", metavar="FILE", type=Path, help="encryption key of the context, and of what is published")
+    add("--active-mass", metavar="X", type=float, help="measure which blocks have so much of the attention, e.g. .98")
     add("--overwrite", action="store_true", help="replace the manifest that is there")
     parser.set_defaults(run=publish, parser=parser)
 
@@ -47,6 +48,7 @@ def add(verbs: Any) -> None:
     add("--question", metavar="TEXT", required=True)
     add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
     add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range not to ask for")
+    add("--sparse", action="store_true", help="compute with the active blocks alone, if they were published (lossy)")
     add("--key", metavar="FILE", type=Path, help="encryption key of what is published")
     parser.set_defaults(run=stream, parser=parser)
 
@@ -82,6 +84,7 @@ def publish(arguments: argparse.Namespace) -> int:
             manifest = publish_context(
                 arguments.directory, arguments.url, tokenizer, arguments.key, model=model, level=arguments.level,
                 chunk_tokens=arguments.chunk_tokens, private=arguments.private, overwrite=arguments.overwrite,
+                active_mass=arguments.active_mass,
                 on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
     except FileExistsError:
@@ -115,7 +118,7 @@ def stream(arguments: argparse.Namespace) -> int:
     with TwoLanes(console) as lanes:
         cache = stream_context(
             arguments.url, model, ids, cls, key=arguments.key, tokenizer=tokenizer, path=arguments.path,
-            private=arguments.private, on_progress=lanes.update, **fields,
+            private=arguments.private, sparse=arguments.sparse, on_progress=lanes.update, **fields,
         )  # fmt: skip
     with cache:
         print(cache.stream_report, file=sys.stderr)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ContextError, PromptError
 from ..model.attention_call import AttentionCall
+from ..model.rotary import length_dependent
 from .forward_ended import ForwardEnded
 from .offload_cache import OffloadCache
 from .offload_layer import OffloadLayer, Output
@@ -43,7 +44,9 @@ class Filling:
             return "its layers lie on several devices"
         if cache.has_linear_state:
             return "its layers keep a state beside keys and values, which is not streamed"
-        return None
+        if any(not layer.is_initialized for layer in cache.offloaded) and cache.held():
+            return "some of its layers hold nothing of a text"
+        return length_dependent(cache.model)
 
     @property
     def model(self) -> torch.nn.Module:

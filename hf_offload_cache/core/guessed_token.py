@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ..model.rotary import length_dependent, rotary_kinds
 from .offload_layer import OffloadLayer
 
 _OF_TOKENS = ("position_ids", "cache_position")
@@ -17,8 +18,6 @@ _ALIKE = ("token_type_ids", "mm_token_type_ids")
 _KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS, *_ALIKE}
 _OF_ALL_TOKENS = ("output_attentions", "output_router_logits")
 """Asked for by an argument or the model's config: what tells of all tokens of a forward, a guess among them."""
-_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the last position of a forward."""
 
 
 def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
@@ -31,22 +30,14 @@ def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
         keep += isinstance(layer, LinearAttentionCacheLayerMixin) or not known
     if keep:
         return f"{keep} of its layers cannot run two tokens and keep one"
-    for kind in _rotary_kinds(model):
-        if kind in _BY_LENGTH:
-            return f"its rotary embedding ({kind}) depends on how many tokens there are"
-    return None
+    return length_dependent(model)
 
 
 def most_positions(model: Any) -> int | None:
     """How many positions a model has; None: rotary embeddings, which go on beyond those it was trained with."""
-    if _rotary_kinds(model):
+    if rotary_kinds(model):
         return None
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def _rotary_kinds(model: Any) -> set[str]:
-    kinds = [kind for module in model.modules() if (kind := getattr(module, "rope_type", None)) is not None]
-    return {one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind])}
 
 
 def record_past(layers: list[Any]) -> list[Any]:

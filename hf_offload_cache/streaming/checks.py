@@ -14,6 +14,8 @@ from ..history.autocast import autocast_dtype
 from ..model.geometry import Geometry, LayerShape, stated_shape
 from .stream_manifest import StreamManifest
 
+_DAY = 86400.0
+
 
 def check_arguments(
     into: Any, migrations: int | None, stage: float, silence: float, private: list[tuple[int, int]], path: Any,
@@ -28,8 +30,8 @@ def check_arguments(
     if migrations is not None and migrations < 0:
         raise ConfigError(f"migrations must be 0 or more, or None for any number, got {migrations}")
     for name, value in (("stage", stage), ("silence", silence)):
-        if not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"{name} must be more than 0 seconds, got {value!r}")
+        if not isinstance(value, int | float) or not 0 < value <= _DAY:
+            raise ConfigError(f"{name} must be more than 0 seconds, and at most a day of them, got {value!r}")
     check_ranges(private)
 
 
@@ -37,7 +39,7 @@ def as_ids(input_ids: Any) -> torch.Tensor:
     """Ids (T,) of one sequence, given as (T,) or (1, T). Raises `ConfigError`."""
     ids = torch.as_tensor(input_ids)
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
-    if ids.ndim != 1 or ids.dtype.is_floating_point:
+    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
         raise ConfigError(f"input_ids must be the ids of one sequence, (1, T), got {tuple(ids.shape)} {ids.dtype}")
     return ids
 

@@ -23,7 +23,7 @@ LEVELS: dict[str, Quantiser] = {
 """Name -> what is kept, the most first. Of bf16 keys and values after RoPE: some .70, .33, .28, .21 and .19."""
 _NAMES = tuple(LEVELS)
 _HEADER = struct.Struct("<4sBBxxIIIIQ")
-_MAGIC, _VERSION = b"HFOC", 1
+_MAGIC, _VERSION = b"HFOC", 2
 _SERIAL = 32767
 """Elements that torch's elementwise operations leave to the thread that calls them."""
 _FASTEST = 1
@@ -81,8 +81,8 @@ def unpacked_bytes(level: str, shape: ChunkShape) -> int:
     return max(sum(math.prod(own) * dtype.itemsize for own, dtype in one.parts(shape)) for one in found)
 
 
-def unpack(data: bytes | memoryview, shape: ChunkShape, name: str) -> Unpacked:
-    """An object of `encode`. Any thread.
+def unpack(data: bytes | memoryview, shape: ChunkShape, name: str, of_level: str | None = None) -> Unpacked:
+    """An object of `encode`, with `of_level` or, where that could not keep it, "lossless". Any thread.
 
     Raises `CorruptRecordError` that calls it `name` where the object is none of such a shape, before memory is taken
     for what it says.
@@ -92,6 +92,8 @@ def unpack(data: bytes | memoryview, shape: ChunkShape, name: str) -> Unpacked:
     magic, version, level, *dims, size = _HEADER.unpack(data[: _HEADER.size])
     if (magic, version) != (_MAGIC, _VERSION) or level >= len(_NAMES):
         raise _corrupt(name, "it is no chunk of this version")
+    if of_level is not None and _NAMES[level] not in (of_level, "lossless"):
+        raise _corrupt(name, f"it is of level {_NAMES[level]!r}, and should be of {of_level!r}")
     if tuple(dims) != (shape.heads, shape.tokens, shape.key_dim, shape.value_dim):
         raise _corrupt(name, f"it is of {tuple(dims)} heads, tokens and dimensions, and should be of {shape}")
     quantiser = LEVELS[_NAMES[level]]

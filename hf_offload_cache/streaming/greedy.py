@@ -7,6 +7,9 @@ import numpy as np
 from .costs import Costs
 from .plan import Cell, Plan
 
+_INSTANT = 1e-9
+"""Seconds that anything takes at least."""
+
 
 def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (1.0, 1.0)) -> Plan:
     """Stage by stage of `stage` seconds: the ready cells of highest priority are computed, then what is left of highest
@@ -17,7 +20,7 @@ def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (
     while state.left.any():
         for budget, streams in ((stage, False), (stage, True)):
             while budget > 0 and (cell := state.best(streams, weights)) is not None:
-                budget -= float(costs.streamed[cell] if streams else state.price(cell))
+                budget -= max(float(costs.streamed[cell]), _INSTANT) if streams else state.price(cell)
                 if streams:
                     order.append(cell)
                 state.take(cell, streams)
@@ -35,7 +38,7 @@ class _State:
     def price(self, cell: Cell) -> float:
         chunk, layer = cell
         top = layer == self._costs.layers - 1
-        return float((self._costs.projected if top else self._costs.computed)[chunk, layer])
+        return max(float((self._costs.projected if top else self._costs.computed)[chunk, layer]), _INSTANT)
 
     def _ready(self, chunk: int, layer: int) -> bool:
         if chunk >= self._costs.chunks or layer >= self._costs.layers or not self.left[chunk, layer]:
@@ -47,11 +50,11 @@ class _State:
         found: tuple[float, Cell] | None = None
         for chunk, layer in zip(*self.left.nonzero(), strict=True):
             cell = int(chunk), int(layer)
-            if streams and not layer:  # the first layer is never streamed
+            if streams and (not layer or np.isinf(self._costs.streamed[cell])):  # the first layer never is
                 continue
             if not streams and not self._ready(*cell):
                 continue
-            own = float(self._costs.streamed[cell]) if streams else self.price(cell)
+            own = max(float(self._costs.streamed[cell]), _INSTANT) if streams else self.price(cell)
             score = weights[0] / own + weights[1] * sum(1 / self.price(one) for one in self._opened(cell, streams))
             if found is None or score > found[0]:
                 found = score, cell

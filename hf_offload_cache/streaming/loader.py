@@ -109,7 +109,8 @@ class Loader:
         """Bytes of a cell as it was unpacked, and of what is decoded of it, or ahead."""
         shape = self._manifest.shape(0)
         decoded = (0.5 if self._sparing else _AHEAD + 1.5) * shape.nbytes
-        return unpacked_bytes(self._manifest.level, shape) + round(decoded)
+        levels = (self._manifest.level, "lossless")  # what a level cannot keep is kept whole
+        return max(unpacked_bytes(level, shape) for level in levels) + round(decoded)
 
     # --- columns -----------------------------------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class Loader:
             data: bytes = self._spool.get(cell)
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
-            unpacked = unpack(data, self._manifest.shape(chunk), place)
+            unpacked = unpack(data, self._manifest.shape(chunk), place, self._manifest.level)
             found = unpacked if self._sparing else unpacked.decode()
         except (CorruptRecordError, StoreError) as error:
             raise _UselessError(cell) from error

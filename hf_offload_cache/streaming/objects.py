@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import ConfigError, StoreError
@@ -11,11 +12,10 @@ from .stream_manifest import digest
 
 class Objects:
     """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://...", "webdav://...").
-    `options` go to it; `anew`: what is there is not believed to be whole. Raises `ConfigError` for a URL that none is
-    known of, `StoreError` where it cannot be used."""
+    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None, anew: bool = False) -> None:
-        self.url, self._anew = url, anew
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        self.url = url
         self._file_system, self._root = file_system_of(url, options)
 
     def _place(self, name: str) -> str:
@@ -35,9 +35,10 @@ class Objects:
             raise _failed(self.url, "looking at", name, error) from error
 
     def put(self, data: bytes) -> str:
-        """An object of these bytes is there, and its name. Raises `StoreError`."""
+        """An object of these bytes is there, and its name: one of that name and size is left as it is. Raises
+        `StoreError`."""
         name = digest(data)
-        if not self.exists(name) or (self._anew and self._size(name) != len(data)):
+        if not self.exists(name) or self._size(name) != len(data):
             self.write(name, data)
         return name
 
@@ -47,10 +48,18 @@ class Objects:
         system = self._file_system
         try:
             system.makedirs(self._root, exist_ok=True)
-            with system.transaction, system.open(self._place(name), "wb") as file:
+            with self._whole(), system.open(self._place(name), "wb") as file:
                 file.write(data)
         except Exception as error:
             raise _failed(self.url, "writing", name, error) from error
+
+
+    def _whole(self) -> AbstractContextManager[object]:
+        """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""
+        try:
+            return self._file_system.transaction
+        except NotImplementedError:
+            return nullcontext()
 
 
 def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
@@ -59,8 +68,10 @@ def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
 
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
-    except (ValueError, ImportError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
+    except Exception as error:  # each file system has its own
+        raise _failed(url, "reaching", "it", error) from error
     return found
 
 

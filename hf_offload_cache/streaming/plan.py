@@ -65,6 +65,8 @@ class Plan:
 def meet(costs: Costs) -> Plan:
     """Computed from the front, streamed from the end, until both come to the same cell. On costs that are alike for all
     layers nothing is much better: one chunk is divided at most."""
+    if not costs.chunks:
+        return Plan((), ())
     choices = [(chunk, depth) for chunk in range(costs.chunks) for depth in range(1, costs.layers + 1)]
     first, last = 0, len(choices) - 1
     while first < last:  # the further computing goes, the longer it takes, and the shorter streaming
@@ -89,6 +91,8 @@ def _front(cell: Cell, costs: Costs) -> Plan:
 def staircase(costs: Costs, rounds: int = 40) -> Plan:
     """Depths that never rise from chunk to chunk, so that computing waits for nothing, by a multiplier between the
     lanes: for costs that differ between chunks and layers."""
+    if not costs.chunks:
+        return Plan((), ())
     low, high = 0.0, 1.0
     best: Plan | None = None
     for _ in range(rounds):
@@ -125,19 +129,26 @@ def bound(costs: Costs) -> float:
     """Seconds that no plan is below: depths as they please, and neither lane ever waits. An integer program (HiGHS)."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
+    if not costs.chunks:
+        return 0.0
     cells = costs.chunks * costs.layers
     objective = np.concatenate([np.zeros(cells), [1.0]])
     once = np.zeros((costs.chunks, cells + 1))
     for chunk in range(costs.chunks):
         once[chunk, chunk * costs.layers : (chunk + 1) * costs.layers] = 1
     lanes = np.stack([np.append(one.reshape(-1), -1.0) for one in (costs.columns, costs.rest)])
+    may = np.isfinite(lanes).all(0)
+    lanes[:, ~may] = 0
+    most = float(lanes[:, :-1].max())
+    scale = 1.0 if 1e-6 < most < 1e6 or not most else most  # its tolerances are for numbers of about one
+    lanes[:, :-1] /= scale
     found = milp(
         objective,
         constraints=[LinearConstraint(once, 1, 1), LinearConstraint(lanes, -np.inf, 0)],
         integrality=np.append(np.ones(cells), 0),
-        bounds=Bounds(0, np.append(np.ones(cells), np.inf)),
+        bounds=Bounds(0, np.append(may[:-1].astype(float), np.inf)),
         options={"mip_rel_gap": 1e-3},
     )
     if found.x is None:
         raise RuntimeError(f"the integer program was not solved: {found.message}")
-    return float(found.mip_dual_bound if found.mip_dual_bound is not None else found.fun)
+    return scale * float(found.mip_dual_bound if found.mip_dual_bound is not None else found.fun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from .active_blocks import BLOCK, measure_active_blocks
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
-from .stream_manifest import NAME, StreamManifest, StreamObject, binding, ids_digests
+from .stream_manifest import ACTIVE, LEARNT, MOST_BYTES, NAME, StreamManifest, StreamObject, binding, ids_digests
 
 
 def publish_context(
     context: OffloadCache | str | Path,
-    url: str,
+    url: str | Path,
     tokenizer: Any = None,
     key: KeySource | None = None,
     *,
@@ -57,17 +58,20 @@ def publish_context(
         level: how much is kept of keys and values: "lossless", "fine", "default", "small" or "smallest".
         chunk_tokens: of an object, 64 to 8192.
         private: token ranges (start, stop). Chunks that have some of them are not published, and computed where the
-            context is loaded; nor is what was learnt of its queries. Later chunks attended to them, and digests of the
-            ids up to each chunk's end let whoever has the manifest try texts: give a `key`, too, where that matters.
+            context is loaded; nor is what was learnt of its queries, or which blocks they attend to. Later chunks
+            attended to them, and digests of the ids up to each chunk's end let whoever has the manifest try texts: give
+            a `key`, too, where that matters.
         active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
             of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
         context_key: of the directory, if it is encrypted; None: `key`, if it is.
-        overwrite: replace the manifest of what is published there; its objects stay, but those that are damaged.
+        overwrite: replace the manifest of what is published there; its objects stay, but those of another size than
+            they should have.
         options: of the file system.
         on_progress: told how many layers of how many are published.
 
-    Raises `ConfigError`, `FileExistsError`, `UnsupportedModelError` for a model that keeps more than keys and values,
-    `StoreError`, and what opening a directory raises.
+    Raises `ConfigError`, `FileExistsError`, `UnsupportedModelError` for a model that keeps more than keys and values (a
+    window, a state) or whose keys depend on the length of what they are computed with, `StoreError`, and what opening a
+    directory raises.
     """
     check_level(level)
     if not 64 <= chunk_tokens <= 8192:
@@ -85,7 +89,7 @@ def publish_context(
             )  # fmt: skip
     if context.storage.key is not None and key is None:
         raise EncryptionKeyError("the cache is encrypted, and would be published as it is: give key=")
-    secret, objects = None if key is None else load_key(key), Objects(url, options, overwrite)
+    secret, objects = None if key is None else load_key(key), Objects(str(url), options)
     if objects.exists(NAME) and not overwrite:
         raise FileExistsError(f"{url} has a published context: name another folder, or give overwrite=True")
     if reason := Filling.reason_against(context):
@@ -134,6 +138,8 @@ class _Publishing:
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
         chunks = range(-(-tokens // size))
         hidden = {chunk for chunk in chunks if overlaps(chunk, size, private)}
+        learnt = None if private else self._beside(pack(self._learnt()), LEARNT)
+        active = None if private or active_mass is None else self._active(ids, active_mass)
         cells: list[list[StreamObject | None]] = [[None] for _ in chunks]
         form = cache.offloaded[0].history.form
         for done, layer in enumerate(cache.offloaded):
@@ -160,11 +166,14 @@ class _Publishing:
             dtype=str(form.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             prefixes=tuple(ids_digests(ids, size)),
             cells=tuple(map(tuple, cells)),
-            learnt=None if private else self._put(pack(self._learnt()), "what was learnt"),
-            active=None if active_mass is None else self._active(ids, active_mass),
+            learnt=learnt,
+            active=active,
             context=self._context,
         )
-        data = manifest.dumped()
+        if len(data := manifest.dumped()) > MOST_BYTES:
+            raise ConfigError(
+                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_BYTES:,} are read: take larger"
+            )
         self._objects.write(NAME, data if self._key is None else encrypt(self._key, data, binding("", "manifest")))
         return manifest
 
@@ -178,10 +187,17 @@ class _Publishing:
         states = [layer.state for layer in cache.offloaded]
         return {"lessons": lessons, "states": states, "budgets": cache.capture().get("budgets")}
 
-    def _active(self, ids: torch.Tensor, mass: float) -> StreamObject:
+    def _active(self, ids: torch.Tensor, mass: float) -> StreamObject | None:
         cache = self._cache
         found = measure_active_blocks(cache.given_model, ids, mass, path=cache.storage.directory)
-        return self._put(pack(found.captured()), "active blocks")
+        return self._beside(pack(found.captured()), ACTIVE)
+
+    def _beside(self, data: bytes, name: str) -> StreamObject | None:
+        """What a context can do without; None: it is larger than is read."""
+        if len(data) > MOST_BYTES // 2:
+            warnings.warn(f"{name} has {len(data):,} bytes: it is not published", stacklevel=4)
+            return None
+        return self._put(data, name)
 
     def _put(self, data: bytes, place: str) -> StreamObject:
         if self._key is not None:

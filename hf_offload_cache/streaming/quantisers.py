@@ -10,8 +10,8 @@ import torch
 
 GROUP = 64
 """Elements that share a scale, at most: tokens of a channel of keys, channels of a token of values."""
-_MOST = 6e4
-"""Scales are kept in 16 bits: a chunk with a larger element, or one that is no number, is kept as it is."""
+_LEAST, _MOST = 1e-2, 6e4
+"""Scales are kept in 16 bits: a chunk whose largest element is smaller, or larger, or no number, is kept as it is."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ class Quantiser(Protocol):
 
 def fits(tensor: torch.Tensor) -> bool:
     """Whether scales of it can be kept in 16 bits."""
-    return bool(tensor.abs().max() < _MOST) if tensor.numel() else True  # no number compares with anything
+    if not tensor.numel():
+        return True
+    most = float(tensor.abs().max())  # no number compares with anything
+    return most == 0 or _LEAST < most < _MOST
 
 
 class Whole:
@@ -78,7 +81,8 @@ class Whole:
 
 
 class Step:
-    """Multiples of a share of the standard deviation of all keys, or values, of the chunk."""
+    """Multiples of a share of the standard deviation of all keys, or values, of the chunk, beside each channel's mean:
+    channels that lie far from zero do not decide on the step of the others."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -86,29 +90,32 @@ class Step:
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         found = []
         for tensor in (keys.float(), values.float()):
-            step = (tensor.std(correction=0) * self._share).clamp(min=float(tensor.abs().max()) / 32000, max=_MOST)
+            mean = tensor.mean(1).half()
+            rest = tensor - mean.float()[:, None]
+            step = (rest.std(correction=0) * self._share).clamp(min=float(rest.abs().max()) / 32000, max=_MOST)
             step = torch.where(step > 0, step, 1.0).reshape(1)
-            times = (tensor / step).round().to(torch.int32).view(-1)
+            times = (rest / step).round().to(torch.int32).view(-1)
             symbols = torch.where(times < 0, -2 * times - 1, 2 * times)  # small either way: second bytes are mostly 0
-            found += [step, torch.stack([symbols & 255, symbols >> 8]).to(torch.uint8)]
+            found += [step, mean, torch.stack([symbols & 255, symbols >> 8]).to(torch.uint8)]
         return found
 
     def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
         found: list[tuple[tuple[int, ...], torch.dtype]] = []
         for dims in (shape.of_keys(), shape.of_values()):
-            found += [((1,), torch.float32), ((2, math.prod(dims)), torch.uint8)]
+            of_channels = dims[0], dims[2]
+            found += [((1,), torch.float32), (of_channels, torch.float16), ((2, math.prod(dims)), torch.uint8)]
         return found
 
     def decode(
         self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         stop = start + keys.shape[1]
-        for at, dims, into in ((0, shape.of_keys(), keys), (2, shape.of_values(), values)):
-            planes = parts[at + 1].view(2, *dims)[:, :, start:stop]
-            for low, high, out in zip(*planes, into, strict=True):
+        for own, dims, into in ((parts[:3], shape.of_keys(), keys), (parts[3:], shape.of_values(), values)):
+            step, means, planes = own
+            for low, high, mean, out in zip(*planes.view(2, *dims)[:, :, start:stop], means, into, strict=True):
                 symbols = low.to(torch.int32) | high.to(torch.int32) << 8
                 times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
-                out.copy_(times * parts[at])
+                out.copy_((times * step).add_(mean.float()))
 
 
 class Range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -14,8 +15,9 @@ import torch
 from ..caches.disk_swap import DiskSwapCache
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import BudgetError, EncryptionKeyError, StoreError
+from ..errors import BudgetError, ConfigError, CorruptRecordError, EncryptionKeyError, StoreError
 from ..model.fingerprint import check_fingerprint
+from ..model.rotary import length_dependent
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
 from .cells import Cells
@@ -34,7 +36,7 @@ _SILENCES = 6
 
 
 def stream_context(
-    url: str,
+    url: str | Path,
     model: Any,
     input_ids: Any,
     into: type[OffloadCache] | OffloadCache = DiskSwapCache,
@@ -63,7 +65,7 @@ def stream_context(
         url: of `publish_context`; http(s) or any file system of fsspec.
         input_ids: (1, T) or (T,), any device.
         into: class of the cache, made with `path` and `fields`; or an empty cache of this model, made with
-            `for_budget`, say. Closed where this raises.
+            `for_budget`, say. It is closed where this raises once the manifest is there.
         key: 32 bytes in a file, or a function that returns them, of an encrypted context.
         tokenizer: compared with the one that the context was published with.
         private: token ranges (start, stop) of which nothing is asked for.
@@ -83,11 +85,14 @@ def stream_context(
     check_arguments(into, migrations, stage, silence, hidden, path, fields)
     ids = as_ids(input_ids)
     secret = None if key is None else load_key(key)
-    link = functools.partial(transport_of, url, options, silence)
-    manifest = _manifest(link, url, secret, silence)
+    place = str(url)
+    link = functools.partial(transport_of, place, options, silence)
+    manifest = _manifest(link, place, secret, silence)
     check_fingerprint(manifest.identity, model, tokenizer)
     cache = into if isinstance(into, OffloadCache) else into(model, path=path, **fields)
     try:
+        if cache.given_model is not model:
+            check_fingerprint(manifest.identity, cache.given_model, tokenizer)
         check_text(cache, ids)
         filling = Filling(cache)
         chunks = manifest.common(ids[:-1])
@@ -101,12 +106,14 @@ def stream_context(
             check_shapes(manifest, cache)
             cells = Cells(_offered(manifest, chunks, hidden), migrations=migrations, stage=stage)
             try:
-                loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, sparse, silence, on_progress)
+                teacher = Teacher(manifest, cache, filling, secret, sparse=sparse, private=bool(hidden))
+                loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, teacher, silence, on_progress)
             except BudgetError as error:  # the budget was made for a prefill
                 cache.reset()
                 cells, reason = None, f"there is no room for what is streamed: {error}"
         if reason is not None:
-            for part in ids.split(MOST_TOKENS, 1) if tokens else ():
+            together = tokens if length_dependent(cache.model) else MOST_TOKENS
+            for part in ids.split(together, 1) if tokens else ():
                 filling.compute(part, lambda layer: True)
         cache.stream_report = _report(
             tokens, reason, cells, loader, lane, time.perf_counter() - begun, manifest.level
@@ -122,11 +129,17 @@ def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> Stream
         data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
     except MissingObjectError as error:
         raise StoreError(error.errno, f"{url}: there is no published context ({error.strerror})") from error
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, StoreError | ConfigError):
+            raise
+        raise StoreError(errno.EIO, f"{url}: {type(error).__name__}: {error}") from error
     plain = data.lstrip()[:1] == b"{"
-    if key is not None and plain:
-        raise EncryptionKeyError(f"{url}: this context is not encrypted: leave key out, or ask who published it")
     if key is not None:
-        data = decrypt(key, data, binding("", "manifest"))
+        try:
+            data = decrypt(key, data, binding("", "manifest"))
+        except CorruptRecordError as error:
+            why = "is not encrypted: leave key out, or ask who published it" if plain else "has another key, or changed"
+            raise EncryptionKeyError(f"{url}: this context {why}") from error
     elif not plain:
         raise EncryptionKeyError(f"{url}: its {NAME} is no JSON: if the context is encrypted, give its key")
     return StreamManifest.parse(data, url)
@@ -141,10 +154,9 @@ def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int
 
 def _load(
     manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link,
-    key: bytes | None, cells: Cells, sparse: bool, silence: float, on_progress: Callable[[Cells], object] | None,
+    key: bytes | None, cells: Cells, teacher: Teacher, silence: float, on_progress: Callable[[Cells], object] | None,
 ) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
-    teacher = Teacher(manifest, cache, filling, key, sparse=sparse)
     together = 2 if cache.storage.account.limit is None else 1
     lane = StreamingLane(manifest, cells, link, spool, cache.timeline, teacher.wanted, together)
     cells.cancel = lane.cancel

@@ -20,6 +20,8 @@ from ..errors import ContextError
 from .quantisers import ChunkShape
 
 NAME: Final = "stream.json"
+LEARNT, ACTIVE = "what was learnt", "active blocks"
+"""Beside the cells."""
 MOST_BYTES: Final = 64 * 2**20
 """Of a manifest, and of what was learnt; what is larger is not read."""
 

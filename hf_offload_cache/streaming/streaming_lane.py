@@ -22,6 +22,8 @@ _WINDOW = 2.0
 _FAILURES, _TRIES = 4, 2
 """Failures in a row after which the link counts as dead; tries after which a cell is computed."""
 _IDLE = 0.02
+_LINE = 300
+"""Characters of what is told of trouble."""
 
 
 class StreamingLane:
@@ -40,6 +42,7 @@ class StreamingLane:
         self._timeline, self.together = timeline, together
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[Cell | str, asyncio.Future[bytes]] = {}
+        self._workers: list[asyncio.Task[None]] = []
         self._tries = Counter[Cell]()
         self._wanted, self._beside = beside, dict[str, bytes]()
         self._stopping = threading.Event()
@@ -102,15 +105,22 @@ class StreamingLane:
 
     async def _stream(self) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._stopping.is_set():
+            return
         transport = self._make()
         try:
             beside = [self._wanted, *[dict[str, StreamObject]()] * (self.together - 1)]
-            await asyncio.gather(*(self._worker(transport, first) for first in beside))
+            self._workers = [asyncio.ensure_future(self._worker(transport, first)) for first in beside]
+            for found in await asyncio.gather(*self._workers, return_exceptions=True):
+                if isinstance(found, Exception):
+                    raise found
         finally:
             await transport.close()
 
     async def _worker(self, transport: Transport, beside: dict[str, StreamObject]) -> None:
         for name, found in beside.items():
+            if self._stopping.is_set():
+                return
             await self._bring_beside(transport, name, found)
         while not self._stopping.is_set() and self._failures < _FAILURES:
             cell = self.cells.claim()
@@ -179,9 +189,15 @@ class StreamingLane:
             task.cancel()
 
     def _give_up(self) -> None:
-        for task in list(self._tasks.values()):
-            task.cancel()
+        for worker in self._workers:  # and with it what it waits for
+            worker.cancel()
 
     def _note(self, error: Exception) -> None:
         text = error.strerror if isinstance(error, StoreError) else None
-        self.trouble.append(text or f"{type(error).__name__}: {error}")
+        self.trouble.append(line_of(text or f"{type(error).__name__}: {error}"))
+
+
+def line_of(text: str) -> str:
+    """A line of it, whatever a server has put in there."""
+    shown = "".join(one if one.isprintable() else " " for one in text[: 2 * _LINE])
+    return shown if len(shown) <= _LINE else f"{shown[:_LINE]}..."

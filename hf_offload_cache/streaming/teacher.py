@@ -9,15 +9,12 @@ import torch
 from ..contexts.state import unpack
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import ContextError
 from ..stores.encryption import decrypt
 from .active_blocks import ActiveBlocks
 from .publish import form_of
 from .sparse_prefill import SparsePrefill
-from .stream_manifest import StreamManifest, StreamObject, binding
-from .streaming_lane import StreamingLane
-
-LEARNT, ACTIVE = "what was learnt", "active blocks"
+from .stream_manifest import ACTIVE, LEARNT, StreamManifest, StreamObject, binding
+from .streaming_lane import StreamingLane, line_of
 
 
 class Teacher:
@@ -25,14 +22,19 @@ class Teacher:
     that runs the model. What cannot be used is told in the lane's `trouble`."""
 
     def __init__(
-        self, manifest: StreamManifest, cache: OffloadCache, filling: Filling, key: bytes | None, *, sparse: bool
-    ) -> None:
+        self, manifest: StreamManifest, cache: OffloadCache, filling: Filling, key: bytes | None, *, sparse: bool,
+        private: bool,
+    ) -> None:  # fmt: skip
         self._manifest, self._cache, self._filling, self._key = manifest, cache, filling, key
         self.sparse: SparsePrefill | None = None
         """What computing attends with; None: everything is attended to."""
         self.wanted: dict[str, StreamObject] = {}
         """Objects for the lane, the first one first."""
         self.trouble: list[str] = []
+        if private:  # both are of all queries
+            if sparse:
+                self.trouble.append("active blocks: not asked for with private ranges: everything is attended to")
+            return
         if sparse and manifest.active is None:
             self.trouble.append("active blocks: none were published (active_mass=.98): everything is attended to")
         elif sparse and manifest.active is not None:
@@ -50,12 +52,14 @@ class Teacher:
                 if self._key is not None:
                     data = decrypt(self._key, data, binding(self._manifest.context, name))
                 use(unpack(data, device, "a published context"))
-            except (OSError, ContextError, KeyError, TypeError, ValueError) as error:
-                self.trouble.append(f"{name}: {error}")
+            except Exception as error:  # whatever someone has put in there: it can be done without
+                self.trouble.append(line_of(f"{name}: {type(error).__name__}: {error}"))
 
     def _attend(self, tree: Any) -> None:
         manifest = self._manifest
-        self.sparse = SparsePrefill(ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads))
+        blocks = ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads)
+        self._cache.storage.account.observe(ACTIVE, sum(one.nbytes for one in blocks.layers.values()))
+        self.sparse = SparsePrefill(blocks)
 
     def _teach(self, tree: Any) -> None:
         manifest, cache, lessons, budgets = self._manifest, self._cache, {}, None

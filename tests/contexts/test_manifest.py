@@ -171,7 +171,7 @@ def test_absurd_counts(context: Path, place: str) -> None:
 
 WRONG: dict[str, Change] = {
     "another format": put("format", value="a format"),
-    "a later version": put("version", value=5),
+    "a later version": put("version", value=6),
     "another class": put("cache", value="OffloadCache"),
     "a class that does not exist": put("cache", value="os.system"),
     "an additional field": put("more", value=1),

@@ -88,14 +88,14 @@ def test_every_sparse_gather_is_right(method: str) -> None:
 def test_a_budget_is_kept(method: str) -> None:
     """`for_budget` finds fields whose plan fits; what is held never exceeds what was planned."""
     cls, model = cache_class(method), long_model()
-    with cls.for_budget(model, memory="1/2", max_context=2 * LENGTH, max_batch=2) as cache:
+    with cls.for_budget(model, memory="3/5", max_context=2 * LENGTH, max_batch=2) as cache:
         plan = cls.plan(Geometry.of(model), cache.config, 2 * LENGTH, 2)
         generate(model, cache, prompt(model, 2, 2 * LENGTH - 8), max_new_tokens=8)
         report = cache.report()
         cache.reorder_cache(torch.tensor([1, 1]))
         assert report.decode_steps == 7 and report.selected_fraction < 1
         assert cache.report().peak_memory_bytes <= plan.peak_bytes <= int(cache.config.memory)
-        assert plan.peak_bytes <= Geometry.of(model).full_kv_bytes(2 * LENGTH, 2) // 2
+        assert plan.peak_bytes <= Geometry.of(model).full_kv_bytes(2 * LENGTH, 2) * 3 // 5
         assert report.disk_bytes <= plan.disk_bytes * 9 // 8 + 2**26
 
 

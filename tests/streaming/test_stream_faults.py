@@ -339,13 +339,18 @@ def test_arguments_that_are_refused(given: dict[str, Any], said: str, place: Pat
         stream_context(server.url, long_model(), ids(), **given)
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize(("room", "level"), [(True, "lossless"), (True, "default"), (False, "lossless")])
 def test_into_a_cache_of_a_budget(
-    room: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: bool, level: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few tokens are decoded at a time; where there is no room for that either, all is computed."""
     stream_first(monkeypatch)
-    own = DiskSwapCache.for_budget(long_model(), "1/2", max_context=CONTEXT + 60, path=tmp_path)
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        publish_context(cache, place, level=level, chunk_tokens=4 * SIZE, overwrite=True)
+    with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
+        expected = [layer.whole() for layer in cache.offloaded]
+    own = DiskSwapCache.for_budget(long_model(), "4/5", max_context=CONTEXT + 60, path=tmp_path)
     if not room:
         monkeypatch.setattr(loader, "unpacked_bytes", lambda level, shape: 2**20)
     with pytest.raises(ConfigError, match="into is a cache already, which num_selected cannot change"):
@@ -359,6 +364,8 @@ def test_into_a_cache_of_a_budget(
             assert streamed.whole is not None and "no room for what is streamed" in streamed.whole
         else:
             assert streamed.whole is None and streamed.streamed == streamed.cells
+            for layer, told in zip(cache.offloaded, expected, strict=True):
+                assert all(torch.equal(*both) for both in zip(layer.whole(), told, strict=True))
 
 
 def test_keys(place: Path, tmp_path: Path) -> None:

@@ -1,0 +1,344 @@
+"""What is published, and what of it is believed: models, keys, private parts, file systems, and stopping in time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from harness import COMMON, build
+from lanes_in_order import compute_all, stream_first
+from long_context import CONTEXT, MORE, SIZE, ids, short_forwards
+from long_llama import long_model
+from static_server import served
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.core import filling
+from hf_offload_cache.core.filling import Filling
+from hf_offload_cache.errors import (
+    ConfigError,
+    ContextMismatchError,
+    CorruptRecordError,
+    EncryptionKeyError,
+    StoreError,
+    UnsupportedModelError,
+)
+from hf_offload_cache.streaming import loader, publish
+from hf_offload_cache.streaming import stream_context as module
+from hf_offload_cache.streaming.codec import encode, unpack
+from hf_offload_cache.streaming.costs import Costs
+from hf_offload_cache.streaming.greedy import potential_aware
+from hf_offload_cache.streaming.plan import bound, meet, staircase
+from hf_offload_cache.streaming.quantisers import GROUP, ChunkShape
+from hf_offload_cache.streaming.stream_manifest import NAME, binding
+from hf_offload_cache.streaming.streaming_lane import line_of
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with short_forwards(monkeypatch):
+        yield
+
+
+def published(folder: Path, model: Any = None, url: Any = None, **options: Any) -> Any:
+    """The manifest of a context below `folder`, or at `url`."""
+    model = long_model() if model is None else model
+    with DiskSwapCache(model, path=folder) as cache, torch.no_grad():
+        model(ids()[:, :CONTEXT], past_key_values=cache)
+        options = {"level": "lossless", "chunk_tokens": SIZE, **options}
+        return publish_context(cache, folder / "published" if url is None else url, **options)
+
+
+def answers(model: Any, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids()[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -MORE:]
+    return found
+
+
+def expected(model: Any) -> torch.Tensor:
+    return answers(model, DynamicCache(config=model.config))
+
+
+# --- stopping ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_begun_once_all_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first object beside the chunks stalls; the one behind it would come byte by byte, for minutes."""
+    manifest, go = published(tmp_path, chunk_tokens=128, active_mass=0.9), threading.Event()
+    compute_all(monkeypatch)
+    with served(tmp_path / "published") as server:
+        server.trickles = manifest.learnt.name
+        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.active.name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, sparse=True) as cache:
+            assert cache.stream_report.computed == cache.stream_report.cells
+        go.set()
+        assert manifest.learnt.name not in server.asked
+        server.trickles = ""
+
+
+def test_what_there_is_no_room_for_is_not_begun(tmp_path: Path) -> None:
+    """The budget is known to be too small before the network has answered."""
+    manifest = published(tmp_path, chunk_tokens=CONTEXT)
+    with served(tmp_path / "published") as server:
+        server.trickles = manifest.learnt.name
+        own = DiskSwapCache.for_budget(long_model(), 262144, max_context=CONTEXT + 60, path=tmp_path)
+        with stream_context(server.url, long_model(), ids(), own) as cache:
+            assert "no room" in cache.stream_report.whole and cache.get_seq_length() == CONTEXT
+        server.trickles = ""
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+def long_rope() -> Any:
+    own = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "factor": 4.0}
+    own |= {"long_factor": [1.0 + place / 2 for place in range(8)], "original_max_position_embeddings": 256}
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 1024, "rope_parameters": own}))
+
+
+def test_keys_that_depend_on_the_length_are_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = long_rope()
+    with pytest.raises(UnsupportedModelError, match=r"its rotary embedding \(longrope\) depends on"):
+        published(tmp_path, model)
+    with monkeypatch.context() as patch:  # as an earlier version did
+        patch.setattr(filling, "length_dependent", lambda model: None)
+        published(tmp_path, model)
+    monkeypatch.setattr(module, "MOST_TOKENS", 128)
+    with stream_context(tmp_path / "published", model, ids(), path=tmp_path) as cache:
+        assert "longrope" in cache.stream_report.whole
+        torch.testing.assert_close(answers(model, cache), expected(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    published(tmp_path)
+    torch.manual_seed(5)
+    other = LlamaForCausalLM(long_model().config).eval()
+    with DiskSwapCache(other, path=tmp_path) as own, pytest.raises(ContextMismatchError):
+        stream_context(tmp_path / "published", long_model(), ids(), own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("has_linear_state", True, "keep a state"), ("hf_device_map", {"one": 0, "two": 1}, "several devices")],
+)
+def test_reasons_to_prefill_whole(name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskSwapCache(long_model()) as cache:
+        assert Filling.reason_against(cache) is None
+        monkeypatch.setattr(cache.model if name == "hf_device_map" else cache, name, value, raising=False)
+        assert reason in str(Filling.reason_against(cache))
+
+
+# --- keys and private parts ----------------------------------------------------------------------------------------
+
+
+def test_an_encrypted_manifest_may_begin_as_json_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encrypt = publish.encrypt
+
+    def until_a_brace(key: bytes, data: bytes, context: bytes) -> bytes:
+        while context == binding("", "manifest"):
+            if (found := encrypt(key, data, context))[:1] == b"{":
+                return found
+        return encrypt(key, data, context)
+
+    monkeypatch.setattr(publish, "encrypt", until_a_brace)
+    published(tmp_path, key=lambda: b"k" * 32)
+    assert (tmp_path / "published" / NAME).read_bytes()[:1] == b"{"
+    with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path, key=lambda: b"k" * 32) as cache:
+        torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
+    with pytest.raises(EncryptionKeyError, match="is not encrypted"):
+        stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path, key=lambda: b"o" * 32)
+
+
+def test_of_private_queries_nothing_is_told_and_nothing_asked_for(tmp_path: Path) -> None:
+    hidden = published(tmp_path, chunk_tokens=128, active_mass=0.9, private=[(0, 10)])
+    assert hidden.active is None and hidden.learnt is None
+    told = published(tmp_path, chunk_tokens=128, active_mass=0.9, overwrite=True)
+    with served(tmp_path / "published") as server:
+        asked: dict[str, Any] = {"path": tmp_path, "sparse": True, "private": [(0, 10)]}
+        with stream_context(server.url, long_model(), ids(), **asked) as cache:
+            assert any("private" in one for one in cache.stream_report.trouble)
+            torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
+        assert not {told.active.name, told.learnt.name} & set(server.asked)
+
+
+# --- objects -------------------------------------------------------------------------------------------------------
+
+
+class Committing(MemoryFileSystem):
+    """Stores objects, and has no transactions, as the Hub."""
+
+    protocol = "committing"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @property
+    def transaction(self) -> Any:
+        raise NotImplementedError("Transactional commits are not supported.")
+
+
+def test_file_systems_without_transactions(tmp_path: Path) -> None:
+    fsspec.register_implementation("committing", Committing, clobber=True)
+    published(tmp_path, url="committing://context")
+    with stream_context("committing://context", long_model(), ids(), path=tmp_path) as cache:
+        torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
+    Committing.store.clear()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_objects_that_were_cut_off_are_written_again(overwrite: bool, tmp_path: Path) -> None:
+    manifest = published(tmp_path)
+    cell, place = manifest.cells[1][1], tmp_path / "published"
+    whole = (place / cell.name).read_bytes()
+    (place / cell.name).write_bytes(whole[:100])
+    if not overwrite:
+        (place / NAME).unlink()
+    published(tmp_path, overwrite=overwrite)
+    assert (place / cell.name).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"budgets": {"padded": False, "share": {}, "given": 1.5}}, {"budgets": []}, {"budgets": 3}, {"lessons": {0: 5}},
+        {"lessons": {99: {}}}, {"states": [None] * 3}, {"lessons": {0: None}, "budgets": {"padded": 1}},
+    ],
+)  # fmt: skip
+def test_whatever_is_said_to_be_learnt_is_an_error_with_a_name_or_none(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        learnt = publish._Publishing._learnt
+        patch.setattr(publish._Publishing, "_learnt", lambda own: {**learnt(own), **tree})
+        published(tmp_path)
+    stream_first(monkeypatch)
+    with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:
+        torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("longest_piece", "x"), ("longest_piece", -1), ("fitted_at", 1.5)])
+def test_numbers_of_a_lesson_are_checked(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt = publish._Publishing._learnt
+
+    def wrong(own: Any) -> Any:
+        tree = learnt(own)
+        return {**tree, "lessons": {index: {**one, name: value} for index, one in tree["lessons"].items()}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish._Publishing, "_learnt", wrong)
+        published(tmp_path)
+    stream_first(monkeypatch)
+    with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:
+        assert any(f"{name} is {value!r}" in one for one in cache.stream_report.trouble)
+
+
+def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, refused = published(tmp_path), list[str]()
+
+    def busy(name: str, data: bytes) -> bytes | int:
+        if name == manifest.cells[2][1].name and not refused:
+            refused.append(name)
+            return 429
+        return data
+
+    stream_first(monkeypatch)
+    with served(tmp_path / "published") as server:
+        server.fault = busy
+        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            assert cache.stream_report.streamed == cache.stream_report.cells and refused
+
+
+# --- chunks --------------------------------------------------------------------------------------------------------
+
+
+def states(tokens: int = 128, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, ChunkShape]:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, tokens, dim, generator=generator) for _ in range(2))
+    return keys, values, ChunkShape(2, tokens, dim, dim, torch.float32)
+
+
+@pytest.mark.parametrize(("level", "most"), [("fine", 0.04), ("small", 0.12), ("smallest", 0.16)])
+def test_a_channel_far_from_zero_does_not_coarsen_the_others(level: str, most: float) -> None:
+    """Steps are shares of the standard deviation: an error of .29 of a step."""
+    keys, values, shape = states()
+    keys[:, :, 7] += 200
+    found, _ = unpack(encode(keys, values, level), shape, "a chunk").decode()
+    others = torch.arange(32) != 7
+    assert float((found - keys)[..., others].std() / keys[..., others].std()) < most
+    assert float((found - keys)[..., 7].std()) < most
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4])
+def test_what_scales_of_16_bits_do_not_reach_is_kept_whole(scale: float) -> None:
+    keys, values, shape = states()
+    found = unpack(encode(keys * scale, values * scale), shape, "a chunk").decode()
+    assert torch.equal(found[0], keys * scale) and torch.equal(found[1], values * scale)
+
+
+def test_an_object_of_another_level_is_none_of_the_context() -> None:
+    keys, values, shape = states()
+    unpack(encode(keys, values, "lossless"), shape, "a chunk", "default")
+    with pytest.raises(CorruptRecordError, match="level 'fine', and should be of 'default'"):
+        unpack(encode(keys, values, "fine"), shape, "a chunk", "default")
+
+
+def test_cells_are_decoded_in_whole_groups() -> None:
+    assert loader._FEW % GROUP == 0
+
+
+# --- arguments, and what is told -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [("http://a..b/", StoreError), ("nothing://there", ConfigError), ("github://x", ConfigError)],
+)
+def test_places_that_cannot_be_reached_have_a_named_error(url: str, error: Any, tmp_path: Path) -> None:
+    with pytest.raises(error, match=url.split(":")[0]):
+        stream_context(url, long_model(), ids(), path=tmp_path, silence=1)
+
+
+@pytest.mark.parametrize("silence", [float("inf"), float("nan"), 1e11, 0])
+def test_how_long_is_waited_has_an_end(silence: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="silence must be more than 0 seconds, and at most a day"):
+        stream_context(tmp_path, long_model(), ids(), path=tmp_path, silence=silence)
+
+
+def test_truth_values_are_no_ids(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="input_ids must be the ids of one sequence"):
+        stream_context(tmp_path, long_model(), ids() > 3, path=tmp_path)
+
+
+def test_trouble_is_a_line() -> None:
+    assert line_of("a\nb\x00c") == "a b c"
+    assert len(line_of("x" * 5000)) < 310
+
+
+# --- plans ---------------------------------------------------------------------------------------------------------
+
+
+def costs(computed: float, streamed: float, chunks: int = 3, layers: int = 4) -> Costs:
+    shape = chunks, layers
+    return Costs(np.full(shape, computed), np.full(shape, computed / 10), np.full(shape, streamed))
+
+
+@pytest.mark.parametrize("given", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, np.inf), (1e9, 1e9), (1.0, 1.0)])
+def test_plans_of_strange_costs_end(given: tuple[float, float]) -> None:
+    of = costs(*given)
+    for plan in (meet(of), staircase(of), potential_aware(of, stage=1.0)):
+        assert len(plan.depths) == 3 and all(1 <= depth <= 4 for depth in plan.depths)
+        assert not any(np.isinf(of.streamed[cell]) for cell in plan.order)
+    assert bound(of) <= meet(of).seconds(of) * (1 + 1e-6) + 1e-9
+
+
+def test_plans_of_nothing_are_empty() -> None:
+    of = costs(1.0, 1.0, chunks=0)
+    assert meet(of).depths == staircase(of).depths == () and bound(of) == 0
