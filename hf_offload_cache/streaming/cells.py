@@ -57,6 +57,8 @@ class Cells:
         self.cancel: Callable[[Cell], object] = lambda cell: None
         """Told of a cell whose transfer nobody wants any more, in the thread that computes."""
         self._preferred = np.ones(self._states.shape, dtype=bool)
+        self.from_the_front = False
+        """Streaming claims the first chunk's lowest cell first: nothing is worth computing."""
         self._migrations, self._stage = migrations, stage
         self._migrated = deque[float]()
         self._stopped = False
@@ -104,6 +106,9 @@ class Cells:
 
     def next_of(self, free: np.ndarray) -> Cell:
         """The one to stream of those that are free, (chunks, layers) bool, some of them."""
+        if self.from_the_front:
+            first, lowest = np.argwhere(free)[0]
+            return int(first), int(lowest)
         chunk = int(np.nonzero(free.any(axis=1))[0][-1])
         return chunk, int(np.nonzero(free[chunk])[0][-1])
 
@@ -132,6 +137,15 @@ class Cells:
             self._states[cell] = State.LOST
             self.counts.streamed -= 1
             self.counts.lost += 1
+
+    def distrust(self) -> None:
+        """Nothing that has come is of use, nor what would."""
+        with self._changed:
+            come = self._states == State.RECEIVED
+            self.counts.streamed -= int(come.sum())
+            self.counts.lost += int(come.sum())
+            self._states[come] = State.LOST
+        self.stop()
 
     def stop(self) -> None:
         """Nothing is claimed for streaming from now on, and what is on its way does not come."""
@@ -212,10 +226,11 @@ class Cells:
         with self._changed:
             return bool((self._states[chunk, above + 1 :] == State.RECEIVED).all())
 
-    def wait(self, chunk: int, above: int, patience: float, silence: float) -> bool:
+    def wait(self, chunk: int, above: int, patience: float, silence: float, *, asked: bool = True) -> bool:
         """Until all of a chunk that lies above a layer has come; False: it does not, or not within `patience` seconds,
         or nothing has come at all for `silence` seconds. What is still on its way then is the computing lane's, as far
-        as migrations are left; until they are it is waited for."""
+        as migrations are left; until they are it is waited for. `asked`: what is free will not come, either."""
+        waits_for = (State.STREAMING, State.RECEIVED, *(() if asked else (State.FREE,)))
         begun = time.monotonic()
         with self._changed:
             while True:
@@ -225,7 +240,7 @@ class Cells:
                 now = time.monotonic()
                 late = [(chunk, int(layer) + above + 1) for layer in (row == State.STREAMING).nonzero()[0]]
                 silent = min(max(self.heard, begun) + silence, begun + patience + _SILENCES * silence) - now
-                if ((row != State.RECEIVED) & (row != State.STREAMING)).any():
+                if not np.isin(row, waits_for).all():
                     late = late if late and self._migrate(len(late)) else []
                     break
                 left = min(begun + patience - now, silent)

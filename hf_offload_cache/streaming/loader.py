@@ -43,6 +43,8 @@ _LOOK = 0.15
 """Seconds that a first forward waits until it is known what the network is worth, where computing is known."""
 _SAVED = 0.1
 """Share of the time to compute what is left that streaming has to save: else it is computed in one forward."""
+_USELESS = 3
+"""Cells that are of no use, after which it is the context that is not."""
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
@@ -71,6 +73,7 @@ class Loader:
         self._decoding: list[float] = []
         """Seconds, of each cell that was decoded."""
         self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
+        self._useless = 0
         self.recomputed_tokens = 0
         self.computing_seconds = 0.0
 
@@ -123,6 +126,8 @@ class Loader:
                 stop += 1
             return stop
         tokens = max(LEAST_TOKENS, self._worth_together(first))
+        if cells.from_the_front and cells.wait(first, 0, self.patience(first), self._silence, asked=False):
+            return stop
         while stop < cells.chunks and self._tokens(first, stop) < tokens and not cells.comes(stop):
             stop += 1
         return stop
@@ -151,6 +156,7 @@ class Loader:
             return self._tokens(first, self.cells.chunks)
         depths = np.array(plan.depths)
         self.cells.prefer(first, depths)
+        self.cells.from_the_front = bool((depths == 1).all())
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
             return self._tokens(first, self.cells.chunks)
@@ -226,6 +232,10 @@ class Loader:
         except _UselessError as error:
             self.cells.spoil(error.cell)
             self._lane.trouble.append(str(error.__cause__))
+            self._useless += 1
+            if self._useless == _USELESS:  # each costs a forward
+                self.cells.distrust()
+                self._lane.trouble.append(f"{_USELESS} cells were of no use: no others are asked for")
             return False
         return True
 

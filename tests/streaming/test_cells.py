@@ -103,3 +103,26 @@ def test_what_failed_may_be_asked_for_again() -> None:
     assert cells.claim() == (0, 1)
     cells.stop()
     assert cells.claim() is None and not cells.received((0, 1)) and cells.goes_on(0, 1, 0)
+
+
+def test_what_is_not_worth_computing_comes_from_the_front() -> None:
+    cells = Cells(np.ones((2, 3), dtype=bool))
+    cells.from_the_front = True
+    assert [cells.claim() for _ in range(5)] == [(0, 1), (0, 2), (1, 1), (1, 2), None]
+
+
+def test_what_is_free_is_waited_for_where_that_is_asked() -> None:
+    cells = Cells(np.ones((1, 3), dtype=bool))
+    assert not cells.wait(0, 0, 5, 5)
+
+    def bring() -> None:
+        while (cell := cells.claim()) is not None:
+            time.sleep(0.05)
+            cells.received(cell)
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    assert cells.wait(0, 0, 5, 5, asked=False)
+    thread.join()
+    cells.distrust()
+    assert not cells.here(0) and (cells.counts.streamed, cells.counts.lost) == (0, 2)

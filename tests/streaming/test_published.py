@@ -30,7 +30,7 @@ from hf_offload_cache.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from hf_offload_cache.streaming import loader, publish
+from hf_offload_cache.streaming import codec, loader, publish
 from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.streaming.codec import encode, unpack
 from hf_offload_cache.streaming.costs import Costs
@@ -288,6 +288,18 @@ def test_an_object_of_another_level_is_none_of_the_context() -> None:
     unpack(encode(keys, values, "lossless"), shape, "a chunk", "default")
     with pytest.raises(CorruptRecordError, match="level 'fine', and should be of 'default'"):
         unpack(encode(keys, values, "fine"), shape, "a chunk", "default")
+
+
+def test_a_context_that_is_of_no_use_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its cells would cost another forward."""
+    published(tmp_path)
+    stream_first(monkeypatch)
+    monkeypatch.setattr(codec, "_VERSION", 99)
+    with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:
+        report = cache.stream_report
+        assert report.computed == report.cells and report.streamed == 0 and report.recomputed_tokens <= 2 * CONTEXT
+        assert report.trouble[-1] == "3 cells were of no use: no others are asked for"
+        torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
 
 
 def test_cells_are_decoded_in_whole_groups() -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -339,18 +340,13 @@ def test_arguments_that_are_refused(given: dict[str, Any], said: str, place: Pat
         stream_context(server.url, long_model(), ids(), **given)
 
 
-@pytest.mark.parametrize(("room", "level"), [(True, "lossless"), (True, "default"), (False, "lossless")])
+@pytest.mark.parametrize("room", [True, False])
 def test_into_a_cache_of_a_budget(
-    room: bool, level: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few tokens are decoded at a time; where there is no room for that either, all is computed."""
     stream_first(monkeypatch)
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-        publish_context(cache, place, level=level, chunk_tokens=4 * SIZE, overwrite=True)
-    with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
-        expected = [layer.whole() for layer in cache.offloaded]
-    own = DiskSwapCache.for_budget(long_model(), "4/5", max_context=CONTEXT + 60, path=tmp_path)
+    own = DiskSwapCache.for_budget(long_model(), "1/2", max_context=CONTEXT + 60, path=tmp_path)
     if not room:
         monkeypatch.setattr(loader, "unpacked_bytes", lambda level, shape: 2**20)
     with pytest.raises(ConfigError, match="into is a cache already, which num_selected cannot change"):
@@ -364,8 +360,22 @@ def test_into_a_cache_of_a_budget(
             assert streamed.whole is not None and "no room for what is streamed" in streamed.whole
         else:
             assert streamed.whole is None and streamed.streamed == streamed.cells
-            for layer, told in zip(cache.offloaded, expected, strict=True):
-                assert all(torch.equal(*both) for both in zip(layer.whole(), told, strict=True))
+
+
+def test_a_few_tokens_at_a_time_are_what_all_are_at_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream_first(monkeypatch)
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        publish_context(cache, place, level="default", chunk_tokens=CONTEXT // 2, overwrite=True)
+    found = []
+    for fields in ({}, {"memory": 2**23}):
+        with stream_context(place, long_model(), ids(), path=tmp_path, **fields) as cache:
+            assert cache.stream_report.streamed == cache.stream_report.cells
+            found.append([layer.whole() for layer in cache.offloaded])
+    for whole, few in zip(*found, strict=True):
+        assert all(torch.equal(*both) for both in zip(whole, few, strict=True))
 
 
 def test_keys(place: Path, tmp_path: Path) -> None:
@@ -405,3 +415,23 @@ def test_publishing_again_heals(place: Path, tmp_path: Path) -> None:
     again = StreamManifest.parse((place / NAME).read_bytes(), "").cells
     assert all(len((place / one.name).read_bytes()) == one.bytes for row in again for one in row if one is not None)
     assert json.loads((place / NAME).read_text())["tokens"] == CONTEXT
+
+
+def test_what_is_not_worth_computing_is_taken_in_as_it_comes(place: Path, tmp_path: Path) -> None:
+    """A machine that computes slowly, behind a link that is fast enough: no cell is computed, and the last chunk, which
+    is asked for first as long as nothing is known, is not all that is there before the first one."""
+    known = loader._TOOK.setdefault(long_model(), deque(maxlen=4))
+    before = list(known)
+    known.clear()
+    known.append((SIZE, SIZE / 2, 20.0))
+    manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
+    try:
+        with served(place) as server:
+            server.pause = 0.01
+            with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+                assert cache.stream_report.computed == 0 and cache.stream_report.streamed == cache.stream_report.cells
+            asked = server.asked
+        assert asked.index(manifest.cells[0][1].name) < asked.index(manifest.cells[4][1].name)
+    finally:
+        known.clear()
+        known.extend(before)
