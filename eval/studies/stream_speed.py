@@ -208,7 +208,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         judged(f"{STREAMED} over ours, a sixth", mean(f"a sixth, near: {STREAMED}"), least=3.0),
     ]
     whole = [ratio for name, found in ratios.items() if name.endswith(f"all: {WHOLE}") for ratio in found]
-    reached.append(judged(f"{WHOLE} over ours, any trace", statistics.mean(whole) if whole else None, least=0.97))
+    reached.append(judged(f"{WHOLE} over ours, any trace, the least", min(whole) if whole else None, least=0.97))
     return {"over ours": table, "must_reach": reached}
 
 
