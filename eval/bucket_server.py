@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_PIECE = 16384
+_PIECE, _TURN = 16384, 0.005
+"""Bytes that pass together, at least, and seconds: a loop that sleeps a millisecond a piece would be the link."""
 
 Rate = Callable[[float], float]
 """Bytes a second, so many seconds after the first object was asked for."""
@@ -42,14 +43,18 @@ class BucketServer:
         data = file.read_bytes()
         response = web.StreamResponse(headers={"Content-Length": str(len(data))})
         await response.prepare(request)
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
-            await asyncio.sleep(self._pass(len(piece)))
+        while data:
+            size = max(_PIECE, int(self._rate_now() * _TURN))
+            await asyncio.sleep(self._pass(len(data[:size])))
             try:
-                await response.write(piece)
+                await response.write(data[:size])
             except ConnectionError:  # nobody wants it any more
                 break
+            data = data[size:]
         return response
+
+    def _rate_now(self) -> float:
+        return self.rate(0.0 if self._origin is None else time.monotonic() - self._origin)
 
     def _pass(self, count: int) -> float:
         """Seconds until so many bytes have passed, behind those that came before."""

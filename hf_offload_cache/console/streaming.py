@@ -28,7 +28,7 @@ def add(verbs: Any) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="a context that `generate --save` made")
-    add("url", metavar="URL", help="a folder, or a URL of fsspec's: s3://..., hf://..., webdav://...")
+    add("url", metavar="URL", help="a folder, or a URL of fsspec's: s3://..., hf://..., http(s) by PUT")
     add("--level", choices=_LEVELS, default="default", help="how much is kept (default: %(default)s)")
     add("--chunk-tokens", metavar="N", type=positive, default=1024, help="of an object (default: %(default)s)")
     add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range to leave out")

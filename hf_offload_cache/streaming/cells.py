@@ -216,6 +216,10 @@ class Cells:
             own = self._states[first:]
             return (own == State.FREE) | (own == State.STREAMING) | (own == State.RECEIVED)
 
+    def rest_may_come(self, first: int, stop: int, above: int) -> bool:
+        """All of chunks `first` to `stop` that lies above a layer is on its way, may be asked for, or has come."""
+        return bool(self.may_come(first)[: stop - first, above + 1 :].all())
+
     def received_from(self, first: int) -> np.ndarray:
         """(chunks from `first` on, layers) bool: what has come."""
         with self._changed:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ..core.filling import Filling
-from ..errors import CorruptRecordError, StoreError
 from ..memory.account import MemoryAccount
 from ..report.timeline import Timeline
-from ..stores.encryption import decrypt
 from .cells import Cells
-from .codec import unpack, unpacked_bytes
 from .costs import Costs, Line
-from .plan import Cell, meet, staircase
+from .decoder import Decoder, UselessError
+from .plan import meet, staircase
 from .spool import Spool
-from .stream_manifest import StreamManifest, binding
+from .stream_manifest import StreamManifest
 from .streaming_lane import StreamingLane
 from .teacher import Teacher
 
@@ -30,10 +26,6 @@ LEAST_TOKENS = 1024
 """Tokens of a forward, at least: in a trial 2,048 tokens in forwards of 256 took 1.95 times as long as in one."""
 MOST_TOKENS = 8192
 """Of a forward that is not the whole rest."""
-_AHEAD = 3
-"""Cells that are decoded ahead of the one that is taken in."""
-_FEW = 128
-"""Tokens of a cell that are decoded at a time within a limit of memory."""
 _KNOWN = 4
 """Forwards that the speed of computing is told by: the machine may be another's soon."""
 _TOOK: WeakKeyDictionary[torch.nn.Module, deque[tuple[int, float, float]]] = WeakKeyDictionary()
@@ -43,8 +35,12 @@ _LOOK = 0.15
 """Seconds that a first forward waits until it is known what the network is worth, where computing is known."""
 _SAVED = 0.1
 """Share of the time to compute what is left that streaming has to save: else it is computed in one forward."""
+_TELLS = 2
+"""The layer by which the first forward tells what one takes."""
 _USELESS = 3
 """Cells that are of no use, after which it is the context that is not."""
+_GAINED = 0.15
+"""Share of the time to stream what is left that computing has to save: else nothing is computed."""
 _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
@@ -62,17 +58,15 @@ class Loader:
         account: MemoryAccount, timeline: Timeline, teacher: Teacher,
     ) -> None:  # fmt: skip
         self._manifest, self._filling, self._ids = manifest, filling, ids
-        self.cells, self._lane, self._spool, self._key = cells, lane, spool, key
+        self.cells, self._lane = cells, lane
         self._silence, self._on_progress = silence, on_progress
         self._account, self._timeline, self._teacher = account, timeline, teacher
-        self._sparing = account.limit is not None
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
         self._took = _TOOK.setdefault(filling.model, deque(maxlen=_KNOWN))
-        self._decoding: list[float] = []
-        """Seconds, of each cell that was decoded."""
-        self._decoders = ThreadPoolExecutor(1, "hf_offload_cache decoding")
+        self._decoder = Decoder(manifest, spool, key, sparing=account.limit is not None)
+        self._patient = True
         self._useless = 0
         self.recomputed_tokens = 0
         self.computing_seconds = 0.0
@@ -92,7 +86,7 @@ class Loader:
                     chunk = stop
             self._teacher.look(self._lane)
         finally:
-            self._decoders.shutdown(cancel_futures=True)
+            self._decoder.close()
             account.observe("streaming", 0)
 
     @property
@@ -107,14 +101,6 @@ class Loader:
         beside = sum(one.bytes for one in self._teacher.wanted.values())
         return (self._lane.together + 1) * largest + 2 * beside
 
-    @property
-    def _unpacking(self) -> int:
-        """Bytes of a cell as it was unpacked, and of what is decoded of it, or ahead."""
-        shape = self._manifest.shape(0)
-        decoded = (0.5 if self._sparing else _AHEAD + 1.5) * shape.nbytes
-        levels = (self._manifest.level, "lossless")  # what a level cannot keep is kept whole
-        return max(unpacked_bytes(level, shape) for level in levels) + round(decoded)
-
     # --- columns -----------------------------------------------------------------------------------------------
 
     def stop_of_column(self, first: int) -> int:
@@ -126,8 +112,10 @@ class Loader:
                 stop += 1
             return stop
         tokens = max(LEAST_TOKENS, self._worth_together(first))
-        if cells.from_the_front and cells.wait(first, 0, self.patience(first), self._silence, asked=False):
-            return stop
+        if cells.from_the_front:
+            if cells.wait(first, 0, self.patience(first), self._silence, asked=False):
+                return stop
+            self._patient = cells.from_the_front = False  # it was promised, and did not come
         while stop < cells.chunks and self._tokens(first, stop) < tokens and not cells.comes(stop):
             stop += 1
         return stop
@@ -147,16 +135,17 @@ class Loader:
         rows = (self._manifest.cells[chunk] for chunk in chunks)
         nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in rows])
         tokens = [self._manifest.tokens_of(chunk) for chunk in chunks]
-        decoded = float(np.mean(self._decoding)) if self._decoding else 0.0
+        decoded = float(np.mean(self._decoder.seconds)) if self._decoder.seconds else 0.0
         costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
         costs.streamed[~self.cells.may_come(first)] = np.inf
         costs.streamed[self.cells.received_from(first)] = 0
         plan = (meet if self._teacher.sparse is None else staircase)(costs)
-        if max(plan.lanes(costs)) > (1 - _SAVED) * self._seconds(line, first, self.cells.chunks):
+        seconds, streaming = max(plan.lanes(costs)), float(costs.rest[:, 0].sum())
+        if seconds > (1 - _SAVED) * self._seconds(line, first, self.cells.chunks):
             return self._tokens(first, self.cells.chunks)
         depths = np.array(plan.depths)
-        self.cells.prefer(first, depths)
-        self.cells.from_the_front = bool((depths == 1).all())
+        self.cells.from_the_front = self._patient and seconds > (1 - _GAINED) * streaming
+        self.cells.prefer(first, np.ones_like(depths) if self.cells.from_the_front else depths)
         whole = int((depths == layers).cumprod().sum())
         if whole == len(chunks):
             return self._tokens(first, self.cells.chunks)
@@ -183,12 +172,23 @@ class Loader:
     def _column(self, first: int, stop: int) -> bool:
         """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
         held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
-        begun = time.perf_counter()
-        depth = self._filling.compute(ids, lambda layer: self._told(first, stop, layer), self._teacher.sparse)
+        begun, estimated = time.perf_counter(), not self._took
+
+        def goes_on(layer: int) -> bool:
+            more = self._told(first, stop, layer)
+            if estimated and layer == _TELLS:
+                took = (time.perf_counter() - begun) / (layer + 1) * self.cells.layers
+                self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), took))
+                self._worth_together(first)
+            return more and not (self.cells.from_the_front and self.cells.rest_may_come(first, stop, layer))
+
+        depth = self._filling.compute(ids, goes_on, self._teacher.sparse)
         seconds = time.perf_counter() - begun
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
         if depth == self.cells.layers:
+            if estimated:
+                self._took.clear()
             self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), seconds))
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
@@ -222,14 +222,16 @@ class Loader:
             return True
         self._teacher.look(self._lane)
         for chunk in range(first, stop):
-            if not self.cells.wait(chunk, depth - 1, self.patience(chunk), self._silence):
+            asked = not self.cells.from_the_front
+            if not self.cells.wait(chunk, depth - 1, self.patience(chunk), self._silence, asked=asked):
+                self._patient = self.cells.from_the_front = False
                 return False
         cells = [(chunk, layer) for layer in range(depth, self.cells.layers) for chunk in range(first, stop)]
         try:
-            with self._account.holding("streaming", self._unpacking):
-                for (_, layer), (keys, values) in self._decoded(cells):
+            with self._account.holding("streaming", self._decoder.nbytes):
+                for (_, layer), (keys, values) in self._decoder.decoded(cells):
                     self._filling.take(layer, keys[None], values[None])
-        except _UselessError as error:
+        except UselessError as error:
             self.cells.spoil(error.cell)
             self._lane.trouble.append(str(error.__cause__))
             self._useless += 1
@@ -238,49 +240,3 @@ class Loader:
                 self._lane.trouble.append(f"{_USELESS} cells were of no use: no others are asked for")
             return False
         return True
-
-    def _decoded(self, cells: list[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In their order, some decoded ahead; within a limit of memory a few tokens at a time."""
-        waiting: list[tuple[Cell, Future[Any]]] = []
-        coming = iter(cells)
-        try:
-            while True:
-                while len(waiting) < (1 if self._sparing else _AHEAD) and (cell := next(coming, None)) is not None:
-                    waiting.append((cell, self._decoders.submit(self._decode, cell)))
-                if not waiting:
-                    return
-                cell, found = waiting.pop(0)
-                if not self._sparing:
-                    yield cell, found.result()
-                    continue
-                unpacked, tokens = found.result(), self._manifest.tokens_of(cell[0])
-                del found
-                for start in range(0, tokens, _FEW):
-                    yield cell, unpacked.decode(start, min(start + _FEW, tokens))
-                del unpacked
-        finally:
-            for _, left in waiting:
-                left.cancel()
-
-    def _decode(self, cell: Cell) -> Any:
-        """Keys and values; within a limit of memory what they are decoded from."""
-        chunk, layer = cell
-        place, begun = f"chunk {chunk} layer {layer}", time.perf_counter()
-        try:
-            data: bytes = self._spool.get(cell)
-            if self._key is not None:
-                data = decrypt(self._key, data, binding(self._manifest.context, place))
-            unpacked = unpack(data, self._manifest.shape(chunk), place, self._manifest.level)
-            found = unpacked if self._sparing else unpacked.decode()
-        except (CorruptRecordError, StoreError) as error:
-            raise _UselessError(cell) from error
-        self._decoding.append(time.perf_counter() - begun)
-        return found
-
-
-class _UselessError(Exception):
-    """What has come of a cell cannot be used."""
-
-    def __init__(self, cell: Cell) -> None:
-        super().__init__(cell)
-        self.cell = cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from .stream_manifest import digest
 
 
 class Objects:
-    """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://...", "webdav://...").
+    """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://..."; http(s) by PUT).
     `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
@@ -44,15 +45,17 @@ class Objects:
 
     def write(self, name: str, data: bytes) -> None:
         """A file of this name has these bytes: it is whole, or as it was, where the file system can move files or
-        stores objects. Raises `StoreError`."""
+        stores objects, or a web server takes what it was put so. Raises `StoreError`."""
         system = self._file_system
         try:
+            if "http" in system.protocol:  # as WebDAV has it
+                system.put_file(io.BytesIO(data), self._place(name), method="put")
+                return
             system.makedirs(self._root, exist_ok=True)
             with self._whole(), system.open(self._place(name), "wb") as file:
                 file.write(data)
         except Exception as error:
             raise _failed(self.url, "writing", name, error) from error
-
 
     def _whole(self) -> AbstractContextManager[object]:
         """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""

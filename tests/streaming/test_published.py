@@ -30,7 +30,7 @@ from hf_offload_cache.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from hf_offload_cache.streaming import codec, loader, publish
+from hf_offload_cache.streaming import codec, decoder, publish
 from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.streaming.codec import encode, unpack
 from hf_offload_cache.streaming.costs import Costs
@@ -303,7 +303,7 @@ def test_a_context_that_is_of_no_use_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 def test_cells_are_decoded_in_whole_groups() -> None:
-    assert loader._FEW % GROUP == 0
+    assert decoder.FEW % GROUP == 0
 
 
 # --- arguments, and what is told -----------------------------------------------------------------------------------

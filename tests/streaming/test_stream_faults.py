@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.contexts.state import pack
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
-from hf_offload_cache.streaming import checks, loader
+from hf_offload_cache.streaming import checks, decoder, loader
 from hf_offload_cache.streaming.costs import Costs
 from hf_offload_cache.streaming.plan import bound, meet, staircase
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
@@ -348,7 +348,7 @@ def test_into_a_cache_of_a_budget(
     stream_first(monkeypatch)
     own = DiskSwapCache.for_budget(long_model(), "1/2", max_context=CONTEXT + 60, path=tmp_path)
     if not room:
-        monkeypatch.setattr(loader, "unpacked_bytes", lambda level, shape: 2**20)
+        monkeypatch.setattr(decoder, "unpacked_bytes", lambda level, shape: 2**20)
     with pytest.raises(ConfigError, match="into is a cache already, which num_selected cannot change"):
         stream_context(str(place), long_model(), ids(), own, num_selected=8)
     with stream_context(str(place), long_model(), ids(), own) as cache:
