@@ -31,8 +31,9 @@ _KNOWN = 4
 _TOOK: WeakKeyDictionary[torch.nn.Module, deque[tuple[int, float, float]]] = WeakKeyDictionary()
 """Of a model the latest forwards through all layers, in this process: tokens, tokens that they attended to in the mean,
 seconds."""
-_LOOK = 0.15
-"""Seconds that a first forward waits until it is known what the network is worth, where computing is known."""
+_LOOK, _LOOKS = 0.03, (0.15, 1.0)
+"""Share of computing all that a first forward waits until it is known what the network is worth, where computing is
+known; and how many seconds that may be."""
 _SAVED = 0.1
 """Share of the time to compute what is left that streaming has to save: else it is computed in one forward."""
 _TELLS = 2
@@ -76,8 +77,10 @@ class Loader:
         account = self._account
         try:
             account.hold("streaming", self._moving)
-            chunk, begun = 0, time.perf_counter()
-            while self._took and self._lane.bandwidth is None and time.perf_counter() - begun < _LOOK:
+            chunk, begun, line = 0, time.perf_counter(), self._line()
+            whole = 0.0 if line is None else self._seconds(line, 0, self.cells.chunks)
+            look = 0.0 if line is None else min(max(_LOOKS[0], _LOOK * whole), _LOOKS[1])
+            while self._lane.bandwidth is None and time.perf_counter() - begun < look:
                 time.sleep(0.005)
             while chunk < self.cells.chunks:
                 self._teacher.look(self._lane)
