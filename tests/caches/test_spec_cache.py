@@ -11,6 +11,7 @@ import torch
 from harness import PAD, TOLERANCE, generate, padding, prompt, repetitive_prompt
 from long_llama import long_model
 from low_bits import stood_for
+from spec_fields import SMALL
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -31,7 +32,6 @@ from hf_offload_cache.predictors import low_bit_copy
 from hf_offload_cache.predictors.low_bit import LOYALTY
 
 LENGTH, NEW = 300, 80
-SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
 from long_llama import long_model
 from shared_keys import gemma3n
+from spec_fields import ALL, SMALL
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -35,9 +36,6 @@ from hf_offload_cache.predictors.low_bit_form import LowBitForm
 from hf_offload_cache.predictors.mixed_attention import MixedAttention
 
 LENGTH = 300
-SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
-ALL: dict[str, Any] = {**SMALL, "num_selected": 1000}
-"""Everything is replaced by what was stored: what `DynamicCache` gives."""
 
 
 class Forwards:

@@ -14,6 +14,7 @@ from checked_cache import checked
 from harness import COMMON, build, generate, prompt
 from long_llama import long_model
 from shared_keys import gemma3n
+from spec_fields import ALL, SMALL
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import (
     BloomConfig,
@@ -42,8 +43,6 @@ from hf_offload_cache.predictors.low_bit_form import LowBitForm
 from hf_offload_cache.predictors.mixed_attention import MixedAttention
 
 LENGTH = 300
-SMALL: dict[str, Any] = {"num_recent": 8, "quant_group": 32, "group_size": 4, "block_tokens": 64}
-ALL: dict[str, Any] = {**SMALL, "num_selected": 1000}
 SOME: dict[str, Any] = {**SMALL, "num_selected": 20, "bits": 1}
 
 
