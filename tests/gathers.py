@@ -62,8 +62,8 @@ def assert_gathered(history: PositionHistory, choice: Choice, fetched: Fetched, 
     assert fetched.chosen == places.shape[1]
     assert fetched.entries.shape[:2] == (history.rows, places.shape[1] + len(recent))
     places = np.concatenate([places, np.broadcast_to(recent, (len(places), len(recent)))], 1)
-    index = torch.from_numpy(places.clip(min=0))[:, None, :, None]
-    seen = torch.from_numpy(places >= 0)[:, None, :, None]
+    index = torch.from_numpy(places.clip(min=0)).to(history.device)[:, None, :, None]
+    seen = torch.from_numpy(places >= 0).to(history.device)[:, None, :, None]
     for truth in truths:
         for part, whole in zip(history.form.split(fetched.entries), truth, strict=True):
             assert whole.shape[2] == history.length

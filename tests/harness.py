@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,8 @@ PROMPT, NEW = 56, 24
 PAD = 0
 """Padding token; prompts do not contain it."""
 
-
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+"""Where models and prompts are: "cuda" runs on a GPU what runs on a CPU, too (`make test-gpu`)."""
 
 
 def since(version: str, why: str) -> pytest.MarkDecorator:
@@ -45,7 +47,7 @@ RECORDED_WINDOWS = since("5.23", "with `DynamicCache` too, a step after `activat
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0, scale: float = 5.0) -> Any:
-    """A random model on the CPU in float32, in eval mode, that never stops early; matrices times `scale`."""
+    """A random model in float32, in eval mode, that never stops early; matrices times `scale`."""
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
@@ -56,7 +58,7 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: in
     generation.use_cache = True  # mpt's default is False: generate would feed the whole prompt again at each step
     generation.eos_token_id, generation.bos_token_id, generation.pad_token_id = None, 1, PAD
     generation.forced_eos_token_id = generation.forced_bos_token_id = generation.begin_suppress_tokens = None
-    return model
+    return model.to(DEVICE)
 
 
 COMMON: dict[str, Any] = {
@@ -157,7 +159,7 @@ def assistant_of(name: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator).to(DEVICE)
             parameter.add_(0.02 * float(parameter.std(correction=0)) * noise)
     return model
 
@@ -177,7 +179,7 @@ def vocabulary(model: Any) -> int:
 def prompt(model: Any, rows: int = 1, length: int = PROMPT, seed: int = 7) -> torch.Tensor:
     """Random token ids (rows, length) without special tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, vocabulary(model), (rows, length), generator=generator)
+    return torch.randint(5, vocabulary(model), (rows, length), generator=generator).to(DEVICE)
 
 
 def repetitive_prompt(model: Any, length: int = PROMPT) -> torch.Tensor:
@@ -188,7 +190,7 @@ def repetitive_prompt(model: Any, length: int = PROMPT) -> torch.Tensor:
 def padding(rows: int, length: int = PROMPT, step: int = 11) -> torch.Tensor:
     """A left-padding mask (rows, length); row i has i * step padded positions, more than a block of `SMALL` in the
     third row."""
-    mask = torch.ones(rows, length, dtype=torch.long)
+    mask = torch.ones(rows, length, dtype=torch.long, device=DEVICE)
     for row in range(rows):
         mask[row, : row * step] = 0
     return mask

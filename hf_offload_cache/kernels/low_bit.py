@@ -1,4 +1,4 @@
-"""Elements in 1, 2 or 4 bits, group-wise, and back (KIVI; SpeCache, section 3.4).
+"""Elements in 1, 2 or 4 bits, group-wise, and back, and attention over them (KIVI; SpeCache, section 3.4).
 
 A row is one group: its codes, the first in the lowest bits of the first byte, then scale and zero point in half
 precision; an element is code * scale + zero point. With 2 and 4 bits these are the rows of torch's own quantised
@@ -7,6 +7,7 @@ embeddings, whose compiled code packs and unpacks them on a CPU. One bit is spre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -16,6 +17,8 @@ LARGEST = 65000.0
 """No element stands for more: scales and zero points are in half precision."""
 SIDES = 4
 """Bytes of a row beside its codes."""
+BLOCK = 4096
+"""Tokens of a head that are unpacked at a time: a MB of 64 channels, which stays near the processor."""
 _OPS = torch.ops.quantized
 
 
@@ -78,3 +81,38 @@ def _spread_bits() -> np.ndarray:
     """Of each byte its bits, each in two: (256,) uint16, little-endian."""
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
     return (bits << 2 * np.arange(8)).sum(1).astype("<u2")
+
+
+def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """Products of queries (rows, heads, n, D) float32 with keys, into `out` (rows, heads, n, tokens) float32.
+
+    A row of `keys` (rows, heads, groups, D, row_bytes) has a channel of a group of tokens. Unpacked block by block, in
+    host memory; `low_bit_triton.scores` does it on a device.
+    """
+    group = out.shape[3] // keys.shape[2] if keys.shape[2] else 1
+    for start, stop in _blocks(out.shape[3]):
+        for row, head in np.ndindex(*queries.shape[:2]):
+            groups = keys[row, head, start // group : stop // group]
+            found = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
+            out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
+
+
+def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Sums of values by `shares` (rows, heads, n, tokens) float32: (rows, heads, n, D) float32.
+
+    A row of `values` (rows, heads, groups, tokens, row_bytes) has a group of channels of a token. `group`: of tokens,
+    which divides their number; what is summed at a time. As `scores`; `low_bit_triton.weighted` does it on a device.
+    """
+    groups, channels = values.shape[2], (values.shape[4] - SIDES) * 8 // bits
+    total = shares.new_zeros(*shares.shape[:3], groups * channels)
+    for start, stop in _blocks(shares.shape[3]):
+        for row, head in np.ndindex(*shares.shape[:2]):
+            own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
+            for into, rows in zip(total[row, head].split(channels, 1), values[row, head, :, start:stop], strict=True):
+                parts = own @ unpacked(rows, bits).unflatten(0, (-1, group))  # for threads one each
+                into += parts.sum(0)
+    return total
+
+
+def _blocks(tokens: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + BLOCK, tokens)) for start in range(0, tokens, BLOCK))

@@ -6,19 +6,17 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import not_whole
-from ..kernels.low_bit import packed, unpacked
+from ..kernels import low_bit
+from ..kernels.low_bit import BLOCK, packed
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .low_bit_form import LowBitForm
 
 QUANTISED = 512
 """Tokens of a row that are quantised at a time."""
-BLOCK = 4096
-"""Tokens of a head that are unpacked at a time: a MB of 64 channels, which stays near the processor."""
 
 
 def fitting_bytes(form: LowBitForm, tokens: int) -> int:
@@ -94,30 +92,24 @@ class LowBitCopy:
 
     # --- out ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _kernels(self) -> Any:
+        if self.device.type != "cuda":
+            return low_bit
+        from ..kernels import low_bit_triton  # which torch for CUDA has, and others have not
+
+        return low_bit_triton
+
     def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
-        group = self.form.group
-        for start, stop in self._blocks():
-            for row, head in np.ndindex(*queries.shape[:2]):
-                groups = self._parts["keys"][row, head, start // group : stop // group]
-                found = queries[row, head] @ unpacked(groups, self.form.bits)  # (groups, n, tokens of a group)
-                out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
+        self._kernels.scores(queries, self._held(self._parts, self.tokens)["keys"], self.form.bits, out)
         return out
 
     def weighted(self, shares: torch.Tensor) -> torch.Tensor:
         """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
-        group, total = self.form.group, shares.new_zeros(*shares.shape[:3], self.form.value_dim)
-        for start, stop in self._blocks():
-            for row, head in np.ndindex(*shares.shape[:2]):
-                own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
-                sums = total[row, head].split(self.form.value_group, 1)
-                for into, rows in zip(sums, self._parts["values"][row, head, :, start:stop], strict=True):
-                    parts = own @ unpacked(rows, self.form.bits).unflatten(0, (-1, group))  # for threads one each
-                    into += parts.sum(0)
+        values = self._held(self._parts, self.tokens)["values"]
+        total: torch.Tensor = self._kernels.weighted(shares, values, self.form.bits, self.form.group)
         return total[..., : self.form.entry.value_dim]
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + BLOCK, self.tokens)) for start in range(0, self.tokens, BLOCK))
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

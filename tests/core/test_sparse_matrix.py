@@ -43,13 +43,13 @@ class Driver:
 
     def start(self, rows: int, length: int, step: int) -> None:
         """A prompt in an empty cache; row i has i * step padded positions."""
-        self.mask = torch.ones(rows, 0, dtype=torch.long)
+        self.mask = torch.ones(rows, 0, dtype=torch.long, device=harness.DEVICE)
         self.feed(length, harness.padding(rows, length, step))
 
     def feed(self, tokens: int = 1, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The logits (B, vocabulary) of the last of `tokens` new tokens."""
         rows, self.seed = len(self.mask), self.seed + 1
-        new = torch.ones(rows, tokens, dtype=torch.long) if mask is None else mask
+        new = torch.ones(rows, tokens, dtype=torch.long, device=harness.DEVICE) if mask is None else mask
         self.mask = torch.cat([self.mask, new], 1)
         places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens:]
         ids = prompt(self.model, rows, tokens, self.seed).masked_fill(new == 0, PAD)

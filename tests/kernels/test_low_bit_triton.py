@@ -1,0 +1,61 @@
+"""Attention over elements in a few bits on a device: in Triton's interpreter (`make test-kernels`), and on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from low_bits import entry, states
+
+from hf_offload_cache.kernels import low_bit
+from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
+from hf_offload_cache.predictors.low_bit_form import LowBitForm
+
+DEVICES = [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
+    return importlib.import_module("hf_offload_cache.kernels.low_bit_triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize(("dims", "group"), [((64, 64), 64), ((24, 40), 32), ((7, 3), 64), ((128, 128), 64)])
+@pytest.mark.parametrize(("rows", "count", "tokens"), [(2, 3, 320), (1, 17, 64), (1, 8, 4480)])
+def test_the_kernels_give_what_their_twins_give(
+    device: str, bits: int, dims: tuple[int, int], group: int, rows: int, count: int, tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Within what 22 of 24 bits of a product lose. The copy has room for more than it holds, and scores a column more
+    than there are tokens."""
+    if device == "cpu" and tokens > 1000 and dims != (24, 40):
+        return  # minutes in the interpreter
+    on_device, form = kernel(device, monkeypatch), LowBitForm(entry(*dims), bits, group)
+    keys, values = states(tokens, form.entry, rows)
+    copy = LowBitCopy(form, rows, torch.device("cpu"), MemoryAccount(), tokens + 3 * group)
+    copy.append([(keys, values)], tokens)
+    parts = copy._held({name: part.to(device) for name, part in copy._parts.items()}, tokens)
+    queries = torch.randn(rows, 2, count, dims[0], generator=torch.Generator().manual_seed(1))
+    expected = copy.scores(queries, torch.empty(rows, 2, count, tokens))
+    found = torch.full((rows, 2, count, tokens + 1), 7.0, device=device)
+    on_device.scores(queries.to(device), parts["keys"], bits, found[..., :-1])
+    torch.testing.assert_close(found[..., :-1].cpu(), expected, rtol=1e-5, atol=2e-4)
+    assert bool((found[..., -1] == 7).all())
+    found[..., :-1] = expected.softmax(-1)
+    total = on_device.weighted(found[..., :-1], parts["values"], bits, group)[..., : dims[1]]
+    torch.testing.assert_close(total.cpu(), copy.weighted(expected.softmax(-1)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = kernel(device, monkeypatch)
+    keys, values = torch.empty(1, 2, 0, 8, 20, dtype=torch.uint8), torch.empty(1, 2, 1, 0, 6, dtype=torch.uint8)
+    nothing = torch.empty(1, 2, 3, 0, device=device)
+    on_device.scores(torch.ones(1, 2, 3, 8, device=device), keys.to(device), 2, nothing)
+    assert torch.equal(on_device.weighted(nothing, values.to(device), 2, 64).cpu(), torch.zeros(1, 2, 3, 8))
+    assert torch.equal(low_bit.weighted(nothing.cpu(), values, 2, 64), torch.zeros(1, 2, 3, 8))
