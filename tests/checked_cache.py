@@ -77,8 +77,10 @@ def checked(cls: type[Any]) -> type[Any]:
             """Of `SpecCache`, which gathers nothing: each token once, as it came."""
             super().attends_to(call, stored)
             assert self.came is not None and self.came.shape[2] == self.length
+            places = [one.tokens.cpu().numpy() for one in stored]
             for row, head in np.ndindex(*self.came.shape[:2]):
-                parts = [(one.tokens[row, head], one.keys[row, head], one.values[row, head]) for one in stored]
+                at = zip(places, stored, strict=True)
+                parts = [(own[row, head], one.keys[row, head], one.values[row, head]) for own, one in at]
                 named = np.concatenate([tokens[tokens >= 0] for tokens, *_ in parts] or [np.zeros(0, dtype=int)])
                 assert len(set(named.tolist())) == len(named) and named.max(initial=-1) < self.predictor.copy.tokens
                 for tokens, keys, values in parts:

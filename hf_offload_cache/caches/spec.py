@@ -47,6 +47,8 @@ class SpecCache(SelectiveCache):
         super().prepare(model)
         self._guess: torch.Tensor | None = None
         self._can_guess, self._most_positions = True, most_positions(model)
+        if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
+            self.storage.pinned = True
         self._recording: list[Any] = []
         """Layers of transformers' own that keep, for this step, what a guess pushes out."""
         if self.config.exact or not self.config.speculative or not self.config.chosen:

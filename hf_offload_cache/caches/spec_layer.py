@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.offload_layer import Output
 from ..core.step import Step
-from ..errors import BudgetError, not_whole
-from ..fetch.chosen_entries import ChosenEntries, Entries
-from ..fetch.entry_reads import EntryReads
+from ..errors import not_whole
+from ..fetch.chosen_entries import Entries
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..predictors.low_bit import LowBitPredictor
 from ..predictors.mixed_attention import MixedAttention
 from ..stores.freezable import FreezableStore
-from .spec_config import SpecConfig
-from .spec_plan import TOGETHER, SpecPlan
+from .spec_entries import SpecEntries
+from .spec_plan import TOGETHER
 
 
-class SpecLayer(SpecPlan):
+class SpecLayer(SpecEntries):
     """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
 
-    config: SpecConfig
-    predictor: LowBitPredictor | None
     collects: SpecLayer | None = None
     """The layer whose read for the next step is collected when this one chooses; set by the cache."""
 
     def _clear(self) -> None:
         super()._clear()
-        self.chosen: ChosenEntries | None = None
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
         self._shared_keys = False
@@ -65,10 +59,9 @@ class SpecLayer(SpecPlan):
         if predictor is None:
             return
         if step.selects:
-            tokens = np.arange(sealed.tokens - sealed.fresh, sealed.tokens)
-            shape = self.history.rows, self.history.form.num_key_heads, sealed.fresh
             keys, values = (torch.cat(parts, 2) for parts in zip(*sealed.parts, strict=True))
-            self._leaving = Entries(np.broadcast_to(tokens, shape), keys, values)
+            tokens = torch.arange(sealed.tokens - sealed.fresh, sealed.tokens, device=keys.device)
+            self._leaving = Entries(tokens.expand(keys.shape[:3]), keys, values)
         if predictor.copy.tokens + sealed.fresh == sealed.tokens:
             super().learn(sealed, call, step)
         else:  # attention did not come to us when some of it was sealed
@@ -94,22 +87,6 @@ class SpecLayer(SpecPlan):
             return keys, values
         guesses = (one[:, :, -self.guessed :].to(keys.dtype) for one in (call.key, call.value))
         return tuple(torch.cat(both, 2) for both in zip((keys, values), guesses, strict=True))  # type: ignore[return-value]
-
-    def _held(self) -> ChosenEntries:
-        if self.chosen is None:
-            history = self.history
-            own = self.config.chosen, history.device, self.shared.storage.account
-            self.chosen = ChosenEntries(history.form, history.rows, *own)
-        return self.chosen
-
-    @property
-    def _reads(self) -> EntryReads:
-        assert self.selecting is not None
-        return EntryReads(self.shared.storage, self.selecting.areas)
-
-    def _bring(self, absent: np.ndarray) -> list[Entries]:
-        """The entries of these tokens, which are read, or were ahead."""
-        return self._reads.bring(self.fetcher, self.history, absent)
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -195,8 +172,8 @@ class SpecLayer(SpecPlan):
                 mixed = self._over(call, begin, queries)
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
-                first = shares.shape[2] if self._leaving is None else int(self._leaving.tokens.min())
-                replaced += self._bring(chosen.absent_of(np.where(wanted < first, wanted, -1)))
+                first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
+                replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
                 self._want(shares, visible)
                 self.collect()
@@ -210,52 +187,28 @@ class SpecLayer(SpecPlan):
             for one in before if config.selection == "default" else ():
                 following += one
                 following[..., 1:] += one[..., :-1]
-            self._reads.ahead(self.fetcher, self.history, self._want(following, visible))
+            absent = self._want(following, visible)
+            if self._reads.ahead(self.fetcher, self.history, chosen):
+                self.shared.storage.counters.later(units_ready=(absent >= 0).sum())
         return output, replaced
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
         """These entries, beside the latest ones, are attended to as they were stored by this call."""
-        most = sum(int((one.tokens >= 0).sum(2).max(initial=0)) for one in stored)
+        counters = self.shared.storage.counters
         queries = call.query.shape[0] * (call.num_queries - self.guessed)
-        self.shared.storage.counters.attend(queries, self.history.length, most + self.history.recent.shape[1])
-
-    # --- the entries that are as they were stored --------------------------------------------------------------
-
-    def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> np.ndarray:
-        """What has most of these shares is to be collected: what of it is absent."""
-        assert self.predictor is not None
-        chosen, counters = self._held(), self.shared.storage.counters
-        held = chosen.tokens if self.config.selection == "default" else None
-        wanted = self.predictor.most(shares, visible, self.config.chosen, held)
-        absent, there = chosen.want(wanted), int((wanted >= 0).sum())
-        missing = int((absent >= 0).sum())
-        counters.units_selected += there
-        counters.units_resident += there - missing
-        counters.units_ready += there - missing
-        return absent
-
-    def collect(self) -> None:
-        """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""
-        chosen = self.chosen
-        if chosen is not None and chosen.absent is not None:
-            chosen.take(self._bring(chosen.absent))
-
-    def collect_soon(self) -> None:
-        """As `collect`, before attention asks; what fails is left to the step that wants it."""
-        absent = None if self.chosen is None else self.chosen.absent
-        with contextlib.suppress(OSError, BudgetError):
-            self.collect()
-            if absent is not None and not self.history.store.in_memory:
-                self.shared.storage.counters.units_ready += int((absent >= 0).sum())
+        counters.attend(queries, self.history.length, self.history.recent.shape[1])
+        for one in stored:
+            if one.tokens.numel():
+                counters.later(tokens_attended=queries * (one.tokens >= 0).sum(2).amax())
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
         tree, chosen = super().capture(), self.chosen
-        held = None if chosen is None else chosen.tokens if chosen.wanted is None else chosen.wanted
+        held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
         learnt = tree["predictor"] if self.is_initialized and self.can_choose() else None
-        return {**tree, "predictor": learnt, "chosen": None if held is None else torch.from_numpy(held.copy())}
+        return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
 
     @classmethod
     def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
@@ -272,25 +225,4 @@ class SpecLayer(SpecPlan):
         if not right or not bool(((wanted >= -1) & (wanted < most)).all()):
             what = f"what was chosen of it is {tuple(wanted.shape)} {wanted.dtype}, of {shape} rows and heads"
             raise not_whole(self.name, what)
-        self._held().want(wanted[:, :, : self.config.chosen].cpu().numpy())
-
-    def drop_chosen(self) -> None:
-        """What was chosen is of no more use: it is given back."""
-        if self.chosen is not None:
-            self.chosen.close()
-            self.chosen = None
-
-    def truncated(self, units: int) -> None:
-        super().truncated(units)
-        tokens = units * self.history.form.group_size
-        if self.chosen is not None:
-            self.chosen.truncate(tokens)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        super().select_rows(rows)
-        if self.chosen is not None:
-            self.chosen.select_rows(rows)
-
-    def close(self) -> None:
-        self.drop_chosen()
-        super().close()
+        self._held().want(wanted[:, :, : self.config.chosen].to(device))

@@ -10,6 +10,7 @@ from ..core.selective_plan import area_bytes
 from ..fetch.areas import Areas
 from ..fetch.chosen_entries import ChosenEntries
 from ..fetch.entry_reads import EntryReads
+from ..fetch.pinned_entries import PinnedEntries
 from ..history.packing import latest_tokens, sealed_groups
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, Planned
@@ -37,7 +38,7 @@ class SpecPlan(SelectiveLayer):
         assert isinstance(config, SpecConfig)
         tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
         queries = TOGETHER  # of candidates, too
-        asked = kind.num_heads, queries, cls.scores_of(config, queries)
+        asked = kind.num_heads, queries, cls.scores_of(config, queries), kind.device
         return LowBitPredictor.planned(cls.copy_form(kind.form, config), tokens, kind.rows, *asked)
 
     @staticmethod
@@ -80,6 +81,8 @@ class SpecPlan(SelectiveLayer):
         own = Planned(decode={"chosen entries": chosen})
         if config.reuse_capacity and not config.records_apart:
             own += cls.plan_slots(kind, config, units)
+        if config.records_apart and kind.device == "cuda":
+            own += Planned.always({"tables": PinnedEntries.planned(kind.rows, units)})
         selecting = LayerPlan(own, shared)
         return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
 

@@ -111,7 +111,7 @@ def _open_stores(
             store = open_named(storage.engine, *place, name, storage.ring, guard)
             if cache.config.records_apart:
                 with contextlib.closing(store):
-                    store = MemoryStore.copy_of(store, guard.fresh())
+                    store = MemoryStore.copy_of(store, guard.fresh(), pinned=storage.pinned)
             stores.append(store)
             undo.callback(store.close)
         undo.pop_all()

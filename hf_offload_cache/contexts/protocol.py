@@ -81,6 +81,10 @@ class ContextStorage(Protocol):
         """The io_uring that the stores of the cache share, or None."""
 
     @property
+    def pinned(self) -> bool:
+        """Stores in host memory are where a GPU reads by itself."""
+
+    @property
     def key(self) -> bytes | None:
         """What is stored is encrypted with this; None: it is not encrypted."""
 

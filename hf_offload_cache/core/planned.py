@@ -75,7 +75,8 @@ def plan_store(kind: LayerKind, config: OffloadConfig, records: int) -> LayerPla
     """A store of so many records, and the buffers that it is streamed through in a prefill."""
     streams = Planned({"stream buffers": stream_bytes(kind, config)})
     encrypted, size = config.encryption_key is not None, kind.form.record_bytes
-    store = planned_store(config.engine, records, size, encrypted=encrypted)
+    pinned = config.records_apart and kind.device == "cuda"
+    store = planned_store(config.engine, records, size, encrypted=encrypted, pinned=pinned)
     return LayerPlan(Planned.always(store), streams, records * size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from .choice import Choice
 
 @dataclass(frozen=True)
 class Entries:
-    """Keys (rows, heads, m, Dk) and values (rows, heads, m, Dv) of `tokens` (rows, heads, m), -1: none, which are
-    undefined there and finite."""
+    """Keys (rows, heads, m, Dk) and values (rows, heads, m, Dv) of `tokens` (rows, heads, m) int64, -1: none, which are
+    undefined there and finite. All on one device."""
 
-    tokens: np.ndarray
+    tokens: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -50,25 +50,30 @@ def picked(form: Any, records: torch.Tensor, choice: Choice, tokens: np.ndarray)
     keys, values = form.split(records.flatten(1, 2))
     of_row, of_head = (torch.arange(count, device=records.device) for count in tokens.shape[:2])
     where = of_row[:, None, None], of_head[:, None], place
-    return Entries(np.where(there, tokens, -1), keys[where], values[where])
+    return Entries(torch.from_numpy(np.where(there, tokens, -1)).to(records.device), keys[where], values[where])
 
 
 class ChosenEntries:
     """Room for `count` entries a row and key head, in the account as "chosen entries", on the history's device. What is
-    wanted again stays where it lies. For the thread that runs the model."""
+    wanted again stays where it lies. For the thread that runs the model, which on a GPU waits for nothing of it."""
 
     def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
         self.form, self.count, self._device, self._account = form, count, device, account
-        self.tokens = np.full((rows, form.num_key_heads, count), -1, dtype=np.int64)
-        """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
-        self.wanted: np.ndarray | None = None
-        """The tokens (rows, heads, m) that are to be held, -1: none; None: those that are."""
-        self.absent: np.ndarray | None = None
-        """Those of them that are not here, (rows, heads, n), -1: none; None as well."""
         account.hold("chosen entries", self.planned(form, rows, count))
         shape = rows, form.num_key_heads, count
+        self.tokens = lasting_empty(*shape, dtype=torch.int64, device=device).fill_(-1)
+        """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
+        self.wanted: torch.Tensor | None = None
+        """The tokens (rows, heads, m) that are to be held, -1: none; None: those that are."""
+        self.absent: torch.Tensor | None = None
+        """Those of them that are not here, (rows, heads, m), -1 behind them; None as well."""
+        self.empty = True
+        """It holds nothing."""
         self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
         self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
+        self._under_way: torch.cuda.Event | None = None
+        self._kept: tuple[torch.Tensor | None, ...] = ()
+        """What the stream of `fetch` still reads."""
 
     @staticmethod
     def planned(form: Any, rows: int, count: int) -> int:
@@ -82,72 +87,91 @@ class ChosenEntries:
     @property
     def entries(self) -> Entries:
         """All of them: views, valid until the next change."""
+        self._wait()
         return Entries(self.tokens, self.keys, self.values)
 
-    @property
-    def empty(self) -> bool:
-        return not bool((self.tokens >= 0).any())
+    def absent_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of `tokens` (rows, heads, m), -1: none, that are not here, (rows, heads, m), -1 behind them."""
+        self._wait()
+        return tokens.masked_fill(_among(tokens, self.tokens), -1).sort(2, descending=True).values
 
-    def absent_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Those of `tokens` (rows, heads, m), -1: none, that are not here, (rows, heads, n), -1 behind them."""
-        absent = np.where(_among(tokens, self.tokens), -1, tokens)
-        absent = -np.sort(-absent, 2)
-        return absent[:, :, : int((absent >= 0).sum(2).max(initial=0))]
-
-    def want(self, tokens: np.ndarray) -> np.ndarray:
+    def want(self, tokens: torch.Tensor) -> torch.Tensor:
         """From the next `take` on these are held, (rows, heads, `count` at most), -1: none, and no others. Returns what
         is `absent`."""
         self.wanted, self.absent = tokens, self.absent_of(tokens)
         return self.absent
 
     def take(self, new: Sequence[Entries]) -> None:
-        """Hold what is wanted; what is absent is in `new`."""
+        """Hold what is wanted; what is absent is in `new`, each where it is among `absent`."""
+        self._wait()
         if self.wanted is None:
             return
-        self.tokens[~_among(self.tokens, self.wanted)] = -1
+        self.tokens.masked_fill_(~_among(self.tokens, self.wanted), -1)
+        free = (self.tokens >= 0).byte().argsort(dim=2, stable=True)
         for some in new:
-            row, head, column = (some.tokens >= 0).nonzero()
-            free = np.argsort(self.tokens >= 0, 2, kind="stable")
-            rank = np.cumsum(some.tokens >= 0, 2) - 1
-            slot = free[row, head, rank[row, head, column]]
-            self.tokens[row, head, slot] = some.tokens[row, head, column]
-            into, out = (
-                tuple(torch.from_numpy(one).to(self._device) for one in (row, head, last)) for last in (slot, column)
-            )
-            self.keys[into], self.values[into] = some.keys[out], some.values[out]
+            slot, there = free[:, :, : some.tokens.shape[2]], some.tokens >= 0
+            self.tokens.scatter_(2, slot, torch.where(there, some.tokens, self.tokens.gather(2, slot)))
+            for held, came in ((self.keys, some.keys), (self.values, some.values)):
+                place = slot[..., None].expand(came.shape)
+                held.scatter_(2, place, torch.where(there[..., None], came, held.gather(2, place)))
+        self.empty = self.empty and not self.wanted.shape[2]
         self.wanted = self.absent = None
+
+    def fetch(self, gather: Callable[[torch.Tensor], Entries], stream: torch.cuda.Stream) -> None:
+        """As `take`, of what `gather` gives of what is `absent`, on `stream`, behind what the current one was given so
+        far. Does not block; what the current stream is given later finds it done."""
+        if self.wanted is None or self.absent is None:
+            return
+        self._kept = self.wanted, self.absent
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self.take([gather(self.absent)])
+            self._under_way = stream.record_event()
+
+    def _wait(self) -> None:
+        """What the current stream is given from now on finds what was fetched."""
+        if self._under_way is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._under_way)
+            self._under_way, self._kept = None, ()
+
+    def settle(self) -> None:
+        """Block until nothing is read out of host memory any more."""
+        if self._under_way is not None:
+            self._under_way.synchronize()
+            self._under_way, self._kept = None, ()
 
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay, and are wanted."""
+        self.settle()
         for held in (self.tokens, self.wanted, self.absent):
             if held is not None:
-                held[held >= tokens] = -1
+                held.masked_fill_(held >= tokens, -1)
+        self.empty = not bool((self.tokens >= 0).any())
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
+        self.settle()
         before, own = self.nbytes, rows.to(self._device)
         after = self.planned(self.form, len(rows), self.count)
         self._account.hold("chosen entries", after)
-        moved = rows.cpu().numpy()
-        self.tokens = self.tokens[moved]
         if self.wanted is not None and self.absent is not None:
-            self.wanted, self.absent = self.wanted[moved], self.absent[moved]
-        for name, old in (("keys", self.keys), ("values", self.values)):  # not of inference mode, which lasts no longer
+            self.wanted, self.absent = self.wanted[own], self.absent[own]
+        for name in ("tokens", "keys", "values"):  # not of inference mode, which lasts no longer
+            old = getattr(self, name)
             new = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
             setattr(self, name, torch.index_select(old, 0, own, out=new))
         self._account.release("chosen entries", before)
 
     def close(self) -> None:
+        self.settle()
         self._account.release("chosen entries", self.nbytes)
         self.tokens, self.keys, self.values = self.tokens[:0], self.keys[:0], self.values[:0]
 
 
-def _among(these: np.ndarray, those: np.ndarray) -> np.ndarray:
+def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
     """Which of `these` tokens (rows, heads, m) are among `those` (rows, heads, n) of the same row and head; not -1."""
-    most = max(int(these.max(initial=-1)), int(those.max(initial=-1)))
-    rows, heads = these.shape[:2]
-    held = np.zeros((rows * heads, most + 2), dtype=bool)
-    row = np.arange(rows * heads)[:, None]
-    held[row, those.reshape(rows * heads, -1)] = True
-    held[:, -1] = False  # where -1 is
-    return held[row, these.reshape(rows * heads, -1)].reshape(these.shape)
+    if not those.shape[2]:
+        return torch.zeros_like(these, dtype=torch.bool)
+    ascending = those.sort(2).values
+    at = torch.searchsorted(ascending, these.contiguous()).clamp_(max=those.shape[2] - 1)
+    return (ascending.gather(2, at) == these) & (these >= 0)

@@ -6,12 +6,14 @@ import contextlib
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import BudgetError
 from .areas import Areas
-from .chosen_entries import Entries, picked, records_of
+from .chosen_entries import ChosenEntries, Entries, picked, records_of
 from .fetched import Source
 from .fetcher import Fetcher
+from .pinned_entries import PinnedEntries
 from .storage import Storage
 
 
@@ -19,27 +21,37 @@ class EntryReads:
     """Of one layer. Tokens are (rows, heads, m), -1: none. For the thread that runs the model."""
 
     def __init__(self, storage: Storage, areas: Areas) -> None:
-        self._storage, self._areas = storage, areas
+        self._storage, self.areas = storage, areas
+        self.pinned = PinnedEntries(storage)
 
     @staticmethod
     def area_bytes(form: Any, tokens: int) -> int:
         """What entries of so many tokens of every head take on their way out of host memory."""
         return tokens * form.entry_bytes
 
-    def ahead(self, fetcher: Fetcher, history: Source, tokens: np.ndarray) -> None:
-        """Begin to read what `bring` will be asked for, as far as there is room. A read that fails is made anew."""
+    def ahead(self, fetcher: Fetcher, history: Source, chosen: ChosenEntries) -> bool:
+        """Begin to read what `bring` will be asked for, what is absent of `chosen`, as far as there is room; True: that
+        was taken in, and `bring` need not be asked. A read that fails is made anew."""
+        assert chosen.absent is not None
         if history.store.in_memory:
-            return
+            return self.pinned.fetch(history, chosen)
+        tokens = chosen.absent.cpu().numpy()
         if choices := records_of(tokens, history.form.group_size, fetcher.most_records):
             with self._storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
                 fetcher.ahead(history, choices[0])
+        return False
 
-    def bring(self, fetcher: Fetcher, history: Source, tokens: np.ndarray) -> list[Entries]:
-        """The entries of these tokens: copies, in parts. Raises as `Fetcher.gather`."""
+    def bring(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> list[Entries]:
+        """The entries of these tokens, none of which stands behind a -1: copies, in parts, and no more columns than
+        there are tokens. Raises as `Fetcher.gather`."""
+        if history.store.in_memory and (found := self.pinned.gather(history, tokens)) is not None:
+            return [found]
+        there = tokens.cpu().numpy()
+        there = there[:, :, : int((there >= 0).sum(2).max(initial=0))]
         if history.store.in_memory:
-            return [self._parts(history, tokens)] if tokens.size else []
-        choices = records_of(tokens, history.form.group_size, fetcher.most_records)
-        return [picked(history.form, fetcher.bring(history, choice), choice, tokens) for choice in choices]
+            return [self._parts(history, there)] if there.size else []
+        choices = records_of(there, history.form.group_size, fetcher.most_records)
+        return [picked(history.form, fetcher.bring(history, choice), choice, there) for choice in choices]
 
     def _parts(self, history: Source, tokens: np.ndarray) -> Entries:
         """No more of a record than is wanted of it."""
@@ -49,7 +61,7 @@ class EntryReads:
         head, entry = np.arange(heads)[:, None], there % form.group_size * form.entry_width
         parts, first = [], 0
         keys, values = entry + head * form.key_dim, entry + form.key_width + head * form.value_dim
-        area = self._areas.borrow(self.area_bytes(form, rows * count), history.device)
+        area = self.areas.borrow(self.area_bytes(form, rows * count), history.device)
         try:
             self._storage.prefetcher.flush(store)  # what was written behind is there
             for dim, at in ((form.key_dim, keys), (form.value_dim, values)):
@@ -58,5 +70,5 @@ class EntryReads:
                 parts.append(own.view(rows, heads, count, dim).clone())
                 first += tokens.size * dim * item
         finally:
-            self._areas.give_back(area)
-        return Entries(tokens, *parts)
+            self.areas.give_back(area)
+        return Entries(torch.from_numpy(tokens).to(history.device), *parts)

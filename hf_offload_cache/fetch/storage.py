@@ -46,7 +46,10 @@ class Storage:
         stores: those that are open, one a layer.
         tables: those that lie on the disk beside them.
         torn: a signal's exception came while something was changed: what is held cannot be told, until `reset`.
+        pinned: stores in host memory that are made from now on are where a GPU reads by itself.
     """
+
+    pinned = False
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
         self.process = Process()
@@ -82,7 +85,7 @@ class Storage:
 
     def _new_store(self, record_bytes: int, name: str) -> FreezableStore:
         guard = make_guard(self.key, self._verify)
-        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard)
+        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard, pinned=self.pinned)
 
     def layer_store(self, parts: Sequence[FreezableStore], record_bytes: int, name: str) -> Store:
         """A store over the frozen `parts`, which it owns; what is added goes to a store of its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import not_whole
@@ -33,12 +32,14 @@ class LowBitPredictor:
         self.copy, self._num_sinks, self._name = LowBitCopy(form, rows, device, account, reserve), num_sinks, name
 
     @staticmethod
-    def planned(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> LayerPlan:
+    def planned(
+        form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int, device_type: str = "cpu"
+    ) -> LayerPlan:
         """What `rows` rows of `tokens` tokens take, `queries` of `heads` heads each in a step, and `scores` of each
         head for all tokens at a time."""
         held = form.nbytes(rows, tokens)
         moving = {"moving rows": held} if rows > 1 else {}
-        many, few = (fitting_bytes(form, min(tokens, count)) for count in (tokens, form.group))
+        many, few = (fitting_bytes(form, rows * min(tokens, count), device_type) for count in (tokens, form.group))
         scored = LowBitPredictor.scored_bytes(form, tokens, rows, heads, queries, scores)
         decode = {**moving, "fitting": few, "scores": max(0, scored - few)}  # one after the other
         return LayerPlan(Planned.always({"low-bit copy": held}), Planned({**moving, "fitting": many}, decode))
@@ -62,18 +63,17 @@ class LowBitPredictor:
         self.copy.append(sealed.parts, sealed.tokens)
 
     def most(
-        self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: np.ndarray | None = None
-    ) -> np.ndarray:
-        """The tokens (rows, heads, m) that have most of `shares` (rows, heads, tokens) of the attention, which are
-        changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
+        self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tokens (rows, heads, m) int64 that have most of `shares` (rows, heads, tokens) of the attention, which
+        are changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
         `held`, (rows, heads, n), -1: none, count `LOYALTY` times."""
         sinks, count = self._num_sinks, min(count, shares.shape[2])
         if not count:
-            return np.zeros((*shares.shape[:2], 0), dtype=np.int64)
+            return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
         if held is not None:
-            row, head, column = (held >= 0).nonzero()
-            where = tuple(torch.from_numpy(one).to(shares.device) for one in (row, head, held[row, head, column]))
-            shares[where] *= LOYALTY
+            times = torch.where(held < 0, 1.0, float(LOYALTY))  # none of them twice
+            shares.scatter_reduce_(2, held.clamp(min=0), times, "prod")
         if visible is None:
             shares[:, :, :sinks] = torch.inf
         else:
@@ -81,11 +81,11 @@ class LowBitPredictor:
             first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
             shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
         found = shares.topk(count, 2, sorted=False).indices
-        if visible is not None:  # what is hidden is none, however few there are
-            seen = visible[:, : shares.shape[2]].to(shares.device)
-            of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
-            found = torch.where(seen[of_row, found], found, -1)
-        return found.cpu().numpy()
+        if visible is None:
+            return found
+        seen = visible[:, : shares.shape[2]].to(shares.device)  # what is hidden is none, however few there are
+        of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
+        return torch.where(seen[of_row, found], found, -1)
 
     def truncate(self, units: int) -> None:
         self.copy.truncate(units * self.copy.form.entry.group_size)

@@ -15,14 +15,20 @@ from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .low_bit_form import LowBitForm
 
-QUANTISED = 512
+_PIECE = 512
 """Tokens of a row that are quantised at a time."""
+_QUANTISED = {"cuda": 16 * _PIECE}
+"""Tokens of all rows that are, by type of device: what keeps it busy. Elsewhere a piece."""
 
 
-def fitting_bytes(form: LowBitForm, tokens: int) -> int:
-    """While so many tokens a row are quantised: a piece of a row in 32 bits three times, and its codes."""
+def _at_once(device_type: str) -> int:
+    return _QUANTISED.get(device_type, _PIECE)
+
+
+def fitting_bytes(form: LowBitForm, tokens: int, device_type: str) -> int:
+    """While so many tokens of all rows are quantised: some of them in 32 bits three times, and their codes."""
     width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
-    return min(tokens, QUANTISED) * width * 13
+    return min(tokens, _at_once(device_type)) * width * 13
 
 
 class LowBitCopy:
@@ -70,21 +76,25 @@ class LowBitCopy:
         `tokens` then, whole groups. Raises `BudgetError`, and what `parts` raise, having changed nothing."""
         self._need(tokens)
         held = self.tokens
-        with self._account.holding("fitting", fitting_bytes(self.form, tokens - held)):
-            for keys, values in _pieces(parts, QUANTISED):
+        fitting = fitting_bytes(self.form, self.rows * (tokens - held), self.device.type)
+        with self._account.holding("fitting", fitting):
+            for keys, values in _pieces(parts, _PIECE):
                 self._quantise(held, keys, values)
                 held += keys.shape[2]
         self.tokens = held
 
     def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         form, group, stop = self.form, self.form.group, first + keys.shape[2]
-        for row, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
-            groups = own_keys.unflatten(1, (-1, group)).transpose(2, 3)
-            into = self._parts["keys"][row, :, first // group : stop // group]
+        rows = max(1, _at_once(self.device.type) // keys.shape[2])
+        for start in range(0, self.rows, rows):
+            some = slice(start, start + rows)
+            groups = keys[some].unflatten(2, (-1, group)).transpose(3, 4)
+            into = self._parts["keys"][some, :, first // group : stop // group]
             into.copy_(self._packed(groups).view_as(into))
-            filling = own_values[..., -1:].expand(-1, -1, form.value_dim - form.entry.value_dim)
-            groups = torch.cat([own_values, filling], 2).unflatten(2, (-1, form.value_group)).transpose(1, 2)
-            into = self._parts["values"][row, :, :, first:stop]
+            own = values[some]
+            filling = own[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
+            groups = torch.cat([own, filling], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
+            into = self._parts["values"][some, :, :, first:stop]
             into.copy_(self._packed(groups).view_as(into))
 
     def _packed(self, groups: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ..fetch.chosen_entries import Entries
@@ -77,9 +76,9 @@ class MixedAttention:
         it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of each of
         the queries `asked`. After the `last` call there is no other."""
         scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
-        nothing = np.zeros((*scores.shape[:2], 0), dtype=np.int64)
-        tokens = np.concatenate([nothing, *(one.tokens for one in replaced)], 2)
-        places = torch.from_numpy(np.where(tokens < 0, none, tokens)).to(scores.device)
+        nothing = scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)
+        tokens = torch.cat([nothing, *(one.tokens for one in replaced)], 2)
+        places = tokens.masked_fill(tokens < 0, none)
         keys = torch.cat([*(one.keys for one in replaced), self._keys[:, :, :0]], 2)
         values = torch.cat([*(one.values for one in replaced), self._values], 2).float()
         every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
 
 
 @dataclass
@@ -29,15 +32,30 @@ class Counters:
     decode_flight_seconds: float = 0.0
     stall_seen: float = 0.0
     flight_seen: float = 0.0
+    _on_devices: dict[torch.device, list[tuple[str, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
 
     def attend(self, queries: int, held: int, entries: int) -> None:
         """So many queries, to each of which `held` tokens were visible, attended to `entries` as they were stored."""
         self.tokens_visible += queries * held
         self.tokens_attended += queries * entries
 
+    def later(self, **numbers: torch.Tensor) -> None:
+        """These numbers, () int64, come to the figures of these names at `fold`, so that nobody waits for a device."""
+        for name, number in numbers.items():
+            self._on_devices[number.device].append((name, number))
+
+    def fold(self) -> None:
+        """All that `later` was given is in the figures; waits once for each device."""
+        for counted in self._on_devices.values():
+            names, numbers = zip(*counted, strict=True)
+            for name, number in zip(names, torch.stack(numbers).tolist(), strict=True):
+                setattr(self, name, getattr(self, name) + number)
+        self._on_devices.clear()
+
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:
         """A step has ended, after `decode_seconds` (None: it was not one of decoding). `flight_seconds` is the
         prefetcher's; what came to it and to `stall_seconds` since the step before is of this one."""
+        self.fold()
         if decode_seconds is not None:
             self.decode_steps += 1
             self.decode_seconds += decode_seconds

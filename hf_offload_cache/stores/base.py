@@ -119,6 +119,11 @@ class Store(ABC):
         `first_bytes[i]` on, as they lie in it. For stores that are `in_memory`."""
         raise NotImplementedError(f"{self.name}: records on a disk are read whole")
 
+    def addresses(self, ids: np.ndarray) -> np.ndarray | None:
+        """Where each of these records begins in memory that a GPU reads by itself, (n,) int64; it is there until the
+        record is freed or written anew. None: some of them are not in such memory."""
+        return None
+
     @property
     @abstractmethod
     def capacity(self) -> int:

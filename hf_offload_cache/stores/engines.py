@@ -118,14 +118,17 @@ def open_store(
     name: str,
     ring: Ring | None = None,
     guard: RecordGuard | None = None,
+    *,
+    pinned: bool = False,
 ) -> FreezableStore:
     """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there.
 
     Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it. `guard`
-    (None: checksums, checked on every read) has no records yet, and is this store's from now on.
+    (None: checksums, checked on every read) has no records yet, and is this store's from now on. `pinned`: as
+    `MemoryStore` has it; the others take no notice of it.
     """
     if engine == "memory":
-        return MemoryStore(record_bytes, name, guard)
+        return MemoryStore(record_bytes, name, guard, pinned=pinned)
     if engine == "uring":
         return UringStore(directory, record_bytes, name, ring, guard)
     if engine == "direct":
@@ -176,14 +179,16 @@ def open_named(
     return MappedStore(frozen, record_bytes, name)
 
 
-def planned_store(engine: str, records: int, record_bytes: int, *, encrypted: bool) -> dict[str, int]:
+def planned_store(
+    engine: str, records: int, record_bytes: int, *, encrypted: bool, pinned: bool = False
+) -> dict[str, int]:
     """The most that a store of `engine` (resolved) holds in host memory for `records` taken at once, by owner.
 
     "records in memory" for `memory_bytes`, "tables" for `tables_bytes`. Pages that a mapped store was advised of, and
     has not read yet, come on top: they are those of the buffers that are read into.
     """
     if engine == "memory":
-        held, tables = MemoryStore.planned(records, record_bytes)
+        held, tables = MemoryStore.planned(records, record_bytes, pinned=pinned)
         return {RECORDS: held, "tables": tables}
     kind = MappedStore if engine == "mapped" else FileStore
     tag_bytes = (Encryption if encrypted else Checksums).tag_bytes

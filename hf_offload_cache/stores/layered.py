@@ -166,6 +166,14 @@ class LayeredStore(FreezableStore):
         for store, some, (first, stop) in self._layout.pieces(ids):
             store.read_parts(some, first_bytes[first:stop], out[first:stop])
 
+    def addresses(self, ids: np.ndarray) -> np.ndarray | None:
+        found = np.empty(len(ids), dtype=np.int64)
+        for store, some, (first, stop) in self._layout.pieces(ids):
+            if (own := store.addresses(some)) is None:
+                return None
+            found[first:stop] = own
+        return found
+
     @property
     def capacity(self) -> int:
         return sum(store.capacity for store in self._stores())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -16,20 +17,27 @@ from .freezable import FreezableStore
 from .guard import Checksums, RecordGuard
 
 CHUNK_BYTES = 4 * 2**20
-"""Memory is taken in pieces of about this size, so that growing copies nothing."""
+"""Memory is taken in pieces of at most this size, so that growing copies nothing; or of a record, if one is larger."""
 
 
 class MemoryStore(FreezableStore):
     """Records in a list of tensors of equal size. `read` copies on the calling thread: there is nothing to await.
 
     Nothing is checked here. A file that is exported is sealed by a fresh guard of `guard`'s kind (None: checksums).
+
+    Args:
+        pinned: in pages that a GPU reads by itself, as long as there are such. torch keeps them for whoever asks next,
+            after `close` too: `torch.accelerator.empty_host_cache` gives them back.
     """
 
     advises = True
 
-    def __init__(self, record_bytes: int, name: str, guard: RecordGuard | None = None) -> None:
+    def __init__(
+        self, record_bytes: int, name: str, guard: RecordGuard | None = None, *, pinned: bool = False
+    ) -> None:
         super().__init__(record_bytes, name)
         self._chunk_records = max(1, CHUNK_BYTES // record_bytes)
+        self._pinned = pinned
         self._chunks: list[torch.Tensor] = []
         self._free = FreeList(name)
         self._tables = threading.Lock()
@@ -38,17 +46,17 @@ class MemoryStore(FreezableStore):
         self._frozen = False
 
     @staticmethod
-    def planned(records: int, record_bytes: int) -> tuple[int, int]:
+    def planned(records: int, record_bytes: int, *, pinned: bool = False) -> tuple[int, int]:
         """`memory_bytes` and `tables_bytes` of a store in which at most `records` are taken at once."""
         chunk = max(1, CHUNK_BYTES // record_bytes)
-        capacity = -(-records // chunk) * chunk
-        return capacity * record_bytes, capacity * (FreeList.RECORD_BYTES + 1)
+        chunks = -(-records // chunk)
+        return chunks * _taken(chunk * record_bytes, pinned), chunks * chunk * (FreeList.RECORD_BYTES + 1)
 
     @classmethod
-    def copy_of(cls, store: FreezableStore, guard: RecordGuard) -> MemoryStore:
-        """What a frozen store holds, frozen, with the ids it has there. `guard`: as for a new one. Raises as
+    def copy_of(cls, store: FreezableStore, guard: RecordGuard, *, pinned: bool = False) -> MemoryStore:
+        """What a frozen store holds, frozen, with the ids it has there. `guard`, `pinned`: as for a new one. Raises as
         `store.read`, with nothing left."""
-        copy = cls(store.record_bytes, store.name, guard)
+        copy = cls(store.record_bytes, store.name, guard, pinned=pinned)
         copy.allocate(store.capacity)
         written = np.flatnonzero(store.written)
         for start in range(0, len(written), copy._chunk_records):
@@ -64,11 +72,17 @@ class MemoryStore(FreezableStore):
             raise ValueError(f"count must not be negative, got {count}")
         self._check_not_frozen(self._frozen)
         while self._free.available < count:
-            self._chunks.append(aligned_empty(self._chunk_records, self.record_bytes))
+            self._chunks.append(self._new_chunk())
             self._free.grow(self._chunk_records)
             with self._tables:  # what another thread notes meanwhile is not to be lost
                 self._written = np.concatenate([self._written, np.zeros(self._chunk_records, dtype=bool)])
         return self._free.take(count)
+
+    def _new_chunk(self) -> torch.Tensor:
+        if self._pinned:
+            with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # no more can be pinned: any will do
+                return torch.empty(self._chunk_records, self.record_bytes, dtype=torch.uint8, pin_memory=True)
+        return aligned_empty(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:
@@ -107,6 +121,15 @@ class MemoryStore(FreezableStore):
             target[positions] = windows[rows * self.record_bytes + first_bytes[positions]]
         self.count_read(len(ids), out.numel())
 
+    def addresses(self, ids: np.ndarray) -> np.ndarray | None:
+        chunks, rows = np.divmod(ids, self._chunk_records)
+        some = np.unique(chunks)
+        if not all(self._chunks[chunk].is_pinned() for chunk in some.tolist()):
+            return None
+        begin = np.zeros(len(self._chunks), dtype=np.int64)
+        begin[some] = [self._chunks[chunk].data_ptr() for chunk in some.tolist()]
+        return begin[chunks] + rows * self.record_bytes
+
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each chunk that holds some of `ids`: the chunk, the rows in it, and their positions in `ids`."""
         indices, rows = np.divmod(ids, self._chunk_records)
@@ -135,7 +158,7 @@ class MemoryStore(FreezableStore):
 
     def share(self) -> FreezableStore:
         self._check_frozen(self._frozen, "shared")
-        other = type(self)(self.record_bytes, self.name, self._guard)
+        other = type(self)(self.record_bytes, self.name, self._guard, pinned=self._pinned)
         other._chunks, other._written, other._frozen = list(self._chunks), self._written, True
         return other
 
@@ -166,7 +189,7 @@ class MemoryStore(FreezableStore):
 
     @property
     def memory_bytes(self) -> int:
-        return len(self._chunks) * self._chunk_records * self.record_bytes
+        return len(self._chunks) * _taken(self._chunk_records * self.record_bytes, self._pinned)
 
     @property
     def tables_bytes(self) -> int:
@@ -175,3 +198,8 @@ class MemoryStore(FreezableStore):
     def close(self) -> None:
         self._chunks.clear()
         self._written = np.zeros(0, dtype=bool)
+
+
+def _taken(nbytes: int, pinned: bool) -> int:
+    """What a chunk takes: torch pins powers of two."""
+    return 1 << (nbytes - 1).bit_length() if pinned else nbytes

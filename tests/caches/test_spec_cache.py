@@ -113,7 +113,7 @@ class CheckedLayer(SpecLayer):
 
     def attend_sparsely(self, call: Any, visible: Any) -> Any:
         self.collect()
-        tokens, leaving = None if self.chosen is None else self.chosen.tokens.copy(), self._leaving
+        tokens, leaving = None if self.chosen is None else self.chosen.tokens.cpu().numpy().copy(), self._leaving
         output, weights = super().attend_sparsely(call, visible)
         if tokens is None or self.config.top_up or not self.guessed:
             return output, weights
@@ -140,7 +140,7 @@ class CheckedLayer(SpecLayer):
         wanted[..., 1:] += own[..., :-1]  # and what follows what the token itself attends to
         for row, head in np.ndindex(tokens.shape[:2]):
             wanted[row, head, tokens[row, head]] *= LOYALTY
-            asked = self.chosen.wanted[row, head]
+            asked = self.chosen.wanted[row, head].cpu().numpy()
             first = 0 if visible is None else int(visible[row].int().argmax())
             others = np.setdiff1d(asked, first + np.arange(self.config.num_sinks))
             assert len(asked) == self.config.chosen and len(others) == self.config.num_selected
@@ -296,7 +296,8 @@ def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_path: Path) -> None:
-    """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too."""
+    """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too; but for the
+    order of sums, and which of two tokens that matter as much is chosen then."""
     model, found, read = long_model(), [], []
     ids, mask = asked(2) if padded else (prompt(model, 2, LENGTH), {})
     for engine in ("memory", "auto"):
@@ -311,7 +312,7 @@ def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_p
                 found.append((first.logits, generate(model, twin, more, max_new_tokens=8, **seen).logits))
                 assert twin.layers[0].history.store.in_memory == (engine == "memory")
     for own, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(own, theirs)
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
     assert 0 < read[0] < read[1] / 8
 
 

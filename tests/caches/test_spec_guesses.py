@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
@@ -105,9 +104,10 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
     ahead, bring = EntryReads.ahead, EntryReads.bring
     for name, own in (("ahead", ahead), ("bring", bring)):
 
-        def spy(self: Any, fetcher: Any, history: Any, tokens: np.ndarray, name: str = name, own: Any = own) -> Any:
+        def spy(self: Any, fetcher: Any, history: Any, asked: Any, name: str = name, own: Any = own) -> Any:
+            tokens = asked if name == "bring" else asked.absent
             told.append((name, id(history), frozenset(tokens[tokens >= 0].tolist())))
-            return own(self, fetcher, history, tokens)
+            return own(self, fetcher, history, asked)
 
         monkeypatch.setattr(EntryReads, name, spy)
     read, read_ahead = list[Any](), Fetcher.ahead

@@ -396,7 +396,7 @@ def test_entries_as_they_were_stored_take_what_is_said() -> None:
     copy = LowBitCopy(LowBitForm(form, 2, 64), 1, torch.device("cpu"), MemoryAccount())
     own = torch.randn(1, 2, 512, 64).bfloat16()
     copy.append([(own, own)], 512)
-    chosen = Entries(np.arange(500)[None, None].repeat(2, 1), own[:, :, :500], own[:, :, :500])
+    chosen = Entries(torch.arange(500).expand(1, 2, -1), own[:, :, :500], own[:, :, :500])
     query = torch.randn(1, 8, 2, 64).bfloat16()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, record_function("attention"):
         MixedAttention(copy, query, 0.125, (own[:, :, :100], own[:, :, :100]), None).attend([chosen], [0, 1])

@@ -21,16 +21,17 @@ def entries(tokens: np.ndarray) -> Entries:
     """Of tokens (rows, heads, m): each number says whose it is."""
     row, head = np.ogrid[: tokens.shape[0], : tokens.shape[1]]
     value = torch.from_numpy(tokens + 1000 * row[..., None] + 10000 * head[..., None]).float()
-    return Entries(tokens, value[..., None].expand(-1, -1, -1, 3), -value[..., None].expand(-1, -1, -1, 5))
+    parts = value[..., None].expand(-1, -1, -1, 3), -value[..., None].expand(-1, -1, -1, 5)
+    return Entries(torch.from_numpy(tokens), *parts)
 
 
 def same(found: Entries, tokens: np.ndarray) -> None:
     """It holds just these tokens (rows, heads, m), and what is theirs."""
-    expected, there = entries(found.tokens), torch.from_numpy(found.tokens >= 0)
+    expected, there = entries(found.tokens.numpy()), found.tokens >= 0
     for own, theirs in ((found.keys, expected.keys), (found.values, expected.values)):
         assert torch.equal(own[there], theirs[there]) and bool(own.isfinite().all())
     for row, head in np.ndindex(tokens.shape[:2]):
-        held, wanted = (one[row, head][one[row, head] >= 0] for one in (found.tokens, tokens))
+        held, wanted = (one[row, head][one[row, head] >= 0] for one in (found.tokens.numpy(), tokens))
         assert sorted(held) == sorted(wanted)
 
 
@@ -47,8 +48,8 @@ def test_records_and_what_is_picked_of_them(most: int) -> None:
         of = entries(np.repeat(places.reshape(2, 1, -1), 2, 1))
         records = torch.cat([of.keys.transpose(1, 2).flatten(2), of.values.transpose(1, 2).flatten(2)], 2)
         found.append(picked(FORM, records.unflatten(1, (-1, 4)), choice, tokens))
-        same(found[-1], found[-1].tokens)
-    assert np.array_equal(np.max([one.tokens for one in found], 0), tokens)
+        same(found[-1], found[-1].tokens.numpy())
+    assert np.array_equal(np.max([one.tokens.numpy() for one in found], 0), tokens)
     assert sum(int((one.tokens >= 0).sum()) for one in found) == 6
     assert not records_of(np.full((2, 2, 3), -1), 4, most)
 
@@ -62,14 +63,15 @@ def test_what_is_chosen_again_stays_where_it_lies(data: st.DataObject) -> None:
         draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
         wanted = np.array([data.draw(draw) for _ in range(4)]).reshape(2, 2, count)
         wanted[data.draw(st.integers(0, 1)), 0, : data.draw(st.integers(0, count))] = -1
-        before = held.tokens.copy()
-        absent = held.want(wanted)
-        assert absent is held.absent and np.array_equal(held.tokens, before)
-        assert absent.shape[2] == (absent >= 0).sum(2).max(initial=0)
+        before = held.tokens.numpy().copy()
+        absent = held.want(torch.from_numpy(wanted)).numpy()
+        assert held.absent is not None and np.array_equal(held.absent.numpy(), absent)
+        assert np.array_equal(held.tokens.numpy(), before)
+        assert ((absent[:, :, :-1] >= 0) | (absent[:, :, 1:] < 0)).all(), "-1 behind them"
         cut = data.draw(st.integers(0, 9))
         held.take([entries(np.where(absent < cut, absent, -1)), entries(np.where(absent < cut, -1, absent))])
         same(held.entries, wanted)
-        stays = (before == held.tokens) & (before >= 0)
+        stays = (before == held.tokens.numpy()) & (before >= 0)
         assert stays.sum() == (wanted >= 0).sum() - (absent >= 0).sum()
         held.take([])  # nothing is wanted
         same(held.entries, wanted)
@@ -79,7 +81,7 @@ def test_rows_and_crops_and_the_account() -> None:
     account = MemoryAccount()
     held = ChosenEntries(FORM, 3, 4, CPU, account)
     tokens = np.arange(24).reshape(3, 2, 4)
-    held.want(tokens)
+    held.want(torch.from_numpy(tokens))
     held.take([entries(tokens)])
     assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 3, 4)
     held.truncate(20)

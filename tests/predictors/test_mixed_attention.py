@@ -23,7 +23,7 @@ def replaced(keys: torch.Tensor, values: torch.Tensor, count: int, seed: int) ->
     at = torch.from_numpy(np.maximum(tokens, 0))[..., None]
     own = [part.gather(2, at.expand(-1, -1, -1, part.shape[3])) for part in (keys, values)]
     own[0][0, 1, 3:5] = 7.0
-    return Entries(tokens, *own)
+    return Entries(torch.from_numpy(tokens), *own)
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "additive", "bias"])
@@ -38,12 +38,12 @@ def test_equals_one_softmax(mask: str, special: str, queries: int) -> None:
     parts = [replaced(keys, values, 20, 0)]
     rest = replaced(keys, values, TOKENS, 1)
     for row, head in np.ndindex(2, 2):
-        rest.tokens[row, head, np.isin(rest.tokens[row, head], parts[0].tokens[row, head])] = -1
+        rest.tokens[row, head, torch.isin(rest.tokens[row, head], parts[0].tokens[row, head])] = -1
     parts.append(rest if special == "plain" else replaced(keys, values, 6, 0))
     if special != "plain":
         parts[1].tokens[:] = -1
     for part in parts:
-        for row, head, column in zip(*(part.tokens >= 0).nonzero(), strict=True):
+        for row, head, column in (part.tokens >= 0).nonzero().tolist():
             token = part.tokens[row, head, column]
             low_keys[row, head, token] = keys[row, head, token].float()
             low_values[row, head, token] = values[row, head, token].float()
