@@ -41,6 +41,11 @@ ORDER = ("__init__", *ROOMS, *ROOT)
 
 KNOW_TRANSFORMERS = ("model", "core", "console")
 
+MADE_OF_NUMBERS = ("zeros", "ones", "empty", "eye", "rand", "randn", "linspace", "logspace")
+"""What torch makes in its default type, which a user may set, if it is not told one."""
+MADE = (*MADE_OF_NUMBERS, "full", "arange", "tensor", "as_tensor", "asarray", "randint", "randperm")
+"""What it makes on its default device, which a user may set, too."""
+
 MOST_LINES = 300
 MOST_LINES_OF_THE_CACHE = 250
 
@@ -253,3 +258,31 @@ def test_other_packages_are_told_apart(tmp_path: Path) -> None:
     source = "def f():\n    from transformers.cache_utils import Cache\nimport os.path"
     package = made_up(tmp_path, {"caches/a.py": source})
     assert sorted((one.line, one.imported) for one in package.foreign) == [(2, "transformers"), (3, "os")]
+
+
+# ----------------------------------------------------------------------------------------------- defaults of torch
+
+
+def left_to_defaults(source: str) -> list[str]:
+    """Calls by which torch makes something whose type or device nobody says: line and name of each."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+            continue
+        name, said = ast.unparse(node.func).removeprefix("torch."), {one.arg for one in node.keywords}
+        if None in said:  # a dictionary says it
+            continue
+        if (name in MADE and "device" not in said) or (name in MADE_OF_NUMBERS and "dtype" not in said):
+            found.append(f"{node.lineno}: {name}")
+    return found
+
+
+def test_nothing_is_left_to_defaults_of_torch() -> None:
+    root = Path(hf_offload_cache.__file__).parent
+    files = [path for path in sorted(root.rglob("*.py")) if path.relative_to(root).parts[0] != "testing"]
+    assert_none([f"{path.relative_to(root)}:{line}" for path in files for line in left_to_defaults(path.read_text())])
+
+
+def test_what_is_left_to_defaults_is_found() -> None:
+    source = "torch.zeros(3)\ntorch.zeros(3, dtype=d, device='cpu')\ntorch.arange(3)\ntorch.empty(2, device='cpu')"
+    assert left_to_defaults(source + "\ntorch.rand(2, **of)") == ["1: zeros", "3: arange", "4: empty"]

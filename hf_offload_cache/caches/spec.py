@@ -158,7 +158,7 @@ class SpecCache(SelectiveCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices).to(self._guess.device)]
+        self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices, device=self._guess.device)]
 
     def reset(self) -> None:
         self._stop_recording()

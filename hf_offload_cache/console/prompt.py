@@ -36,11 +36,12 @@ def document_part(tokenizer: Any, document: str) -> torch.Tensor:
     if getattr(tokenizer, "chat_template", None):
         before, _ = _around_document(tokenizer, "")
         ids: list[int] = tokenizer(before + document, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor([ids])
+        return torch.tensor([ids], device="cpu")
     ids = tokenizer(document, verbose=False)["input_ids"]
     plain = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     starts = [start for start in range(len(ids) - len(plain) + 1) if ids[start : start + len(plain)] == plain]
-    return torch.tensor([ids[: starts[0] + len(plain)] if starts else plain])  # without what would end the text
+    without_end = ids[: starts[0] + len(plain)] if starts else plain
+    return torch.tensor([without_end], device="cpu")
 
 
 def question_part(tokenizer: Any, question: str) -> torch.Tensor:
@@ -50,7 +51,7 @@ def question_part(tokenizer: Any, question: str) -> torch.Tensor:
         after = _around_document(tokenizer, question)[1]
     else:
         after = f"\n\nQuestion: {question}\nAnswer:"
-    return torch.tensor([tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"]])
+    return torch.tensor([tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"]], device="cpu")
 
 
 def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:

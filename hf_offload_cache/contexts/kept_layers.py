@@ -36,7 +36,7 @@ def restore_kept(
     _check(tree, like, place, dir(type(layer)), rows)
     if tree.get("is_initialized") and not like.get("is_initialized"):
         for part in ("keys", "values"):
-            held = tree.get(part, torch.empty(0))
+            held = tree.get(part, torch.empty(0, dtype=torch.float32, device="cpu"))
             if not isinstance(held, torch.Tensor) or not held.is_floating_point():
                 raise not_whole(place, f"its {part} are {shortened(held)}")
     for name, value in tree.items():

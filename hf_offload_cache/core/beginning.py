@@ -57,7 +57,7 @@ def begin(
         count,
         selects,
         started=time.perf_counter() if selects else None,
-        ids=ids if ids is not None else torch.full((sequences, count), TokenLog.UNKNOWN),
+        ids=ids if ids is not None else torch.full((sequences, count), TokenLog.UNKNOWN, device="cpu"),
         padding=padding,
         lengths=lengths,
     )

@@ -221,7 +221,7 @@ class CacheOperations(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.take_back()
         self._check_rows(self._tokens.batch * repeats)
-        rows = torch.arange(self._tokens.batch).repeat_interleave(repeats)
+        rows = torch.arange(self._tokens.batch, device="cpu").repeat_interleave(repeats)
         self._settle(rows)
         with self.shared.changing():
             super().batch_repeat_interleave(repeats)
@@ -229,7 +229,7 @@ class CacheOperations(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.take_back()
-        indices = torch.as_tensor(indices)
+        indices = torch.as_tensor(indices, device="cpu")
         self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
         self._settle(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
         with self.shared.changing():

@@ -145,11 +145,11 @@ class LayerOperations(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.select_rows(torch.arange(self.batch).repeat_interleave(repeats))
+            self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
-            indices = torch.as_tensor(indices)
+            indices = torch.as_tensor(indices, device="cpu")
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 
     def settle_rows(self, rows: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ class TokenLog:
     def __init__(self, account: MemoryAccount, max_context: int | None = None) -> None:
         self._account = account
         self._most = max_context
-        self._ids = torch.empty(0, 0, dtype=torch.int64)
+        self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.length = 0
         self.padded = False
         """Some of what is held is padding."""
@@ -46,7 +46,7 @@ class TokenLog:
     def _forget(self) -> None:
         """Hold nothing; a view of nothing would keep the memory."""
         self._account.release("token ids", self._ids.nbytes)
-        self._ids = torch.empty(0, 0, dtype=torch.int64)
+        self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.padded = False
 
     @property
@@ -65,7 +65,7 @@ class TokenLog:
         `restore`: a view, valid until the next change, or a copy."""
         if (self.batch, self.length) == (batch, length):
             return self._ids[:, :length]
-        held = torch.full((batch, length), self.UNKNOWN)
+        held = torch.full((batch, length), self.UNKNOWN, device="cpu")
         if self.batch == batch:
             known = min(self.length, length)
             held[:, :known] = self._ids[:, :known]

@@ -91,7 +91,7 @@ class Staging:
         """Give both buffers back, after the copies under way. Idempotent; no call may follow but `release`."""
         self.wait_uploaded()
         self._payloads = {}
-        self._host = self._device = torch.empty(0, dtype=torch.uint8)
+        self._host = self._device = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.nbytes = 0
         self._account.release(self._owner, self._held_bytes)
         self._held_bytes = 0

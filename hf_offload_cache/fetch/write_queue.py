@@ -286,5 +286,5 @@ class WriteQueue:
             self.unsettled.pop(store, None)
         self._ended += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
-        batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8)
+        batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._changed.notify_all()

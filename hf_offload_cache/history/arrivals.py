@@ -34,7 +34,8 @@ class Arrivals:
         """What is clustered of tokens of a row: their keys, (stop - start, key width) float32, on the host."""
         stop, width = self.count if stop is None else min(stop, self.count), self._form.key_width
         here = min(max(self._held.shape[1], start), stop)  # from here on they are new
-        out, new = torch.empty(stop - start, width), slice(here - self._held.shape[1], stop - self._held.shape[1])
+        out = torch.empty(stop - start, width, dtype=torch.float32, device="cpu")
+        new = slice(here - self._held.shape[1], stop - self._held.shape[1])
         out[: here - start] = self._held[row, start:here, :width]
         if here < stop:
             out[here - start :] = self._keys[row, :, new].transpose(0, 1).flatten(1)

@@ -54,5 +54,5 @@ def squares(apart: np.ndarray) -> np.ndarray:
 
 def sums(values: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
     """The sum of those of `values` (n, D) that belong together, (count, D): `which` (n,) says to what."""
-    found = torch.zeros(count, values.shape[1])
+    found = torch.zeros(count, values.shape[1], dtype=torch.float32, device="cpu")
     return found.index_add_(0, torch.from_numpy(which), torch.from_numpy(values)).numpy()

@@ -25,7 +25,7 @@ class Workspace:
     def __init__(self, account: MemoryAccount, owner: str) -> None:
         self._account = account
         self._owner = owner
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._asked: object = None
         self._taken = self._bytes
 
@@ -52,5 +52,5 @@ class Workspace:
         self._drop()
 
     def _drop(self) -> None:
-        self._bytes = self._taken = torch.empty(0, dtype=torch.uint8)
+        self._bytes = self._taken = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._asked = None

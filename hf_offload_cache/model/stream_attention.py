@@ -99,9 +99,9 @@ def stream_attention_reference(
     values = torch.zeros(batch, heads, end + length, value_dim, dtype=query.dtype, device=query.device)
     held = torch.zeros(batch, heads, end + length, dtype=torch.bool, device=query.device)
     begin = 0
-    for block_keys, block_values, positions in [*blocks, (*own, torch.arange(end, end + length))]:
+    for block_keys, block_values, positions in [*blocks, (*own, torch.arange(end, end + length, device="cpu"))]:
         if positions is None:
-            positions = torch.arange(begin, begin + block_keys.shape[2])
+            positions = torch.arange(begin, begin + block_keys.shape[2], device="cpu")
             begin += block_keys.shape[2]
         while positions.ndim < 2:
             positions = positions.unsqueeze(0)
@@ -118,7 +118,8 @@ def stream_attention_reference(
     if mask is not None:
         bias = mask_at(mask, places)
     else:
-        bias = torch.zeros(1, 1, num_queries, end + length, device=query.device).masked_fill(places > ends, -torch.inf)
+        bias = torch.zeros(1, 1, num_queries, end + length, dtype=torch.float32, device=query.device)
+        bias.masked_fill_(places > ends, -torch.inf)
     if seen is not None:
         before = mask_at(seen, places[:end]).expand(-1, -1, num_queries, -1)
         rows = max(len(before), len(bias))

@@ -144,7 +144,7 @@ def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) ->
     for one in getattr(hook, "hooks", (hook,)):
         held = getattr(one, "weights_map", None)
         if held is not None and name in held:
-            return torch.as_tensor(held[name])
+            return torch.as_tensor(held[name], device="cpu")
     return placeholder
 
 

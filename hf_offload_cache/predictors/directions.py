@@ -45,7 +45,7 @@ def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
 
 def identity_roots(num_key_heads: int, dim: int, device: torch.device) -> torch.Tensor:
     """The metric (Hk, D, D) in which all directions count alike."""
-    return torch.eye(dim, device=device).expand(num_key_heads, dim, dim)
+    return torch.eye(dim, device=device, dtype=torch.float32).expand(num_key_heads, dim, dim)
 
 
 def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
@@ -56,7 +56,7 @@ def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tens
     """
     moment = moment.clone()
     level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    moment += others * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device)
+    moment += others * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device, dtype=torch.float32)
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
 
@@ -77,7 +77,7 @@ def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
     product = moment @ adapter
     gram = adapter.t() @ product
     level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
-    gram = gram + level * torch.eye(gram.shape[0], device=gram.device)
+    gram = gram + level * torch.eye(gram.shape[0], device=gram.device, dtype=torch.float32)
     return torch.linalg.solve(gram, product.t()).t().contiguous()
 
 
@@ -108,11 +108,11 @@ class Directions:
         `adapter`: calibrated, taken as it is; else the best `rank` directions, in the metric of the queries `seen`
         (B, H, q, D), or of most energy where there are none.
         """
-        moment, position, rows = torch.zeros(0), 0, 0
+        moment, position, rows = torch.zeros(0, dtype=torch.float32, device="cpu"), 0, 0
         for part in (piece for block in keys for piece in parts(block)):
             flat, stop = part.transpose(1, 2).flatten(2).float(), position + part.shape[2]
             if not position:
-                moment = torch.zeros(width, width, device=part.device)
+                moment = torch.zeros(width, width, device=part.device, dtype=torch.float32)
             if visible is not None:
                 flat = flat * visible[:, position:stop, None]
             position, rows = stop, part.shape[0]

@@ -98,20 +98,20 @@ def _statistics(
     """The sum (W,) and the second moment (W, W), float32, of keys behind the sinks, how many they are, and a sample
     (n, W) of them in their own type."""
     position, count = 0, 0
-    total = moment = torch.zeros(0)
+    total = moment = torch.zeros(0, dtype=torch.float32, device="cpu")
     sample: list[torch.Tensor] = []
     behind = None if visible is None else visible[:, :tokens] & (visible[:, :tokens].cumsum(1) > _SINKS)
     for part in (piece for block in keys for piece in parts(block)):
         stop, rows = position + part.shape[2], part.shape[0]
         joined = part.transpose(1, 2).flatten(2)
         if not position:
-            total = torch.zeros(joined.shape[2], device=part.device)
-            moment = torch.zeros(joined.shape[2], joined.shape[2], device=part.device)
+            total = torch.zeros(joined.shape[2], device=part.device, dtype=torch.float32)
+            moment = torch.zeros(joined.shape[2], joined.shape[2], device=part.device, dtype=torch.float32)
         if behind is None:
             flat = joined[:, max(0, _SINKS - position) :].flatten(0, 1)
         else:
             flat = joined[behind[:, position:stop].expand(rows, -1)]
-        places, all_of = torch.arange(count, count + len(flat)), max(rows * tokens, _SAMPLE)
+        places, all_of = torch.arange(count, count + len(flat), device="cpu"), max(rows * tokens, _SAMPLE)
         evenly = places * _SAMPLE // all_of != (places - 1) * _SAMPLE // all_of
         sample.append(flat[evenly.to(flat.device)])
         wide = flat.float()
@@ -148,15 +148,15 @@ def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
     """(W, r): what the codes of a sample (n, W) of keys are multiplied by, its transpose, to come nearest to the sample
     less the mean."""
     device = sample.device
-    gram = torch.zeros(coding.rank, coding.rank, device=device)
-    product = torch.zeros(coding.rank, sample.shape[1], device=device)
+    gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
+    product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
     offsets = torch.from_numpy(coding.offsets).to(device)
     for part in sample.split(PART):
         values = coding.unpacked(coding.encode(part)).t().float() + offsets
         gram.addmm_(values.t(), values)
         product.addmm_(values.t(), part.float() - coding.mean)
     level = 1e-4 * gram.diagonal().mean().clamp_min(1e-30)
-    gram += level * torch.eye(len(gram), device=device)
+    gram += level * torch.eye(len(gram), device=device, dtype=torch.float32)
     return torch.linalg.solve(gram, product).t()
 
 

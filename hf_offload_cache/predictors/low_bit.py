@@ -72,7 +72,7 @@ class LowBitPredictor:
         if not count:
             return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
         if held is not None:
-            times = torch.where(held < 0, 1.0, float(LOYALTY))  # none of them twice
+            times = torch.ones_like(held, dtype=shares.dtype).masked_fill_(held >= 0, LOYALTY)  # none of them twice
             shares.scatter_reduce_(2, held.clamp(min=0), times, "prod")
         if visible is None:
             shares[:, :, :sinks] = torch.inf

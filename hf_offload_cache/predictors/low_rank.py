@@ -96,7 +96,8 @@ class LowRankPredictor:
         if guess and self._latest is not None and rules.estimates:
             return self._among_latest(query, budget, self._latest.copy())
         if rules.selection == "random":
-            importance = torch.rand(self.rows, self.learnt.units, generator=self._shared.generator).numpy()
+            of: dict[str, Any] = {"generator": self._shared.generator, "dtype": torch.float32, "device": "cpu"}
+            importance = torch.rand(self.rows, self.learnt.units, **of).numpy()
             return _best(with_sinks(importance, rules.num_sinks, self.form.group_size, self.learnt.seen(query)), budget)
         if kept is None or rules.target_mass is not None:
             choice, rows = self._chosen(query, budget, list(range(self.rows))), None

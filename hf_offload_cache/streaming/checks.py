@@ -37,7 +37,7 @@ def check_arguments(
 
 def as_ids(input_ids: Any) -> torch.Tensor:
     """Ids (T,) of one sequence, given as (T,) or (1, T). Raises `ConfigError`."""
-    ids = torch.as_tensor(input_ids)
+    ids = torch.as_tensor(input_ids, device="cpu")
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
         raise ConfigError(f"input_ids must be the ids of one sequence, (1, T), got {tuple(ids.shape)} {ids.dtype}")
@@ -58,7 +58,8 @@ def check_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def check_text(cache: OffloadCache, ids: torch.Tensor) -> None:
     """Raises `ConfigError` for ids (T,) that do not say all of what a model is given."""
-    if bool((ids < 0).any()) or bool(torch.isin(ids.cpu(), torch.tensor(placeholders(cache.model))).any()):
+    others = torch.tensor(placeholders(cache.model), device="cpu", dtype=torch.int64)
+    if bool((ids < 0).any()) or bool(torch.isin(ids.cpu(), others).any()):
         raise ConfigError(
             "input_ids stand for embeddings, images or sound, which they do not tell apart: such a context is not "
             "streamed"

@@ -66,7 +66,8 @@ class Unpacked:
         shape = self.shape
         count = (shape.tokens if stop is None else stop) - start
         keys, values = (
-            torch.empty(shape.heads, count, dim, dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim)
+            torch.empty(shape.heads, count, dim, dtype=shape.dtype, device="cpu")
+            for dim in (shape.key_dim, shape.value_dim)
         )
         step = max(GROUP, _SERIAL // max(shape.key_dim, shape.value_dim) // GROUP * GROUP)
         for first in range(0, count, step):

@@ -96,11 +96,11 @@ def publish_context(
         raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
     if context.sequences != 1 or not context.tokens:
         raise ConfigError(f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens")
-    if not bool(torch.as_tensor(context.attention_mask).all()):
+    if not bool(torch.as_tensor(context.attention_mask, device="cpu").all()):
         raise ConfigError("context has padding: publish what was prefilled without any")
     if any(stop > context.tokens for _, stop in hidden):
         raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
-    check_text(context, torch.as_tensor(context.input_ids)[0])
+    check_text(context, torch.as_tensor(context.input_ids, device="cpu")[0])
     publishing = _Publishing(context, objects, secret, level, chunk_tokens)
     return publishing.run(tokenizer, hidden, active_mass, on_progress)
 

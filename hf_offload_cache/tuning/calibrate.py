@@ -30,7 +30,8 @@ class KeyMoments:
             seen = query_moment(queries, keys.shape[1]).cpu()
             self.of_queries[layer_idx] = self.of_queries.get(layer_idx, 0) + seen
         flat = keys.detach().transpose(1, 2).flatten(0, 1).flatten(1).float()
-        moment = self.by_layer.setdefault(layer_idx, torch.zeros(flat.shape[1], flat.shape[1]))
+        nothing = torch.zeros(flat.shape[1], flat.shape[1], dtype=torch.float32, device="cpu")
+        moment = self.by_layer.setdefault(layer_idx, nothing)
         moment += (flat.t() @ flat).cpu()
 
     def projections(self, rank: int | None) -> dict[int, torch.Tensor]:

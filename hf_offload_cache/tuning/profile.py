@@ -228,11 +228,11 @@ def _block_time(
         deadline = max(time.perf_counter(), start + seconds)
         generator = torch.Generator().manual_seed(1)
         hidden = twin.config.get_text_config(decoder=True).hidden_size
-        step = torch.randn(batch, 1, hidden, generator=generator)
+        step = torch.randn(batch, 1, hidden, generator=generator, dtype=torch.float32, device="cpu")
         clock.taken.clear()
         with torch.no_grad():
             while len(clock.taken) < _WARM_UP + 8 or (time.perf_counter() < deadline and len(clock.taken) < 100):
-                noise = torch.randn(batch, 1, hidden, generator=generator)
+                noise = torch.randn(batch, 1, hidden, generator=generator, dtype=torch.float32, device="cpu")
                 step = _LIKENESS * step + (1 - _LIKENESS**2) ** 0.5 * noise
                 twin(inputs_embeds=step.to(device, dtype), past_key_values=cache, use_cache=True)
         return float(np.quantile(clock.taken[_WARM_UP:], 0.25))

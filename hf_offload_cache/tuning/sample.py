@@ -43,7 +43,7 @@ def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
                 "token ids as texts"
             )
         text = tokenizer(text, verbose=False)["input_ids"]
-    return torch.as_tensor(text, dtype=torch.int64)
+    return torch.as_tensor(text, dtype=torch.int64, device="cpu")
 
 
 def windows(documents: list[torch.Tensor], count: int, least: int, most: int) -> list[torch.Tensor]:

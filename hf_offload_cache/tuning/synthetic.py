@@ -54,14 +54,14 @@ def random_keys_and_values(
     Keys are a mean, a part of low rank that drifts slowly from token to token, so that neighbours are alike as in
     text, and noise: most of their energy fits a compact copy, not all. Values are noise.
     """
-    generator = torch.Generator().manual_seed(seed)
     rank, span = 24, 64
-    corners = torch.randn(tokens // span + 2, rank, generator=generator)
+    of: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
+    corners = torch.randn(tokens // span + 2, rank, **of)
     drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
-    keys = drift @ (torch.randn(rank, form.key_width, generator=generator) / rank**0.5)
-    keys += torch.randn(form.key_width, generator=generator)
-    keys += 0.5 * torch.randn(tokens, form.key_width, generator=generator)
-    values = torch.randn(tokens, form.num_value_heads * form.value_dim, generator=generator)
+    keys = drift @ (torch.randn(rank, form.key_width, **of) / rank**0.5)
+    keys += torch.randn(form.key_width, **of)
+    keys += 0.5 * torch.randn(tokens, form.key_width, **of)
+    values = torch.randn(tokens, form.num_value_heads * form.value_dim, **of)
     shaped = [
         part.view(1, tokens, heads, -1).transpose(1, 2).to(device=device, dtype=form.dtype).contiguous()
         for part, heads in ((keys, form.num_key_heads), (values, form.num_value_heads))
