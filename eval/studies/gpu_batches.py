@@ -1,0 +1,157 @@
+"""How many tokens a second does a GPU decode at the largest batch that its memory holds (SpeCache, tables 3 and 4)?
+
+A model of Mistral-7B's shape with random weights, of which some of the layers are run: what those hold and take is
+multiplied. So are its records in host memory, which all layers of a large batch would not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+from hf_offload_cache import SpecCache
+
+from .common import Rows, Study, judged, main
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LAYERS = 32
+_DYNAMIC = "DynamicCache"
+_METHODS: dict[str, dict[str, Any]] = {
+    "2 bits": {"bits": 2},
+    "1 bit": {"bits": 1},
+    "2 bits, not ahead": {"bits": 2, "speculative": False},
+    "2 bits, alone": {"bits": 2, "num_selected": 0},
+}
+_AT_ONCE = 160_000
+"""Tokens of a prefill's chunk, of all rows: what it takes is no part of decoding."""
+LEAST = {2048: 2.8, 8192: 3.8, 32768: 4.6}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(LEAST))
+    parser.add_argument("--methods", nargs="+", choices=(_DYNAMIC, *_METHODS), default=[_DYNAMIC, "2 bits", "1 bit"])
+    parser.add_argument("--cap", type=float, default=48.0, help="GB of memory for all layers")
+    parser.add_argument("--layers", type=int, default=8, help=f"of {LAYERS} that are run")
+    parser.add_argument("--batch", type=int, help="sequences; by default as many as fit the cap")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--width", type=int, default=128, help="of a head; 32 heads, and 8 of keys")
+    parser.add_argument("--device", default="cuda")
+
+
+def run(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
+    model = _model(arguments)
+    every = sum(weight.nbytes for weight in model.parameters())
+    layer = sum(weight.nbytes for weight in model.model.layers[0].parameters())
+    weights = every + (LAYERS - arguments.layers) * layer
+    for tokens in arguments.contexts:
+        for method in arguments.methods:
+            if rows.has(tokens=tokens, method=method):
+                continue
+            batch = arguments.batch
+            if batch is None:
+                few = _measured(model, method, tokens, 4, 4, arguments)
+                room = 1e9 * arguments.cap - weights
+                batch = max(1, int(room / (few["held"] / 4 * LAYERS / arguments.layers + few["beside"] / 4)))
+            found = _measured(model, method, tokens, batch, arguments.steps, arguments)
+            held = weights + found["held"] * LAYERS / arguments.layers + found["beside"]
+            milliseconds = found["milliseconds"] * LAYERS / arguments.layers
+            rows.add(
+                tokens=tokens, method=method, batch=batch, gigabytes=held / 1e9, milliseconds=milliseconds,
+                tokens_per_second=1e3 * batch / milliseconds, **{name: found[name] for name in _SHOWN if name in found},
+            )  # fmt: skip
+    return {"must_reach": _judged(rows)}
+
+
+_SHOWN = ("spread", "prefill_seconds", "hit_rate", "megabytes_a_step")
+
+
+def _judged(rows: Rows) -> list[dict[str, Any]]:
+    found = []
+    for tokens, least in LEAST.items():
+        plain, low = (rows.where(tokens=tokens, method=method) for method in (_DYNAMIC, "1 bit"))
+        ratio = low[0]["tokens_per_second"] / plain[0]["tokens_per_second"] if plain and low else None
+        found.append(judged(f"tokens a second over {_DYNAMIC}, {tokens} tokens, 1 bit", ratio, least=least))
+    return found
+
+
+def _model(arguments: argparse.Namespace) -> Any:
+    width = arguments.width
+    config = MistralConfig(
+        num_hidden_layers=arguments.layers, sliding_window=None, head_dim=width, hidden_size=32 * width,
+        intermediate_size=112 * width, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        return MistralForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, arguments: Any) -> dict[str, Any]:
+    """Bytes that the layers that are run hold and what a step takes beside that, and a step's time."""
+    cuda = model.device.type == "cuda"
+    made = torch.Generator(model.device).manual_seed(1)
+    ids = torch.randint(5, 30000, (batch, tokens), generator=made, device=model.device)
+    fields = {"engine": "memory", "path": arguments.path, **_METHODS.get(method, {})}
+    cache: Any = DynamicCache(config=model.config) if method == _DYNAMIC else SpecCache(model, **fields)
+    begun, before = time.perf_counter(), _allocated(cuda)
+    try:
+        with torch.no_grad():
+            for part in ids.split(max(64, min(tokens, _AT_ONCE // batch // 64 * 64)), 1):
+                logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+            token = logits[:, -1:].argmax(-1)
+            _wait(cuda)
+            prefilled = time.perf_counter() - begun
+            taken = []
+            for step in range(steps):
+                if cuda and step == 2:
+                    torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+                _wait(cuda)
+                taken.append(1e3 * (time.perf_counter() - start))
+        held, most = _allocated(cuda) - before, torch.cuda.max_memory_allocated() if cuda else 0
+        low, middle, high = statistics.quantiles(taken[2:], n=4)
+        found = {"held": held, "beside": max(0, most - _allocated(cuda)), "milliseconds": middle}
+        found |= {"spread": (high - low) / middle, "prefill_seconds": prefilled}
+        if method != _DYNAMIC:
+            report = cache.report()
+            found |= {"hit_rate": report.hit_rate, "megabytes_a_step": report.bytes_read / 1e6 / max(1, steps)}
+    finally:
+        if method != _DYNAMIC:
+            cache.close()
+        del cache, ids
+        if cuda:
+            torch.cuda.empty_cache()
+    return found
+
+
+def _allocated(cuda: bool) -> int:
+    return torch.cuda.memory_allocated() if cuda else 0
+
+
+def _wait(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+
+
+def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Figure) -> None:
+    """Tokens a second over the context."""
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = sorted((row["tokens"], row["tokens_per_second"]) for row in rows if row["method"] == method)
+        axes.plot(*zip(*own, strict=True), marker="o", label=method)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="tokens a second")
+    axes.legend()
+
+
+_QUICK = {"contexts": [256], "batch": 2, "layers": 2, "width": 8, "steps": 5, "device": "cpu"}
+STUDY = Study("gpu_batches", __doc__, run, plot, arguments, _QUICK)
+
+if __name__ == "__main__":
+    main(STUDY)
