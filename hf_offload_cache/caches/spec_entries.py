@@ -50,13 +50,27 @@ class SpecEntries(SpecPlan):
         """The entries of these tokens, which are read, or were ahead."""
         return self._reads.bring(self.fetcher, self.history, absent)
 
-    def _want(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """What has most of these shares is to be collected: what of it is absent."""
+    def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """The tokens that have most of these shares."""
         assert self.predictor is not None
-        chosen = self._held()
-        held = chosen.entries.tokens if self.config.selection == "default" else None
-        wanted = self.predictor.most(shares, visible, self.config.chosen, held)
-        absent = chosen.want(wanted)
+        held = self._held().entries.tokens if self.config.selection == "default" else None
+        return self.predictor.most(shares, visible, self.config.chosen, held)
+
+    def _fetch(self, wanted: torch.Tensor) -> None:
+        """These tokens are for the next step: they are begun to be read."""
+        counters = self.shared.storage.counters
+        if (counts := self._reads.pinned.exchange(self.history, self._held(), wanted)) is None:
+            self._reads.ahead(self.fetcher, self.history, self._want(wanted))
+        else:
+            selected, came = counts.unbind()
+            counters.later(units_selected=selected, units_resident=selected - came, units_ready=selected)
+            form, store = self.history.form, self.history.store
+            entry = (form.key_dim + form.value_dim) * form.dtype.itemsize
+            counters.tell_later(lambda read: store.count_read(read, read * entry), came)
+
+    def _want(self, wanted: torch.Tensor) -> torch.Tensor:
+        """These tokens are to be collected: those of them that are absent."""
+        absent = self._held().want(wanted)
         there = (wanted >= 0).sum()
         resident = there - (absent >= 0).sum()
         self.shared.storage.counters.later(units_selected=there, units_resident=resident, units_ready=resident)

@@ -14,6 +14,7 @@ from ..fetch.chosen_entries import Entries
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
+from ..predictors.fused_attention import FusedAttention
 from ..predictors.low_bit import LowBitPredictor
 from ..predictors.mixed_attention import MixedAttention
 from ..stores.freezable import FreezableStore
@@ -140,14 +141,16 @@ class SpecLayer(SpecEntries):
             ]
         return torch.cat([*before, output], 1).to(call.query.dtype)
 
-    def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention:
+    def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
         """Attention of some of the queries of a call, over what is not behind the last of them."""
         assert self.predictor is not None
         later, query = call.query.shape[2] - stop, call.query[:, :, start:stop]
         keys, values = (one[:, :, : one.shape[2] - later] for one in self._latest(call))
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
-        asked = query, call.scaling, (keys, values), mask, call.softcap, call.s_aux
-        return MixedAttention(self.predictor.copy, *asked)
+        copy, asked = self.predictor.copy, (query, call.scaling, (keys, values), mask)
+        if FusedAttention.fits(copy, query, mask, call.softcap, call.s_aux):
+            return FusedAttention(copy, *asked)
+        return MixedAttention(copy, *asked, call.softcap, call.s_aux)
 
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None
@@ -175,7 +178,7 @@ class SpecLayer(SpecEntries):
                 first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
                 replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
-                self._want(shares, visible)
+                self._want(self._wanted(shares, visible))
                 self.collect()
                 replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
@@ -187,9 +190,7 @@ class SpecLayer(SpecEntries):
             for one in before if config.selection == "default" else ():
                 following += one
                 following[..., 1:] += one[..., :-1]
-            absent = self._want(following, visible)
-            if self._reads.ahead(self.fetcher, self.history, chosen):
-                self.shared.storage.counters.later(units_ready=(absent >= 0).sum())
+            self._fetch(self._wanted(following, visible))
         return output, replaced
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:

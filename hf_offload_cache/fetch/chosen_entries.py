@@ -72,8 +72,8 @@ class ChosenEntries:
         self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
         self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
         self._under_way: torch.cuda.Event | None = None
-        self._kept: tuple[torch.Tensor | None, ...] = ()
-        """What the stream of `fetch` still reads."""
+        self._kept: torch.Tensor | None = None
+        """What `gather` of `exchange` still reads."""
 
     @staticmethod
     def planned(form: Any, rows: int, count: int) -> int:
@@ -117,28 +117,37 @@ class ChosenEntries:
         self.empty = self.empty and not self.wanted.shape[2]
         self.wanted = self.absent = None
 
-    def fetch(self, gather: Callable[[torch.Tensor], Entries], stream: torch.cuda.Stream) -> None:
-        """As `take`, of what `gather` gives of what is `absent`, on `stream`, behind what the current one was given so
-        far. Does not block; what the current stream is given later finds it done."""
-        if self.wanted is None or self.absent is None:
-            return
-        self._kept = self.wanted, self.absent
+    def exchange(
+        self,
+        wanted: torch.Tensor,
+        exchanged: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        gather: Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], None],
+        stream: torch.cuda.Stream,
+    ) -> torch.Tensor:
+        """As `want` and `take`: by `exchanged(tokens, wanted)`, which says who comes and how many, and by `gather` of
+        those into keys and values, on `stream`. Does not block; what the current stream is given later finds it done.
+        Returns how many are wanted, and came: (2,) int64."""
+        self._wait()
+        self.wanted = self.absent = None
+        self._kept, counts = exchanged(self.tokens, wanted)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self.take([gather(self.absent)])
+            gather(self._kept, (self.keys, self.values))
             self._under_way = stream.record_event()
+        self.empty = self.empty and not wanted.shape[2]
+        return counts
 
     def _wait(self) -> None:
-        """What the current stream is given from now on finds what was fetched."""
+        """What the current stream is given from now on finds what was exchanged."""
         if self._under_way is not None:
             torch.cuda.current_stream(self._device).wait_event(self._under_way)
-            self._under_way, self._kept = None, ()
+            self._under_way = self._kept = None
 
     def settle(self) -> None:
         """Block until nothing is read out of host memory any more."""
         if self._under_way is not None:
             self._under_way.synchronize()
-            self._under_way, self._kept = None, ()
+            self._under_way = self._kept = None
 
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay, and are wanted."""

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import BudgetError
 from .areas import Areas
-from .chosen_entries import ChosenEntries, Entries, picked, records_of
+from .chosen_entries import Entries, picked, records_of
 from .fetched import Source
 from .fetcher import Fetcher
 from .pinned_entries import PinnedEntries
@@ -29,17 +29,13 @@ class EntryReads:
         """What entries of so many tokens of every head take on their way out of host memory."""
         return tokens * form.entry_bytes
 
-    def ahead(self, fetcher: Fetcher, history: Source, chosen: ChosenEntries) -> bool:
-        """Begin to read what `bring` will be asked for, what is absent of `chosen`, as far as there is room; True: that
-        was taken in, and `bring` need not be asked. A read that fails is made anew."""
-        assert chosen.absent is not None
+    def ahead(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> None:
+        """Begin to read what `bring` will be asked for, as far as there is room. A read that fails is made anew."""
         if history.store.in_memory:
-            return self.pinned.fetch(history, chosen)
-        tokens = chosen.absent.cpu().numpy()
-        if choices := records_of(tokens, history.form.group_size, fetcher.most_records):
+            return
+        if choices := records_of(tokens.cpu().numpy(), history.form.group_size, fetcher.most_records):
             with self._storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
                 fetcher.ahead(history, choices[0])
-        return False
 
     def bring(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> list[Entries]:
         """The entries of these tokens, none of which stands behind a -1: copies, in parts, and no more columns than

@@ -18,6 +18,8 @@ class PinnedEntries:
         self._storage = storage
         self._addresses: torch.Tensor | None = None
         """Where each record begins, (rows, units) int64, on the device."""
+        self._read_from: torch.Tensor | None = None
+        """The addresses that the stream still reads."""
         self._stream: torch.cuda.Stream | None = None
 
     @staticmethod
@@ -33,24 +35,32 @@ class PinnedEntries:
         """Records lie elsewhere, or are those of other rows."""
         self._addresses = None
 
-    def fetch(self, history: Source, chosen: ChosenEntries) -> bool:
-        """Let `chosen` hold what it wants, behind the back of the current stream. False: no device reads there."""
-        if (addresses := self._where(history)) is None:
-            return False
+    def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
+        """Let `chosen` hold what is `wanted`, what is read behind the back of the current stream; how many are
+        wanted, and how many of these came: (2,) int64. None: no device reads there, or they are too many."""
+        if history.device.type != "cuda":
+            return None
+        from ..kernels import host_entries_triton as kernel  # which torch for CUDA has, and others have not
+
+        addresses = self._where(history)
+        if addresses is None or max(chosen.count, wanted.shape[2]) > kernel.MOST_EXCHANGED:
+            return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(history.device)
-        chosen.fetch(lambda tokens: self._read(history, addresses, tokens), self._stream)
-        return True
+
+        def gather(tokens: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]) -> None:
+            self._read_from = addresses
+            kernel.gather_into(addresses, tokens, history.form, into, keeps=True)
+
+        return chosen.exchange(wanted, kernel.exchange, gather, self._stream)
 
     def gather(self, history: Source, tokens: torch.Tensor) -> Entries | None:
         """The entries of tokens (rows, heads, m), -1: none, on the current stream. None: no device reads there."""
-        addresses = self._where(history)
-        return None if addresses is None else self._read(history, addresses, tokens)
+        if (addresses := self._where(history)) is None:
+            return None
+        from ..kernels import host_entries_triton as kernel
 
-    def _read(self, history: Source, addresses: torch.Tensor, tokens: torch.Tensor) -> Entries:
-        from ..kernels import host_entries_triton  # which torch for CUDA has, and others have not
-
-        return Entries(tokens, *host_entries_triton.gather(addresses, tokens, history.form))
+        return Entries(tokens, *kernel.gather(addresses, tokens, history.form))
 
     def _where(self, history: Source) -> torch.Tensor | None:
         """`_addresses` of all units, written ones. None: some lie in memory that is not pinned."""

@@ -15,7 +15,7 @@ _ENTRIES = 4
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
     addresses, tokens, out, count, units, heads, GROUP: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
@@ -27,7 +27,45 @@ def _gather(  # type: ignore[no-untyped-def]
     record = address.to(tl.pointer_type(out.dtype.element_ty))
     found = tl.load(record[:, None] + begin[:, None] + channel[None, :], mask=(token >= 0)[:, None] & within, other=0)
     into = out + (head * count + entry)[:, None] * DIM + channel[None, :]
-    tl.store(into, found, mask=(entry < count)[:, None] & within)
+    if KEEPS:
+        tl.store(into, found, mask=(token >= 0)[:, None] & within)
+    else:
+        tl.store(into, found, mask=(entry < count)[:, None] & within)
+
+
+@triton.jit
+def _exchange(held, wanted, new, counts, count, width, HELD: tl.constexpr, WANTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    head = tl.program_id(0).to(tl.int64)
+    slot, place = tl.arange(0, HELD), tl.arange(0, WANTED)
+    there = tl.load(held + head * count + slot, mask=slot < count, other=-1)
+    asked = tl.load(wanted + head * width + place, mask=place < width, other=-1)
+    same = ((there[:, None] == asked[None, :]) & (asked >= 0)[None, :]).to(tl.int32)
+    stays, absent = tl.max(same, 1), ((asked >= 0) & (tl.max(same, 0) == 0)).to(tl.int32)
+    free = ((slot < count) & (stays == 0)).to(tl.int32)
+    of_slot, of_place = tl.cumsum(free, 0), tl.cumsum(absent, 0)
+    match = (of_slot[:, None] == of_place[None, :]) & (free[:, None] * absent[None, :] != 0)
+    comes = tl.max(tl.where(match, asked[None, :], -1), 1)
+    tl.store(held + head * count + slot, tl.where(stays != 0, there, comes), mask=slot < count)
+    tl.store(new + head * count + slot, comes, mask=slot < count)
+    tl.atomic_add(counts, tl.sum((asked >= 0).to(tl.int64), 0))
+    tl.atomic_add(counts + 1, tl.sum(absent.to(tl.int64), 0))
+
+
+MOST_EXCHANGED = 256
+"""Entries of a head that `exchange` knows at a time."""
+
+
+def exchange(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let `tokens` (rows, heads, n) int64, -1: none, be those `wanted` (rows, heads, n at most), and no others; what is
+    wanted again stays where it lies. Returns those that came, (rows, heads, n), -1 elsewhere; and how many are
+    wanted, and came: (2,) int64. At most `MOST_EXCHANGED` of a head. Its twin is `ChosenEntries.take`."""
+    rows, heads, count = tokens.shape
+    new, counts = torch.empty_like(tokens), tokens.new_zeros(2)
+    wide = max(16, triton.next_power_of_2(max(count, wanted.shape[2])))
+    _exchange[(rows * heads,)](
+        tokens, wanted.contiguous(), new, counts, count, wanted.shape[2], wide, wide, num_warps=4 if wide <= 128 else 8
+    )
+    return new, counts
 
 
 def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,16 +76,21 @@ def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[to
     device reads, which is to stay until this has run. Each head of a key has its value's. Under `TRITON_INTERPRET=1` on
     a CPU, for tests. Its twin is `MemoryStore.read_parts`, by which a CPU reads the same.
     """
+    of = {"dtype": form.dtype, "device": tokens.device}
+    keys, values = (torch.empty(*tokens.shape, dim, **of) for dim in (form.key_dim, form.value_dim))
+    gather_into(addresses, tokens.contiguous(), form, (keys, values), keeps=False)
+    return keys, values
+
+
+def gather_into(
+    addresses: torch.Tensor, tokens: torch.Tensor, form: Any, out: tuple[torch.Tensor, torch.Tensor], *, keeps: bool
+) -> None:
+    """As `gather`, into keys and values that are there, contiguous. `keeps`: what is of no token stays as it is."""
     rows, heads, count = tokens.shape
-    tokens = tokens.contiguous()
     grid: Any = (rows * heads, triton.cdiv(count, _ENTRIES))
-    parts = []
-    for begin, dim in ((0, form.key_dim), (form.key_width, form.value_dim)):
-        out = torch.empty(rows, heads, count, dim, dtype=form.dtype, device=tokens.device)
-        if out.numel():
+    for into, begin, dim in zip(out, (0, form.key_width), (form.key_dim, form.value_dim), strict=True):
+        if into.numel():
             _gather[grid](
-                addresses, tokens, out, count, addresses.shape[1], heads, form.group_size, form.entry_width, begin, dim,
-                triton.next_power_of_2(dim), _ENTRIES,
+                addresses, tokens, into, count, addresses.shape[1], heads, form.group_size, form.entry_width, begin,
+                dim, triton.next_power_of_2(dim), _ENTRIES, keeps,
             )  # fmt: skip
-        parts.append(out)
-    return parts[0], parts[1]

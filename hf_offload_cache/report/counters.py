@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,7 +34,9 @@ class Counters:
     decode_flight_seconds: float = 0.0
     stall_seen: float = 0.0
     flight_seen: float = 0.0
-    _on_devices: dict[torch.device, list[tuple[str, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    _on_devices: dict[torch.device, list[tuple[Callable[[int], None], torch.Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def attend(self, queries: int, held: int, entries: int) -> None:
         """So many queries, to each of which `held` tokens were visible, attended to `entries` as they were stored."""
@@ -42,14 +46,21 @@ class Counters:
     def later(self, **numbers: torch.Tensor) -> None:
         """These numbers, () int64, come to the figures of these names at `fold`, so that nobody waits for a device."""
         for name, number in numbers.items():
-            self._on_devices[number.device].append((name, number))
+            self.tell_later(partial(self._add, name), number)
+
+    def tell_later(self, told: Callable[[int], None], number: torch.Tensor) -> None:
+        """`told` is told this number, () int64, at `fold`."""
+        self._on_devices[number.device].append((told, number))
+
+    def _add(self, name: str, number: int) -> None:
+        setattr(self, name, getattr(self, name) + number)
 
     def fold(self) -> None:
         """All that `later` was given is in the figures; waits once for each device."""
         for counted in self._on_devices.values():
-            names, numbers = zip(*counted, strict=True)
-            for name, number in zip(names, torch.stack(numbers).tolist(), strict=True):
-                setattr(self, name, getattr(self, name) + number)
+            who, numbers = zip(*counted, strict=True)
+            for told, number in zip(who, torch.stack(numbers).tolist(), strict=True):
+                told(number)
         self._on_devices.clear()
 
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:

@@ -104,10 +104,9 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
     ahead, bring = EntryReads.ahead, EntryReads.bring
     for name, own in (("ahead", ahead), ("bring", bring)):
 
-        def spy(self: Any, fetcher: Any, history: Any, asked: Any, name: str = name, own: Any = own) -> Any:
-            tokens = asked if name == "bring" else asked.absent
+        def spy(self: Any, fetcher: Any, history: Any, tokens: Any, name: str = name, own: Any = own) -> Any:
             told.append((name, id(history), frozenset(tokens[tokens >= 0].tolist())))
-            return own(self, fetcher, history, asked)
+            return own(self, fetcher, history, tokens)
 
         monkeypatch.setattr(EntryReads, name, spy)
     read, read_ahead = list[Any](), Fetcher.ahead

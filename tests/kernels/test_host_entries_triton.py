@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,19 +12,23 @@ import torch
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.stores.memory import MemoryStore
 
+DEVICES = [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
+    return importlib.import_module("hf_offload_cache.kernels.host_entries_triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dims", [(64, 64), (24, 40), (7, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_head_gets_its_tokens(
     device: str, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, wherever the records of a row lie, in several chunks; nothing for no token."""
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
-    kernel = importlib.import_module("hf_offload_cache.kernels.host_entries_triton")
+    kernel = kernels(device, monkeypatch)
     made = torch.Generator().manual_seed(0)
     rows, heads, units, group, count = 3, 2, 9, 32, 13
     form = RecordFormat(heads, dims[0], heads, dims[1], dtype, group)
@@ -49,4 +54,34 @@ def test_each_head_gets_its_tokens(
     for found, every in ((keys, every_key), (values, every_value)):
         expected = every.gather(2, at.expand(-1, -1, -1, every.shape[3])).masked_fill(tokens[..., None] < 0, 0)
         assert torch.equal(found, expected)
+    old = [torch.full((rows, heads, count, dim), 7.0, dtype=dtype, device=device) for dim in dims]
+    kernel.gather_into(where, tokens.to(device), form, tuple(old), keeps=True)
+    for found, every in zip(old, (every_key, every_value), strict=True):
+        expected = every.gather(2, at.expand(-1, -1, -1, every.shape[3])).masked_fill(tokens[..., None] < 0, 7)
+        assert torch.equal(found.cpu(), expected)
     store.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("count", "least", "most"), [(5, 0, 5), (68, 68, 68), (256, 100, 256)])
+def test_what_is_wanted_again_stays(
+    device: str, count: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ChosenEntries.take` has it, time after time: rows want different numbers of them."""
+    kernel, made = kernels(device, monkeypatch), np.random.default_rng(0)
+    tokens = torch.full((2, 3, count), -1, device=device)
+    for _ in range(4):
+        wanted = np.stack([made.permutation(3 * count)[:most] for _ in range(6)]).reshape(2, 3, most)
+        wanted[0, 1, made.integers(least, most + 1) :] = -1
+        before = tokens.cpu().numpy().copy()
+        new, counts = kernel.exchange(tokens, torch.from_numpy(wanted).to(device))
+        now, new = tokens.cpu().numpy(), new.cpu().numpy()
+        came = 0
+        for row, head in np.ndindex(2, 3):
+            asked, held = wanted[row, head], now[row, head]
+            assert sorted(held[held >= 0]) == sorted(asked[asked >= 0])
+            stays = np.isin(before[row, head], asked) & (before[row, head] >= 0)
+            assert (held[stays] == before[row, head][stays]).all() and (new[row, head][stays] == -1).all()
+            assert (new[row, head][~stays] == held[~stays]).all()
+            came += int((new[row, head] >= 0).sum())
+        assert counts.tolist() == [int((wanted >= 0).sum()), came]

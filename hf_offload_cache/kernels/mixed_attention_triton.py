@@ -1,0 +1,269 @@
+"""Attention over a copy in a few bits, some entries of which are replaced by stored ones, on a device: parts of it,
+each in a softmax of its own, which are merged, and what of it each token has (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .low_bit import SIDES
+from .low_bit_triton import _half
+
+_ENTRIES = 32
+"""Stored entries at a time."""
+_TOKENS = 1024
+"""Tokens whose shares a program makes."""
+_PROGRAMS = 1056
+"""As many as keep a device busy: where rows and heads are fewer, the copy is parted."""
+MOST_QUERIES = 64
+"""Of a key head."""
+
+
+@triton.jit
+def _over_copy(  # type: ignore[no-untyped-def]
+    queries, keys, values, hidden, scores, output, best, total, scaling, count, groups, per_part, parts, key_stride,
+    value_stride, value_part, KEY: tl.constexpr, VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_ROW: tl.constexpr, CHANNELS: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDE: tl.constexpr,
+    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    asked, token = tl.arange(0, QUERIES), tl.arange(0, GROUP)
+    key, value = tl.arange(0, KEY_WIDE), tl.arange(0, VALUE_WIDE)
+    there, tokens = asked < count, groups * GROUP
+    query = tl.load(
+        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & (key < KEY)[None, :],
+        other=0.0,
+    ).to(tl.float16)  # fmt: skip
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    shares = tl.zeros((QUERIES,), dtype=tl.float32)
+    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
+    for group in range(part * per_part, min((part + 1) * per_part, groups)):
+        rows = keys + head * key_stride + (group * KEY + key) * KEY_ROW
+        codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=(key < KEY)[:, None], other=0).to(tl.int16)
+        codes = (codes >> (token * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + GROUP * BITS // 8, key < KEY), _half(rows + GROUP * BITS // 8 + 2, key < KEY)
+        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
+        at = group * GROUP + token
+        own = tl.dot(query, entries) * scaling
+        seen = tl.load(hidden + head * (tokens + 1) + at) == 0
+        own = tl.where(seen[None, :], own, float("-inf"))
+        tl.store(scores + (head * count + asked)[:, None] * tokens + at[None, :], own, mask=there[:, None])
+        above = tl.maximum(most, tl.max(own, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        share = tl.exp(own - safe[:, None])
+        before = tl.exp(most - safe)
+        rows = values + head * value_stride + (value // CHANNELS)[None, :] * value_part + (at * VALUE_ROW)[:, None]
+        within = (value < VALUE)[None, :] & (at < tokens)[:, None]
+        codes = tl.load(rows + (value % CHANNELS * BITS // 8)[None, :], mask=within, other=0).to(tl.int16)
+        codes = (codes >> (value % CHANNELS * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + CHANNELS * BITS // 8, within), _half(rows + CHANNELS * BITS // 8 + 2, within)
+        entries = codes.to(tl.float16) * scale.to(tl.float16) + zero.to(tl.float16)
+        found = found * before[:, None] + tl.dot(share.to(tl.float16), entries)
+        shares = shares * before + tl.sum(share, 1)
+        most = above
+    to = (head * parts + part) * count + asked
+    tl.store(best + to, most, mask=there)
+    tl.store(total + to, shares, mask=there)
+    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+
+
+@triton.jit
+def _over_stored(  # type: ignore[no-untyped-def]
+    queries, keys, values, tokens, seen, scores, output, best, total, scaling, count, entries, width, heads, parts,
+    part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
+    EACH: tl.constexpr, LATEST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    row, own_head = head // heads, head % heads
+    asked, key, value = tl.arange(0, QUERIES), tl.arange(0, KEY_WIDE), tl.arange(0, VALUE_WIDE)
+    there = asked < count
+    query = tl.load(
+        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & (key < KEY)[None, :],
+        other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    shares = tl.zeros((QUERIES,), dtype=tl.float32)
+    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
+    for first in range(0, entries, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        held = entry < entries
+        if LATEST:
+            last = entries - EACH + asked % EACH
+            visible = held[None, :] & (entry[None, :] <= last[:, None])
+            if MASKED:
+                visible = visible & (tl.load(seen + row * entries + entry, mask=held, other=0) != 0)[None, :]
+        else:
+            token = tl.load(tokens + head * entries + entry, mask=held, other=-1)
+            visible = (token >= 0)[None, :] & (asked >= 0)[:, None]
+        own_keys = tl.load(
+            keys + row * key_row + own_head * key_head + entry[None, :] * key_entry + key[:, None],
+            mask=held[None, :] & (key < KEY)[:, None], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        own = tl.dot(query, own_keys, input_precision="ieee") * scaling
+        own = tl.where(visible, own, float("-inf"))
+        if not LATEST:
+            tl.store(
+                scores + (head * count + asked)[:, None] * width + token[None, :], own,
+                mask=there[:, None] & (token >= 0)[None, :],
+            )  # fmt: skip
+        above = tl.maximum(most, tl.max(own, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        share = tl.exp(own - safe[:, None])
+        before = tl.exp(most - safe)
+        own_values = tl.load(
+            values + row * value_row + own_head * value_head + entry[:, None] * value_entry + value[None, :],
+            mask=held[:, None] & (value < VALUE)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        found = found * before[:, None] + tl.dot(share, own_values, input_precision="ieee")
+        shares = shares * before + tl.sum(share, 1)
+        most = above
+    to = (head * parts + part) * count + asked
+    tl.store(best + to, most, mask=there)
+    tl.store(total + to, shares, mask=there)
+    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    parted, best, total, output, base, count, heads, parts, EACH: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    asked, value = tl.arange(0, QUERIES), tl.arange(0, VALUE_WIDE)
+    there = asked < count
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    shares = tl.zeros((QUERIES,), dtype=tl.float32)
+    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
+    for part in range(parts):
+        at = (head * parts + part) * count + asked
+        own = tl.load(best + at, mask=there, other=float("-inf"))
+        above = tl.maximum(most, own)
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        before, now = tl.exp(most - safe), tl.exp(own - safe)
+        shares = shares * before + tl.load(total + at, mask=there, other=0.0) * now
+        more = tl.load(
+            parted + at[:, None] * VALUE + value[None, :], mask=there[:, None] & (value < VALUE)[None, :], other=0.0
+        )
+        found = found * before[:, None] + more * now[:, None]
+        most = above
+    none = shares == 0
+    shares = tl.where(none, 1.0, shares)
+    tl.store(base + head * count + asked, tl.where(none, 0.0, most) + tl.log(shares), mask=there)
+    # (B, q, H, D): a query of a head of this key head
+    to = (head // heads * EACH + asked % EACH) * (heads * (count // EACH)) + head % heads * (count // EACH)
+    to += asked // EACH
+    found = found / shares[:, None]
+    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+
+
+@triton.jit
+def _share(  # type: ignore[no-untyped-def]
+    scores, base, output, count, tokens, first, stride, EACH: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    head, asked = tl.program_id(0).to(tl.int64), first + tl.program_id(2)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    total = tl.zeros((TOKENS,), dtype=tl.float32)
+    for query in range(asked, count, EACH):
+        own = tl.load(scores + (head * count + query) * tokens + token, mask=token < tokens, other=float("-inf"))
+        total += tl.exp(own - tl.load(base + head * count + query))
+    tl.store(output + tl.program_id(2) * stride + head * tokens + token, total, mask=token < tokens)
+
+
+class Parts:
+    """One attention, part by part: of queries (rows, heads, n, Dk), `each` of every query head of a key head, over a
+    copy of `tokens` tokens and stored entries. On a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a
+    CPU, for tests. Scores are float32.
+
+    Args:
+        hidden: (rows, heads, tokens + 1) uint8: not 0 are tokens that are not attended to as the copy has them.
+        sources: how many times `stored` and `latest` will be called.
+    """
+
+    def __init__(
+        self, queries: torch.Tensor, scaling: float, each: int, value_dim: int, hidden: torch.Tensor, sources: int,
+        group: int,
+    ) -> None:  # fmt: skip
+        rows, heads, count, _ = queries.shape
+        self._queries, self._scaling, self._each, self._value = queries, scaling, each, value_dim
+        self._hidden, self._tokens, self._groups = hidden, hidden.shape[2] - 1, (hidden.shape[2] - 1) // group
+        wanted = max(1, min(self._groups, _PROGRAMS // (rows * heads)))
+        self._per_part = max(1, triton.cdiv(self._groups, wanted))
+        self._of_copy = triton.cdiv(self._groups, self._per_part)
+        self._parts, self._next = self._of_copy + sources, self._of_copy
+        of: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
+        self._scores = torch.empty(rows, heads, count, self._tokens, **of)
+        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **of)
+        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **of)
+        self._wide = max(16, triton.next_power_of_2(count))
+
+    def copy(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+        """Over what `LowBitForm.layout` has of keys and of values; before any other."""
+        (rows, heads, count, key), group = self._queries.shape, (keys.shape[4] - SIDES) * 8 // bits
+        if not self._of_copy:
+            return
+        channels = (values.shape[4] - SIDES) * 8 // bits
+        grid: Any = (rows * heads, self._of_copy)
+        _over_copy[grid](
+            self._queries, keys, values, self._hidden, self._scores, self._parted, self._best, self._total,
+            self._scaling, count, self._groups, self._per_part, self._parts, keys.stride(1), values.stride(1),
+            values.stride(2), key, self._value, bits, group, keys.shape[4], channels, values.shape[4], _wide(key),
+            _wide(self._value), self._wide,
+        )  # fmt: skip
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Over keys (rows, heads, m, Dk) and values of these tokens (rows, heads, m) of the copy, -1: none."""
+        self._stored(keys, values, tokens.contiguous(), None)
+
+    def latest(self, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None) -> None:
+        """Over those of all tokens behind the copy's, each query up to its own; `seen`: (rows, m) uint8, or all."""
+        self._stored(keys, values, None, seen)
+
+    def _stored(
+        self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor | None, seen: torch.Tensor | None
+    ) -> None:
+        (rows, heads, count, key), entries = self._queries.shape, keys.shape[2]
+        assert keys.stride(3) == values.stride(3) == 1
+        _over_stored[(rows * heads,)](
+            self._queries, keys, values, self._hidden if tokens is None else tokens,
+            self._hidden if seen is None else seen, self._scores, self._parted, self._best, self._total,
+            self._scaling, count, entries, self._tokens, heads, self._parts, self._next, *keys.stride()[:3],
+            *values.stride()[:3], key, self._value, _wide(key), _wide(self._value), self._wide, _ENTRIES, self._each,
+            tokens is None, seen is not None,
+        )  # fmt: skip
+        self._next += 1
+
+    def merged(self) -> torch.Tensor:
+        """Attention over all parts: (rows, each, query heads, Dv) float32."""
+        rows, heads, count, _ = self._queries.shape
+        assert self._next == self._parts
+        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **of)
+        self._base = torch.empty(rows, heads, count, **of)
+        _merge[(rows * heads,)](
+            self._parted, self._best, self._total, output, self._base, count, heads, self._parts, self._each,
+            self._value, _wide(self._value), self._wide,
+        )  # fmt: skip
+        return output
+
+    def shares(self, first: int, number: int) -> torch.Tensor:
+        """After `merged`: what each token of the copy has of queries [first, first + number) of each head, summed over
+        the heads of a key head: (number, rows, heads, tokens) float32."""
+        rows, heads, count, _ = self._queries.shape
+        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(number, rows, heads, self._tokens, **of)
+        if output.numel():
+            grid: Any = (rows * heads, triton.cdiv(self._tokens, _TOKENS), number)
+            _share[grid](
+                self._scores, self._base, output, count, self._tokens, first, output.stride(0), self._each, self._wide,
+                _TOKENS,
+            )  # fmt: skip
+        return output
+
+
+def _wide(size: int) -> int:
+    """At least the least that tensor cores take."""
+    return max(16, triton.next_power_of_2(size))
