@@ -81,13 +81,13 @@ class SpecLayer(SpecEntries):
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
-    def _latest(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the latest tokens, guesses at the end."""
+    def _latest(self, call: AttentionCall) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the latest tokens, guesses at last."""
         keys, values = self.history.form.split(self.history.recent)
         if not self.guessed:
-            return keys, values
-        guesses = (one[:, :, -self.guessed :].to(keys.dtype) for one in (call.key, call.value))
-        return tuple(torch.cat(both, 2) for both in zip((keys, values), guesses, strict=True))  # type: ignore[return-value]
+            return [(keys, values)]
+        guesses = call.key[:, :, -self.guessed :], call.value[:, :, -self.guessed :]
+        return [(keys, values), (guesses[0].to(keys.dtype), guesses[1].to(keys.dtype))]
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -144,13 +144,14 @@ class SpecLayer(SpecEntries):
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
         """Attention of some of the queries of a call, over what is not behind the last of them."""
         assert self.predictor is not None
-        later, query = call.query.shape[2] - stop, call.query[:, :, start:stop]
-        keys, values = (one[:, :, : one.shape[2] - later] for one in self._latest(call))
+        later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
-        copy, asked = self.predictor.copy, (query, call.scaling, (keys, values), mask)
-        if FusedAttention.fits(copy, query, mask, call.softcap, call.s_aux):
-            return FusedAttention(copy, *asked)
-        return MixedAttention(copy, *asked, call.softcap, call.s_aux)
+        latest = self._latest(call)
+        if not later and FusedAttention.fits(copy, query, mask, call.softcap, call.s_aux):
+            return FusedAttention(copy, query, call.scaling, latest, mask)
+        keys, values = (torch.cat(parts, 2) if len(parts) > 1 else parts[0] for parts in zip(*latest, strict=True))
+        keys, values = (one[:, :, : one.shape[2] - later] for one in (keys, values))
+        return MixedAttention(copy, query, call.scaling, (keys, values), mask, call.softcap, call.s_aux)
 
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None

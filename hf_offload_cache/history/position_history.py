@@ -230,7 +230,7 @@ class PositionHistory:
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros. Returns
         the payloads, (rows * n, payload_width) in host memory, which are the writer's: not to be changed."""
-        records = aligned_empty(ids.size, self.form.record_bytes)
+        records = aligned_empty(ids.size, self.form.record_bytes, pinned=self.device.type == "cuda")
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0
         shape = (self.rows, ids.shape[1], self.form.group_size, self.form.entry_width)

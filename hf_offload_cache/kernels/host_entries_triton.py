@@ -12,7 +12,7 @@ _ENTRIES = 4
 """Entries of a head that a program reads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _gather(  # type: ignore[no-untyped-def]
     addresses, tokens, out, count, units, heads, GROUP: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr, KEEPS: tl.constexpr,
@@ -33,12 +33,12 @@ def _gather(  # type: ignore[no-untyped-def]
         tl.store(into, found, mask=(entry < count)[:, None] & within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _exchange(held, wanted, new, counts, count, width, HELD: tl.constexpr, WANTED: tl.constexpr):  # type: ignore[no-untyped-def]
     head = tl.program_id(0).to(tl.int64)
     slot, place = tl.arange(0, HELD), tl.arange(0, WANTED)
-    there = tl.load(held + head * count + slot, mask=slot < count, other=-1)
-    asked = tl.load(wanted + head * width + place, mask=place < width, other=-1)
+    there = tl.load(held + head * count + slot, mask=slot < count, other=-1).to(tl.int32)
+    asked = tl.load(wanted + head * width + place, mask=place < width, other=-1).to(tl.int32)
     same = ((there[:, None] == asked[None, :]) & (asked >= 0)[None, :]).to(tl.int32)
     stays, absent = tl.max(same, 1), ((asked >= 0) & (tl.max(same, 0) == 0)).to(tl.int32)
     free = ((slot < count) & (stays == 0)).to(tl.int32)

@@ -28,7 +28,7 @@ def _half(at, there):  # type: ignore[no-untyped-def]
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "key_stride", "out_stride", "out_row"])
 def _scores(  # type: ignore[no-untyped-def]
     queries, keys, out, count, groups, query_stride, key_stride, out_stride, out_row, DIM: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
@@ -54,7 +54,7 @@ def _scores(  # type: ignore[no-untyped-def]
         tl.store(into, found, mask=(asked < tl.where(group < groups, count, 0))[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "per_part", "share_stride", "share_row", "value_stride", "group_stride"])
 def _weighted(  # type: ignore[no-untyped-def]
     shares, values, out, count, tokens, per_part, share_stride, share_row, value_stride, group_stride, out_part,
     out_stride, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr,

@@ -23,29 +23,44 @@ MOST_QUERIES = 64
 
 
 @triton.jit
+def _unpacked(codes, BITS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of bytes (rows, COLUMNS * BITS / 8) uint8 the codes, (rows, COLUMNS) float16."""
+    if BITS == 8:
+        return codes.to(tl.float16)
+    shifts = (tl.arange(0, 8 // BITS) * BITS).to(tl.uint8)
+    spread = (codes[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(spread, (codes.shape[0], COLUMNS)).to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["groups", "per_part", "parts"])
 def _over_copy(  # type: ignore[no-untyped-def]
     queries, keys, values, hidden, scores, output, best, total, scaling, count, groups, per_part, parts, key_stride,
     value_stride, value_part, KEY: tl.constexpr, VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     KEY_ROW: tl.constexpr, CHANNELS: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDE: tl.constexpr,
-    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr,
+    CHANNELS_WIDE: tl.constexpr, PARTS_WIDE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    VALUE_WIDE: tl.constexpr = PARTS_WIDE * CHANNELS_WIDE
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    asked, token = tl.arange(0, QUERIES), tl.arange(0, GROUP)
-    key, value = tl.arange(0, KEY_WIDE), tl.arange(0, VALUE_WIDE)
+    asked, token, key = tl.arange(0, QUERIES), tl.arange(0, GROUP), tl.arange(0, KEY_WIDE)
     there, tokens = asked < count, groups * GROUP
     query = tl.load(
         queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & (key < KEY)[None, :],
         other=0.0,
     ).to(tl.float16)  # fmt: skip
+    of_keys = tl.arange(0, GROUP // PER_BYTE)
+    byte, own_part = tl.arange(0, CHANNELS_WIDE // PER_BYTE), tl.arange(0, PARTS_WIDE)
+    parts_there = own_part < (VALUE + CHANNELS - 1) // CHANNELS
+    bytes_there = parts_there[None, :, None] & (byte < CHANNELS // PER_BYTE)[None, None, :]
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     shares = tl.zeros((QUERIES,), dtype=tl.float32)
     found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
     for group in range(part * per_part, min((part + 1) * per_part, groups)):
         rows = keys + head * key_stride + (group * KEY + key) * KEY_ROW
-        codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=(key < KEY)[:, None], other=0).to(tl.int16)
-        codes = (codes >> (token * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
-        scale, zero = _half(rows + GROUP * BITS // 8, key < KEY), _half(rows + GROUP * BITS // 8 + 2, key < KEY)
-        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
+        codes = tl.load(rows[:, None] + of_keys[None, :], mask=(key < KEY)[:, None], other=0)
+        scale = _half(rows + GROUP // PER_BYTE, key < KEY)
+        zero = _half(rows + GROUP // PER_BYTE + 2, key < KEY)
+        entries = _unpacked(codes, BITS, GROUP) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
         at = group * GROUP + token
         own = tl.dot(query, entries) * scaling
         seen = tl.load(hidden + head * (tokens + 1) + at) == 0
@@ -55,27 +70,32 @@ def _over_copy(  # type: ignore[no-untyped-def]
         safe = tl.where(above == float("-inf"), 0.0, above)
         share = tl.exp(own - safe[:, None])
         before = tl.exp(most - safe)
-        rows = values + head * value_stride + (value // CHANNELS)[None, :] * value_part + (at * VALUE_ROW)[:, None]
-        within = (value < VALUE)[None, :] & (at < tokens)[:, None]
-        codes = tl.load(rows + (value % CHANNELS * BITS // 8)[None, :], mask=within, other=0).to(tl.int16)
-        codes = (codes >> (value % CHANNELS * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
-        scale, zero = _half(rows + CHANNELS * BITS // 8, within), _half(rows + CHANNELS * BITS // 8 + 2, within)
-        entries = codes.to(tl.float16) * scale.to(tl.float16) + zero.to(tl.float16)
+        sides = values + head * value_stride + own_part[None, :] * value_part + (at * VALUE_ROW)[:, None]
+        codes = tl.load(sides[:, :, None] + byte[None, None, :], mask=bytes_there, other=0)
+        scale = _half(sides + CHANNELS // PER_BYTE, parts_there[None, :] & (token >= 0)[:, None])
+        zero = _half(sides + CHANNELS // PER_BYTE + 2, parts_there[None, :] & (token >= 0)[:, None])
+        codes = tl.reshape(codes, (GROUP * PARTS_WIDE, CHANNELS_WIDE // PER_BYTE))
+        spread = tl.reshape(_unpacked(codes, BITS, CHANNELS_WIDE), (GROUP, PARTS_WIDE, CHANNELS_WIDE))
+        entries = spread * scale.to(tl.float16)[:, :, None] + zero.to(tl.float16)[:, :, None]
+        entries = tl.reshape(entries, (GROUP, VALUE_WIDE))
         found = found * before[:, None] + tl.dot(share.to(tl.float16), entries)
         shares = shares * before + tl.sum(share, 1)
         most = above
     to = (head * parts + part) * count + asked
     tl.store(best + to, most, mask=there)
     tl.store(total + to, shares, mask=there)
-    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+    wide = tl.arange(0, VALUE_WIDE)
+    value = wide // CHANNELS_WIDE * CHANNELS + wide % CHANNELS_WIDE
+    within = (wide % CHANNELS_WIDE < CHANNELS) & (value < VALUE)
+    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & within[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "after", "width", "parts", "part"])
 def _over_stored(  # type: ignore[no-untyped-def]
-    queries, keys, values, tokens, seen, scores, output, best, total, scaling, count, entries, width, heads, parts,
-    part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr, VALUE: tl.constexpr,
+    queries, keys, values, tokens, seen, scores, output, best, total, scaling, count, entries, after, width, heads,
+    parts, part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
-    EACH: tl.constexpr, LATEST: tl.constexpr, MASKED: tl.constexpr,
+    EACH: tl.constexpr, LATEST: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row, own_head = head // heads, head % heads
@@ -92,7 +112,7 @@ def _over_stored(  # type: ignore[no-untyped-def]
         entry = first + tl.arange(0, ENTRIES)
         held = entry < entries
         if LATEST:
-            last = entries - EACH + asked % EACH
+            last = entries + after - EACH + asked % EACH
             visible = held[None, :] & (entry[None, :] <= last[:, None])
             if MASKED:
                 visible = visible & (tl.load(seen + row * entries + entry, mask=held, other=0) != 0)[None, :]
@@ -103,7 +123,7 @@ def _over_stored(  # type: ignore[no-untyped-def]
             keys + row * key_row + own_head * key_head + entry[None, :] * key_entry + key[:, None],
             mask=held[None, :] & (key < KEY)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        own = tl.dot(query, own_keys, input_precision="ieee") * scaling
+        own = tl.dot(query, own_keys, input_precision=PRECISION) * scaling
         own = tl.where(visible, own, float("-inf"))
         if not LATEST:
             tl.store(
@@ -118,7 +138,7 @@ def _over_stored(  # type: ignore[no-untyped-def]
             values + row * value_row + own_head * value_head + entry[:, None] * value_entry + value[None, :],
             mask=held[:, None] & (value < VALUE)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        found = found * before[:, None] + tl.dot(share, own_values, input_precision="ieee")
+        found = found * before[:, None] + tl.dot(share, own_values, input_precision=PRECISION)
         shares = shares * before + tl.sum(share, 1)
         most = above
     to = (head * parts + part) * count + asked
@@ -127,7 +147,7 @@ def _over_stored(  # type: ignore[no-untyped-def]
     tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
     parted, best, total, output, base, count, heads, parts, EACH: tl.constexpr, VALUE: tl.constexpr,
     VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr,
@@ -160,7 +180,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first", "stride"])
 def _share(  # type: ignore[no-untyped-def]
     scores, base, output, count, tokens, first, stride, EACH: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -211,28 +231,30 @@ class Parts:
             self._queries, keys, values, self._hidden, self._scores, self._parted, self._best, self._total,
             self._scaling, count, self._groups, self._per_part, self._parts, keys.stride(1), values.stride(1),
             values.stride(2), key, self._value, bits, group, keys.shape[4], channels, values.shape[4], _wide(key),
-            _wide(self._value), self._wide,
+            _wide(channels), triton.next_power_of_2(values.shape[2]), self._wide,
         )  # fmt: skip
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
         """Over keys (rows, heads, m, Dk) and values of these tokens (rows, heads, m) of the copy, -1: none."""
-        self._stored(keys, values, tokens.contiguous(), None)
+        self._stored(keys, values, tokens.contiguous(), None, 0)
 
-    def latest(self, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None) -> None:
-        """Over those of all tokens behind the copy's, each query up to its own; `seen`: (rows, m) uint8, or all."""
-        self._stored(keys, values, None, seen)
+    def latest(self, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, after: int = 0) -> None:
+        """Over those of tokens behind the copy's, `after` of which come later, each query up to its own; `seen`: (rows,
+        m) uint8, or all."""
+        self._stored(keys, values, None, seen, after)
 
     def _stored(
-        self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor | None, seen: torch.Tensor | None
-    ) -> None:
+        self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor | None, seen: torch.Tensor | None,
+        after: int,
+    ) -> None:  # fmt: skip
         (rows, heads, count, key), entries = self._queries.shape, keys.shape[2]
         assert keys.stride(3) == values.stride(3) == 1
         _over_stored[(rows * heads,)](
             self._queries, keys, values, self._hidden if tokens is None else tokens,
             self._hidden if seen is None else seen, self._scores, self._parted, self._best, self._total,
-            self._scaling, count, entries, self._tokens, heads, self._parts, self._next, *keys.stride()[:3],
+            self._scaling, count, entries, after, self._tokens, heads, self._parts, self._next, *keys.stride()[:3],
             *values.stride()[:3], key, self._value, _wide(key), _wide(self._value), self._wide, _ENTRIES, self._each,
-            tokens is None, seen is not None,
+            tokens is None, seen is not None, "ieee" if keys.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         self._next += 1
 

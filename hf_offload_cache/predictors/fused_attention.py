@@ -11,12 +11,12 @@ from .low_bit_copy import LowBitCopy
 
 
 class FusedAttention:
-    """As `MixedAttention`, where `fits` says so. Products with the copy are of half precision, sums of single; those
-    with stored entries are of their type. Nothing is kept between two calls."""
+    """As `MixedAttention`, where `fits` says so; `latest` may come in parts. Products with the copy are of half
+    precision, sums of single; those with stored entries are of their type. Nothing is kept between two calls."""
 
     def __init__(
-        self, copy: LowBitCopy, query: torch.Tensor, scaling: float, latest: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
+        self, copy: LowBitCopy, query: torch.Tensor, scaling: float,
+        latest: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None,
     ) -> None:  # fmt: skip
         heads = copy.form.entry.num_key_heads
         self._copy, self._scaling, self._latest, self._mask = copy, scaling, latest, mask
@@ -56,12 +56,16 @@ class FusedAttention:
         for one in replaced:  # the last column is for tokens that are none
             hidden.scatter_(2, one.tokens.masked_fill(one.tokens < 0, tokens), 1)
         given = self._queries, self._scaling, self._count, form.entry.value_dim, hidden
-        parts = Parts(*given, len(replaced) + 1, form.group)
+        parts = Parts(*given, len(replaced) + len(self._latest), form.group)
         held = self._copy.capture()
         parts.copy(held["keys"], held["values"], form.bits)
         for one in replaced:
             parts.stored(one.keys, one.values, one.tokens)
-        parts.latest(*self._latest, seen)
+        after, first = sum(keys.shape[2] for keys, _ in self._latest), 0
+        for keys, values in self._latest:
+            stop = first + keys.shape[2]
+            parts.latest(keys, values, None if seen is None else seen[:, first:stop].contiguous(), after - stop)
+            first = stop
         output = parts.merged()
         return output, list(parts.shares(asked[0], len(asked))) if asked else []
 

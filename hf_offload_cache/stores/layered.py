@@ -166,6 +166,9 @@ class LayeredStore(FreezableStore):
         for store, some, (first, stop) in self._layout.pieces(ids):
             store.read_parts(some, first_bytes[first:stop], out[first:stop])
 
+    def count_read(self, requests: int, nbytes: int) -> None:
+        self._stores()[-1].count_read(requests, nbytes)
+
     def addresses(self, ids: np.ndarray) -> np.ndarray | None:
         found = np.empty(len(ids), dtype=np.int64)
         for store, some, (first, stop) in self._layout.pieces(ids):

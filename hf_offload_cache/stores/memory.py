@@ -80,9 +80,8 @@ class MemoryStore(FreezableStore):
 
     def _new_chunk(self) -> torch.Tensor:
         if self._pinned:
-            with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # no more can be pinned: any will do
-                shape = self._chunk_records, self.record_bytes
-                return torch.empty(shape, dtype=torch.uint8, pin_memory=True, device="cpu")
+            with contextlib.suppress(RuntimeError):  # no more can be pinned: any will do
+                return aligned_empty(self._chunk_records, self.record_bytes, pinned=True)
         return aligned_empty(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:

@@ -86,6 +86,9 @@ class WrapperStore(FreezableStore):
     def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
         self.inner.read_parts(ids, first_bytes, out)
 
+    def count_read(self, requests: int, nbytes: int) -> None:
+        self.inner.count_read(requests, nbytes)
+
     def addresses(self, ids: np.ndarray) -> np.ndarray | None:
         return self.inner.addresses(ids)
 

@@ -38,8 +38,8 @@ def test_it_gives_what_mixed_attention_gives(
     form = LowBitForm(entry(*dims), bits, group)
     keys, values = states(tokens + LATEST, form.entry)
     copies = [LowBitCopy(form, 2, torch.device(place), MemoryAccount(), tokens + group) for place in ("cpu", device)]
-    for copy, place in zip(copies, ("cpu", device), strict=True):
-        copy.append([(keys[:, :, :tokens].to(place), values[:, :, :tokens].to(place))], tokens)
+    copies[0].append([(keys[:, :, :tokens], values[:, :, :tokens])], tokens)
+    copies[1].restore(copies[0].capture(), tokens, "layer 0")  # elements between two codes may get another on a device
     made = torch.Generator().manual_seed(3)
     query = torch.randn(2, HEADS, queries, dims[0], generator=made).bfloat16()
     chosen = torch.stack([torch.randperm(max(1, tokens), generator=made)[:20] for _ in range(4)]).view(2, 2, -1)
@@ -56,7 +56,10 @@ def test_it_gives_what_mixed_attention_gives(
     latest = keys[:, :, tokens:], values[:, :, tokens:]
     expected, every = MixedAttention(copies[0], query, 0.2, latest, mask).attend(replaced, range(queries))
     there = tuple(part.transpose(1, 2).contiguous().transpose(1, 2).to(device) for part in latest)
-    fused = FusedAttention(copies[1], query.to(device), 0.2, there, None if mask is None else mask.to(device))
+    last = LATEST - queries + 1
+    halves = [tuple(part[:, :, :last] for part in there), tuple(part[:, :, last:] for part in there)]
+    given = halves[: 1 + (queries > 1)], None if mask is None else mask.to(device)
+    fused = FusedAttention(copies[1], query.to(device), 0.2, *given)
     for _ in range(2):  # it keeps nothing
         output, shares = fused.attend([on(device, one) for one in replaced], range(queries))
         torch.testing.assert_close(output.cpu(), expected, rtol=1e-2, atol=1e-2)
