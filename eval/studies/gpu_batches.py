@@ -29,8 +29,9 @@ _METHODS: dict[str, dict[str, Any]] = {
     "2 bits, not ahead": {"bits": 2, "speculative": False},
     "2 bits, alone": {"bits": 2, "num_selected": 0},
 }
-_AT_ONCE = 160_000
-"""Tokens of a prefill's chunk, of all rows: what it takes is no part of decoding."""
+_PREFILLED = 1 << 17
+"""Tokens of a prefill, of all rows, each of which then becomes several, whose next tokens differ: rows share what is
+stored, and nothing else. What a prefill takes is no part of decoding."""
 LEAST = {2048: 2.8, 8192: 3.8, 32768: 4.6}
 
 
@@ -59,10 +60,11 @@ def run(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
             if batch is None:
                 few = _measured(model, method, tokens, 4, 4, arguments)
                 room = 1e9 * arguments.cap - weights
-                batch = max(1, int(room / (few["held"] / 4 * LAYERS / arguments.layers + few["beside"] / 4)))
+                a_row = (few["held"] * LAYERS / arguments.layers + few["beside"]) / few["batch"]
+                batch = max(1, int(room / a_row))
             found = _measured(model, method, tokens, batch, arguments.steps, arguments)
             held = weights + found["held"] * LAYERS / arguments.layers + found["beside"]
-            milliseconds = found["milliseconds"] * LAYERS / arguments.layers
+            milliseconds, batch = found["milliseconds"] * LAYERS / arguments.layers, found["batch"]
             rows.add(
                 tokens=tokens, method=method, batch=batch, gigabytes=held / 1e9, milliseconds=milliseconds,
                 tokens_per_second=1e3 * batch / milliseconds, **{name: found[name] for name in _SHOWN if name in found},
@@ -97,17 +99,20 @@ def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, argu
     """Bytes that the layers that are run hold and what a step takes beside that, and a step's time."""
     cuda = model.device.type == "cuda"
     made = torch.Generator(model.device).manual_seed(1)
-    ids = torch.randint(5, 30000, (batch, tokens), generator=made, device=model.device)
+    rows = max(1, min(batch, _PREFILLED // tokens))
+    ids, token = (
+        torch.randint(5, 30000, shape, generator=made, device=model.device)
+        for shape in ((rows, tokens), (batch // rows * rows, 1))
+    )
     fields = {"engine": "memory", "path": arguments.path, **_METHODS.get(method, {})}
     cache: Any = DynamicCache(config=model.config) if method == _DYNAMIC else SpecCache(model, **fields)
     begun, before = time.perf_counter(), _allocated(cuda)
     try:
         with torch.no_grad():
-            for part in ids.split(max(64, min(tokens, _AT_ONCE // batch // 64 * 64)), 1):
-                logits = model(part, past_key_values=cache, logits_to_keep=1).logits
-            token = logits[:, -1:].argmax(-1)
+            model(ids, past_key_values=cache, logits_to_keep=1)
             _wait(cuda)
             prefilled = time.perf_counter() - begun
+            cache.batch_repeat_interleave(len(token) // rows)
             taken = []
             for step in range(steps):
                 if cuda and step == 2:
@@ -118,7 +123,7 @@ def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, argu
                 taken.append(1e3 * (time.perf_counter() - start))
         held, most = _allocated(cuda) - before, torch.cuda.max_memory_allocated() if cuda else 0
         low, middle, high = statistics.quantiles(taken[2:], n=4)
-        found = {"held": held, "beside": max(0, most - _allocated(cuda)), "milliseconds": middle}
+        found = {"batch": len(token), "held": held, "beside": max(0, most - _allocated(cuda)), "milliseconds": middle}
         found |= {"spread": (high - low) / middle, "prefill_seconds": prefilled}
         if method != _DYNAMIC:
             report = cache.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,7 +111,11 @@ class SpecLayer(SpecEntries):
         """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
         candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
         assert self.predictor is not None
-        account, form = self.shared.storage.account, self.history.form
+        account, form, step = self.shared.storage.account, self.history.form, self.shared.step
+        if step is not None and call.mask is not None and call.mask.shape[2] == call.query.shape[2]:
+            mask, seen = step.streamed(call.mask)
+            if mask is None and seen is None:  # it says what attention without a mask is
+                call = replace(call, mask=None)
         with account.holding("picked entries", self.picked_bytes(form, self.history.rows, self.config)):
             return self._attend_to_all(call, visible), None
 

@@ -13,7 +13,7 @@ from ..config import OffloadConfig, parse_size
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
-from ..stores.base import Store, aligned_empty
+from ..stores.base import Store, aligned_empty, pinned_empty
 from ..stores.freezable import FreezableStore
 from .base import Block, Sealed, joined
 from .block_table import BlockTable
@@ -230,7 +230,8 @@ class PositionHistory:
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros. Returns
         the payloads, (rows * n, payload_width) in host memory, which are the writer's: not to be changed."""
-        records = aligned_empty(ids.size, self.form.record_bytes, pinned=self.device.type == "cuda")
+        pins = self.device.type == "cuda" and self.store.in_memory  # elsewhere records are to be aligned
+        records = (pinned_empty if pins else aligned_empty)(ids.size, self.form.record_bytes)
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0
         shape = (self.rows, ids.shape[1], self.form.group_size, self.form.entry_width)

@@ -12,6 +12,10 @@ import triton.language as tl
 from .low_bit import SIDES
 from .low_bit_triton import _half
 
+_GROUPS = 4
+"""Groups of tokens of the copy whose scores a program makes."""
+_ADDED = 64
+"""Tokens of the copy whose values a program adds at a time."""
 _ENTRIES = 32
 """Stored entries at a time."""
 _TOKENS = 1024
@@ -22,79 +26,77 @@ MOST_QUERIES = 64
 """Of a key head."""
 
 
-@triton.jit
-def _unpacked(codes, BITS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of bytes (rows, COLUMNS * BITS / 8) uint8 the codes, (rows, COLUMNS) float16."""
-    if BITS == 8:
-        return codes.to(tl.float16)
-    shifts = (tl.arange(0, 8 // BITS) * BITS).to(tl.uint8)
-    spread = (codes[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-    return tl.reshape(spread, (codes.shape[0], COLUMNS)).to(tl.float16)
-
-
-@triton.jit(do_not_specialize=["groups", "per_part", "parts"])
-def _over_copy(  # type: ignore[no-untyped-def]
-    queries, keys, values, hidden, scores, output, best, total, scaling, count, groups, per_part, parts, key_stride,
-    value_stride, value_part, KEY: tl.constexpr, VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    KEY_ROW: tl.constexpr, CHANNELS: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDE: tl.constexpr,
-    CHANNELS_WIDE: tl.constexpr, PARTS_WIDE: tl.constexpr, QUERIES: tl.constexpr,
+@triton.jit(do_not_specialize=["groups"])
+def _score(  # type: ignore[no-untyped-def]
+    queries, keys, hidden, scores, scaling, count, groups, key_stride, KEY: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ROW: tl.constexpr, KEY_WIDE: tl.constexpr, QUERIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    PER_BYTE: tl.constexpr = 8 // BITS
-    VALUE_WIDE: tl.constexpr = PARTS_WIDE * CHANNELS_WIDE
-    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     asked, token, key = tl.arange(0, QUERIES), tl.arange(0, GROUP), tl.arange(0, KEY_WIDE)
-    there, tokens = asked < count, groups * GROUP
+    there, within, tokens = asked < count, key < KEY, groups * GROUP
     query = tl.load(
-        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & (key < KEY)[None, :],
-        other=0.0,
-    ).to(tl.float16)  # fmt: skip
-    of_keys = tl.arange(0, GROUP // PER_BYTE)
-    byte, own_part = tl.arange(0, CHANNELS_WIDE // PER_BYTE), tl.arange(0, PARTS_WIDE)
-    parts_there = own_part < (VALUE + CHANNELS - 1) // CHANNELS
-    bytes_there = parts_there[None, :, None] & (byte < CHANNELS // PER_BYTE)[None, None, :]
-    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
-    shares = tl.zeros((QUERIES,), dtype=tl.float32)
-    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
-    for group in range(part * per_part, min((part + 1) * per_part, groups)):
-        rows = keys + head * key_stride + (group * KEY + key) * KEY_ROW
-        codes = tl.load(rows[:, None] + of_keys[None, :], mask=(key < KEY)[:, None], other=0)
-        scale = _half(rows + GROUP // PER_BYTE, key < KEY)
-        zero = _half(rows + GROUP // PER_BYTE + 2, key < KEY)
-        entries = _unpacked(codes, BITS, GROUP) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
-        at = group * GROUP + token
+        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & within[None, :], other=0.0
+    ).to(tl.float16)
+    for group in range(first, min(first + GROUPS, groups)):
+        rows = keys + head * key_stride + (group * KEY + key) * ROW
+        codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=within[:, None], other=0).to(tl.int16)
+        codes = (codes >> (token * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + GROUP * BITS // 8, within), _half(rows + GROUP * BITS // 8 + 2, within)
+        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
         own = tl.dot(query, entries) * scaling
+        at = group * GROUP + token
         seen = tl.load(hidden + head * (tokens + 1) + at) == 0
         own = tl.where(seen[None, :], own, float("-inf"))
         tl.store(scores + (head * count + asked)[:, None] * tokens + at[None, :], own, mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "per_part", "parts"])
+def _add_values(  # type: ignore[no-untyped-def]
+    scores, values, hidden, output, best, total, count, tokens, per_part, parts, value_stride, value_part,
+    VALUE: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    head, part, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    asked, channel = tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    there, within = asked < count, channel < CHANNELS
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    shares = tl.zeros((QUERIES,), dtype=tl.float32)
+    found = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
+    for first in range(part * per_part, min((part + 1) * per_part, tokens), TOKENS):
+        at = first + tl.arange(0, TOKENS)
+        inside = at < tokens
+        seen = inside & (tl.load(hidden + head * (tokens + 1) + at, mask=inside, other=1) == 0)
+        own = tl.load(
+            scores + (head * count + asked)[:, None] * tokens + at[None, :], mask=there[:, None] & seen[None, :],
+            other=float("-inf"),
+        )  # fmt: skip
         above = tl.maximum(most, tl.max(own, 1))
         safe = tl.where(above == float("-inf"), 0.0, above)
-        share = tl.exp(own - safe[:, None])
-        before = tl.exp(most - safe)
-        sides = values + head * value_stride + own_part[None, :] * value_part + (at * VALUE_ROW)[:, None]
-        codes = tl.load(sides[:, :, None] + byte[None, None, :], mask=bytes_there, other=0)
-        scale = _half(sides + CHANNELS // PER_BYTE, parts_there[None, :] & (token >= 0)[:, None])
-        zero = _half(sides + CHANNELS // PER_BYTE + 2, parts_there[None, :] & (token >= 0)[:, None])
-        codes = tl.reshape(codes, (GROUP * PARTS_WIDE, CHANNELS_WIDE // PER_BYTE))
-        spread = tl.reshape(_unpacked(codes, BITS, CHANNELS_WIDE), (GROUP, PARTS_WIDE, CHANNELS_WIDE))
-        entries = spread * scale.to(tl.float16)[:, :, None] + zero.to(tl.float16)[:, :, None]
-        entries = tl.reshape(entries, (GROUP, VALUE_WIDE))
+        share, before = tl.exp(own - safe[:, None]), tl.exp(most - safe)
+        rows = values + head * value_stride + group * value_part + at * ROW
+        codes = tl.load(
+            rows[:, None] + (channel * BITS // 8)[None, :], mask=inside[:, None] & within[None, :], other=0
+        ).to(tl.int16)
+        codes = (codes >> (channel * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + CHANNELS * BITS // 8, inside), _half(rows + CHANNELS * BITS // 8 + 2, inside)
+        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
         found = found * before[:, None] + tl.dot(share.to(tl.float16), entries)
         shares = shares * before + tl.sum(share, 1)
         most = above
     to = (head * parts + part) * count + asked
-    tl.store(best + to, most, mask=there)
-    tl.store(total + to, shares, mask=there)
-    wide = tl.arange(0, VALUE_WIDE)
-    value = wide // CHANNELS_WIDE * CHANNELS + wide % CHANNELS_WIDE
-    within = (wide % CHANNELS_WIDE < CHANNELS) & (value < VALUE)
-    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & within[None, :])
+    of_all = asked < tl.where(group == 0, count, 0)
+    tl.store(best + to, most, mask=of_all)
+    tl.store(total + to, shares, mask=of_all)
+    value = group * CHANNELS + channel
+    into = output + to[:, None] * VALUE + value[None, :]
+    tl.store(into, found, mask=there[:, None] & (within & (value < VALUE))[None, :])
 
 
 @triton.jit(do_not_specialize=["entries", "after", "width", "parts", "part"])
 def _over_stored(  # type: ignore[no-untyped-def]
     queries, keys, values, tokens, seen, scores, output, best, total, scaling, count, entries, after, width, heads,
-    parts, part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
+    parts, part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
     EACH: tl.constexpr, LATEST: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -210,9 +212,9 @@ class Parts:
         rows, heads, count, _ = queries.shape
         self._queries, self._scaling, self._each, self._value = queries, scaling, each, value_dim
         self._hidden, self._tokens, self._groups = hidden, hidden.shape[2] - 1, (hidden.shape[2] - 1) // group
-        wanted = max(1, min(self._groups, _PROGRAMS // (rows * heads)))
-        self._per_part = max(1, triton.cdiv(self._groups, wanted))
-        self._of_copy = triton.cdiv(self._groups, self._per_part)
+        blocks = triton.cdiv(self._tokens, _ADDED)
+        self._per_part = max(1, triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // (rows * heads))))) * _ADDED
+        self._of_copy = triton.cdiv(self._tokens, self._per_part)
         self._parts, self._next = self._of_copy + sources, self._of_copy
         of: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
         self._scores = torch.empty(rows, heads, count, self._tokens, **of)
@@ -225,13 +227,17 @@ class Parts:
         (rows, heads, count, key), group = self._queries.shape, (keys.shape[4] - SIDES) * 8 // bits
         if not self._of_copy:
             return
+        grid: Any = (rows * heads, triton.cdiv(self._groups, _GROUPS))
+        _score[grid](
+            self._queries, keys, self._hidden, self._scores, self._scaling, count, self._groups, keys.stride(1), key,
+            bits, group, keys.shape[4], _wide(key), self._wide, _GROUPS,
+        )  # fmt: skip
         channels = (values.shape[4] - SIDES) * 8 // bits
-        grid: Any = (rows * heads, self._of_copy)
-        _over_copy[grid](
-            self._queries, keys, values, self._hidden, self._scores, self._parted, self._best, self._total,
-            self._scaling, count, self._groups, self._per_part, self._parts, keys.stride(1), values.stride(1),
-            values.stride(2), key, self._value, bits, group, keys.shape[4], channels, values.shape[4], _wide(key),
-            _wide(channels), triton.next_power_of_2(values.shape[2]), self._wide,
+        grid = (rows * heads, self._of_copy, values.shape[2])
+        _add_values[grid](
+            self._scores, values, self._hidden, self._parted, self._best, self._total, count, self._tokens,
+            self._per_part, self._parts, values.stride(1), values.stride(2), self._value, bits, channels,
+            values.shape[4], _wide(channels), self._wide, _ADDED,
         )  # fmt: skip
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:

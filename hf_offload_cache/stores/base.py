@@ -174,11 +174,15 @@ def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> tor
     The caller owns it. `pinned` asks for page-locked memory (needs a CUDA device).
     """
     with torch.inference_mode(False):  # what is made under inference mode may not be written to after it
-        if pinned:  # whole pages; a byte more could be twice as many of them, since torch pins powers of two
-            return torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-        raw = torch.empty(count * record_bytes + DEVICE_BLOCK, dtype=torch.uint8, device="cpu")
+        raw = torch.empty(count * record_bytes + DEVICE_BLOCK, dtype=torch.uint8, pin_memory=pinned, device="cpu")
     skip = -raw.data_ptr() % DEVICE_BLOCK
     return raw[skip : skip + count * record_bytes].view(count, record_bytes)
+
+
+def pinned_empty(count: int, record_bytes: int) -> torch.Tensor:
+    """As `aligned_empty`, page-locked, wherever it begins: torch pins powers of two, and a byte more doubles some."""
+    with torch.inference_mode(False):
+        return torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def byte_view(records: torch.Tensor) -> memoryview:

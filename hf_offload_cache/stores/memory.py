@@ -10,7 +10,7 @@ import torch
 
 from ..errors import StoreError
 from . import named
-from .base import aligned_empty, byte_view, runs
+from .base import aligned_empty, byte_view, pinned_empty, runs
 from .checks import check_batch, check_range
 from .free_list import FreeList
 from .freezable import FreezableStore
@@ -81,7 +81,7 @@ class MemoryStore(FreezableStore):
     def _new_chunk(self) -> torch.Tensor:
         if self._pinned:
             with contextlib.suppress(RuntimeError):  # no more can be pinned: any will do
-                return aligned_empty(self._chunk_records, self.record_bytes, pinned=True)
+                return pinned_empty(self._chunk_records, self.record_bytes)
         return aligned_empty(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:
