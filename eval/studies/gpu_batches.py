@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
             if batch is None:
                 few = _measured(model, method, tokens, 4, 4, arguments)
                 room = 1e9 * arguments.cap - weights
-                a_row = (few["held"] * LAYERS / arguments.layers + few["beside"]) / few["batch"]
+                a_row = (few["held"] * LAYERS / arguments.layers + few["beside"]) / 4
                 batch = max(1, int(room / a_row))
             found = _measured(model, method, tokens, batch, arguments.steps, arguments)
             held = weights + found["held"] * LAYERS / arguments.layers + found["beside"]
-            milliseconds, batch = found["milliseconds"] * LAYERS / arguments.layers, found["batch"]
+            milliseconds = found["milliseconds"] * LAYERS / arguments.layers
             rows.add(
                 tokens=tokens, method=method, batch=batch, gigabytes=held / 1e9, milliseconds=milliseconds,
                 tokens_per_second=1e3 * batch / milliseconds, **{name: found[name] for name in _SHOWN if name in found},
@@ -101,8 +101,7 @@ def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, argu
     made = torch.Generator(model.device).manual_seed(1)
     rows = max(1, min(batch, _PREFILLED // tokens))
     ids, token = (
-        torch.randint(5, 30000, shape, generator=made, device=model.device)
-        for shape in ((rows, tokens), (batch // rows * rows, 1))
+        torch.randint(5, 30000, shape, generator=made, device=model.device) for shape in ((rows, tokens), (batch, 1))
     )
     fields = {"engine": "memory", "path": arguments.path, **_METHODS.get(method, {})}
     cache: Any = DynamicCache(config=model.config) if method == _DYNAMIC else SpecCache(model, **fields)
@@ -112,7 +111,7 @@ def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, argu
             model(ids, past_key_values=cache, logits_to_keep=1)
             _wait(cuda)
             prefilled = time.perf_counter() - begun
-            cache.batch_repeat_interleave(len(token) // rows)
+            cache.batch_select_indices(torch.arange(batch, device=model.device) % rows)
             taken = []
             for step in range(steps):
                 if cuda and step == 2:
@@ -123,7 +122,7 @@ def _measured(model: Any, method: str, tokens: int, batch: int, steps: int, argu
                 taken.append(1e3 * (time.perf_counter() - start))
         held, most = _allocated(cuda) - before, torch.cuda.max_memory_allocated() if cuda else 0
         low, middle, high = statistics.quantiles(taken[2:], n=4)
-        found = {"batch": len(token), "held": held, "beside": max(0, most - _allocated(cuda)), "milliseconds": middle}
+        found = {"held": held, "beside": max(0, most - _allocated(cuda)), "milliseconds": middle}
         found |= {"spread": (high - low) / middle, "prefill_seconds": prefilled}
         if method != _DYNAMIC:
             report = cache.report()

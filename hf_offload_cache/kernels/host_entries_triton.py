@@ -8,29 +8,42 @@ import torch
 import triton
 import triton.language as tl
 
-_ENTRIES = 4
-"""Entries of a head that a program reads."""
+_ENTRIES = 16
+"""Entries of a head that a program reads at a time."""
+_PROGRAMS = 264
+"""What a bus keeps busy; more would keep the device from what is computed meanwhile."""
 
 
-@triton.jit(do_not_specialize=["units"])
-def _gather(  # type: ignore[no-untyped-def]
-    addresses, tokens, out, count, units, heads, GROUP: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr, KEEPS: tl.constexpr,
+@triton.jit
+def _copied(  # type: ignore[no-untyped-def]
+    address, begin, out, entry, token, there, DIM: tl.constexpr, WIDE: tl.constexpr, KEEPS: tl.constexpr
 ):  # fmt: skip
-    head = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    token = tl.load(tokens + head * count + entry, mask=entry < count, other=-1)
-    address = tl.load(addresses + head // heads * units + token // GROUP, mask=token >= 0, other=0)
-    begin = token % GROUP * WIDTH + BEGIN + head % heads * DIM
     channel = tl.arange(0, WIDE)
     within = (channel < DIM)[None, :]
     record = address.to(tl.pointer_type(out.dtype.element_ty))
     found = tl.load(record[:, None] + begin[:, None] + channel[None, :], mask=(token >= 0)[:, None] & within, other=0)
-    into = out + (head * count + entry)[:, None] * DIM + channel[None, :]
+    into = out + entry[:, None] * DIM + channel[None, :]
     if KEEPS:
         tl.store(into, found, mask=(token >= 0)[:, None] & within)
     else:
-        tl.store(into, found, mask=(entry < count)[:, None] & within)
+        tl.store(into, found, mask=there[:, None] & within)
+
+
+@triton.jit(do_not_specialize=["units", "entries"])
+def _gather(  # type: ignore[no-untyped-def]
+    addresses, tokens, keys, values, entries, count, units, heads, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    BEGIN: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr,
+    ENTRIES: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    for first in range(tl.program_id(0) * ENTRIES, entries, tl.num_programs(0) * ENTRIES):
+        entry = first + tl.arange(0, ENTRIES).to(tl.int64)
+        there = entry < entries
+        token = tl.load(tokens + entry, mask=there, other=-1)
+        head = entry // count
+        address = tl.load(addresses + head // heads * units + token // GROUP, mask=token >= 0, other=0)
+        begin = token % GROUP * WIDTH
+        _copied(address, begin + head % heads * KEY, keys, entry, token, there, KEY, KEY_WIDE, KEEPS)
+        _copied(address, begin + BEGIN + head % heads * VALUE, values, entry, token, there, VALUE, VALUE_WIDE, KEEPS)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -87,10 +100,11 @@ def gather_into(
 ) -> None:
     """As `gather`, into keys and values that are there, contiguous. `keeps`: what is of no token stays as it is."""
     rows, heads, count = tokens.shape
-    grid: Any = (rows * heads, triton.cdiv(count, _ENTRIES))
-    for into, begin, dim in zip(out, (0, form.key_width), (form.key_dim, form.value_dim), strict=True):
-        if into.numel():
-            _gather[grid](
-                addresses, tokens, into, count, addresses.shape[1], heads, form.group_size, form.entry_width, begin,
-                dim, triton.next_power_of_2(dim), _ENTRIES, keeps,
-            )  # fmt: skip
+    if not tokens.numel():
+        return
+    grid: Any = (min(_PROGRAMS, triton.cdiv(tokens.numel(), _ENTRIES)),)
+    _gather[grid](
+        addresses, tokens, *out, tokens.numel(), count, addresses.shape[1], heads, form.group_size, form.entry_width,
+        form.key_width, form.key_dim, form.value_dim, *map(triton.next_power_of_2, (form.key_dim, form.value_dim)),
+        _ENTRIES, keeps,
+    )  # fmt: skip
