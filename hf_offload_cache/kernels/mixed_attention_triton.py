@@ -26,69 +26,46 @@ MOST_QUERIES = 64
 """Of a key head."""
 
 
-@triton.jit
-def _plane(codes, scale, zero, BITS: tl.constexpr, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What one code of each byte of `codes` (rows, n) uint8 stands for, (rows, n) float16."""
-    own = ((codes >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
-    return own * scale[:, None] + zero[:, None]
-
-
 @triton.jit(do_not_specialize=["groups"])
 def _score(  # type: ignore[no-untyped-def]
     queries, keys, hidden, scores, scaling, count, groups, key_stride, KEY: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, ROW: tl.constexpr, KEY_WIDE: tl.constexpr, QUERIES: tl.constexpr, GROUPS: tl.constexpr,
-    BYTES_WIDE: tl.constexpr,
 ):  # fmt: skip
-    PER_BYTE: tl.constexpr = 8 // BITS
     head, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
-    asked, byte, key = tl.arange(0, QUERIES), tl.arange(0, BYTES_WIDE), tl.arange(0, KEY_WIDE)
+    asked, token, key = tl.arange(0, QUERIES), tl.arange(0, GROUP), tl.arange(0, KEY_WIDE)
     there, within, tokens = asked < count, key < KEY, groups * GROUP
-    inside = byte < GROUP // PER_BYTE
     query = tl.load(
         queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & within[None, :], other=0.0
     ).to(tl.float16)
     for group in range(first, min(first + GROUPS, groups)):
         rows = keys + head * key_stride + (group * KEY + key) * ROW
-        codes = tl.load(rows[:, None] + byte[None, :], mask=within[:, None] & inside[None, :], other=0)
-        scale = _half(rows + GROUP // PER_BYTE, within).to(tl.float16)
-        zero = _half(rows + GROUP // PER_BYTE + 2, within).to(tl.float16)
-        for plane in tl.static_range(PER_BYTE):
-            own = tl.dot(query, _plane(codes, scale, zero, BITS, plane)) * scaling
-            at = group * GROUP + byte * PER_BYTE + plane
-            seen = tl.load(hidden + head * (tokens + 1) + at, mask=inside, other=1) == 0
-            own = tl.where(seen[None, :], own, float("-inf"))
-            to = scores + (head * count + asked)[:, None] * tokens + at[None, :]
-            tl.store(to, own, mask=there[:, None] & inside[None, :])
-
-
-@triton.jit
-def _keep(output, found, channel, there, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.store(output + channel[None, :], found, mask=there[:, None] & ((channel >= 0) & (channel < VALUE))[None, :])
+        codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=within[:, None], other=0).to(tl.int16)
+        codes = (codes >> (token * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + GROUP * BITS // 8, within), _half(rows + GROUP * BITS // 8 + 2, within)
+        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
+        own = tl.dot(query, entries) * scaling
+        at = group * GROUP + token
+        seen = tl.load(hidden + head * (tokens + 1) + at) == 0
+        own = tl.where(seen[None, :], own, float("-inf"))
+        tl.store(scores + (head * count + asked)[:, None] * tokens + at[None, :], own, mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "per_part", "parts"])
 def _add_values(  # type: ignore[no-untyped-def]
     scores, values, hidden, output, best, total, count, tokens, per_part, parts, value_stride, value_part,
-    VALUE: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr, BYTES_WIDE: tl.constexpr,
+    VALUE: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    PER_BYTE: tl.constexpr = 8 // BITS
     head, part, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    asked, byte = tl.arange(0, QUERIES), tl.arange(0, BYTES_WIDE)
-    there, inside = asked < count, byte < CHANNELS // PER_BYTE
+    asked, channel = tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    there, within = asked < count, channel < CHANNELS
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     shares = tl.zeros((QUERIES,), dtype=tl.float32)
-    # of each plane of the codes a sum: a list of them is nothing that a kernel has
-    sum0 = tl.zeros((QUERIES, BYTES_WIDE), dtype=tl.float32)
-    sum1, sum2, sum3, sum4, sum5, sum6, sum7 = sum0, sum0, sum0, sum0, sum0, sum0, sum0
+    found = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
     for first in range(part * per_part, min((part + 1) * per_part, tokens), TOKENS):
         at = first + tl.arange(0, TOKENS)
-        held = at < tokens
-        rows = values + head * value_stride + group * value_part + at * ROW
-        codes = tl.load(rows[:, None] + byte[None, :], mask=held[:, None] & inside[None, :], other=0)
-        scale = _half(rows + CHANNELS // PER_BYTE, held).to(tl.float16)
-        zero = _half(rows + CHANNELS // PER_BYTE + 2, held).to(tl.float16)
-        seen = held & (tl.load(hidden + head * (tokens + 1) + at, mask=held, other=1) == 0)
+        inside = at < tokens
+        seen = inside & (tl.load(hidden + head * (tokens + 1) + at, mask=inside, other=1) == 0)
         own = tl.load(
             scores + (head * count + asked)[:, None] * tokens + at[None, :], mask=there[:, None] & seen[None, :],
             other=float("-inf"),
@@ -96,35 +73,23 @@ def _add_values(  # type: ignore[no-untyped-def]
         above = tl.maximum(most, tl.max(own, 1))
         safe = tl.where(above == float("-inf"), 0.0, above)
         share, before = tl.exp(own - safe[:, None]), tl.exp(most - safe)
+        rows = values + head * value_stride + group * value_part + at * ROW
+        codes = tl.load(
+            rows[:, None] + (channel * BITS // 8)[None, :], mask=inside[:, None] & within[None, :], other=0
+        ).to(tl.int16)
+        codes = (codes >> (channel * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = _half(rows + CHANNELS * BITS // 8, inside), _half(rows + CHANNELS * BITS // 8 + 2, inside)
+        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
+        found = found * before[:, None] + tl.dot(share.to(tl.float16), entries)
         shares = shares * before + tl.sum(share, 1)
-        share, before = share.to(tl.float16), before[:, None]
-        sum0 = sum0 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 0))
-        sum1 = sum1 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 1))
-        if PER_BYTE >= 4:
-            sum2 = sum2 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 2))
-            sum3 = sum3 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 3))
-        if PER_BYTE == 8:
-            sum4 = sum4 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 4))
-            sum5 = sum5 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 5))
-            sum6 = sum6 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 6))
-            sum7 = sum7 * before + tl.dot(share, _plane(codes, scale, zero, BITS, 7))
         most = above
     to = (head * parts + part) * count + asked
     of_all = asked < tl.where(group == 0, count, 0)
     tl.store(best + to, most, mask=of_all)
     tl.store(total + to, shares, mask=of_all)
-    into = output + to[:, None] * VALUE
-    channel = tl.where(inside, group * CHANNELS + byte * PER_BYTE, -8)
-    _keep(into, sum0, channel, there, VALUE)
-    _keep(into, sum1, channel + 1, there, VALUE)
-    if PER_BYTE >= 4:
-        _keep(into, sum2, channel + 2, there, VALUE)
-        _keep(into, sum3, channel + 3, there, VALUE)
-    if PER_BYTE == 8:
-        _keep(into, sum4, channel + 4, there, VALUE)
-        _keep(into, sum5, channel + 5, there, VALUE)
-        _keep(into, sum6, channel + 6, there, VALUE)
-        _keep(into, sum7, channel + 7, there, VALUE)
+    value = group * CHANNELS + channel
+    into = output + to[:, None] * VALUE + value[None, :]
+    tl.store(into, found, mask=there[:, None] & (within & (value < VALUE))[None, :])
 
 
 @triton.jit(do_not_specialize=["entries", "after", "width", "parts", "part"])
@@ -265,14 +230,14 @@ class Parts:
         grid: Any = (rows * heads, triton.cdiv(self._groups, _GROUPS))
         _score[grid](
             self._queries, keys, self._hidden, self._scores, self._scaling, count, self._groups, keys.stride(1), key,
-            bits, group, keys.shape[4], _wide(key), self._wide, _GROUPS, _wide(keys.shape[4] - SIDES),
+            bits, group, keys.shape[4], _wide(key), self._wide, _GROUPS,
         )  # fmt: skip
         channels = (values.shape[4] - SIDES) * 8 // bits
         grid = (rows * heads, self._of_copy, values.shape[2])
         _add_values[grid](
             self._scores, values, self._hidden, self._parted, self._best, self._total, count, self._tokens,
             self._per_part, self._parts, values.stride(1), values.stride(2), self._value, bits, channels,
-            values.shape[4], _wide(values.shape[4] - SIDES), self._wide, _ADDED,
+            values.shape[4], _wide(channels), self._wide, _ADDED,
         )  # fmt: skip
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
