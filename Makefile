@@ -58,6 +58,7 @@ test-all: lint test-lowest test-kernels
 
 test-gpu: $(VENV)/.model
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+	TEST_DEVICE=cuda $(BIN)/python -m pytest $(WORKERS) tests/core/test_exactness.py tests/core/test_sparse_matrix.py $(ARGS)
 
 # On a CPU, in Triton's interpreter. It lies beside the environment, where nothing else finds a gigabyte of it.
 test-kernels: $(VENV)/.kernels

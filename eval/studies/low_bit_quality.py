@@ -18,7 +18,7 @@ def _usual() -> dict[str, dict[str, Any]]:
     for name, (bits, group) in _COPIES.items():
         copy = {"cache": "spec", "bits": bits, "quant_group": group}
         found |= {name: copy, f"{name}, alone": {**copy, "num_selected": 0}}
-        found[f"{name}, topped up"] = {**copy, "top_up": True}
+        found[f"{name}, topped up"] = {**copy, "top_up": "always"}
         if bits == 1:
             found[f"{name}, KIVI, alone"] = {**copy, "cache": _PLAIN, "num_selected": 0}
     return found

@@ -19,7 +19,7 @@ OURS: dict[str, dict[str, Any]] = {
     "the copy alone": {"cache": "spec", "num_selected": 0},
     "with a guess": {"cache": "spec"},
     "without": {"cache": "spec", "speculative": False},
-    "topped up": {"cache": "spec", "top_up": True},
+    "topped up": {"cache": "spec", "top_up": "always"},
 }
 
 

@@ -28,6 +28,7 @@ from .spec_config import SpecConfig
 from .spec_fit import fit_spec
 from .spec_layer import SpecLayer
 from .spec_plan import UNDER_WAY
+from .spec_top_up import TopUp
 
 
 class SpecCache(SelectiveCache):
@@ -47,6 +48,10 @@ class SpecCache(SelectiveCache):
         super().prepare(model)
         self._guess: torch.Tensor | None = None
         self._can_guess, self._most_positions = True, most_positions(model)
+        self._top_up = TopUp(self.config.top_up)
+        for layer in self.selective:
+            if isinstance(layer, SpecLayer):
+                layer.top_up = self._top_up
         if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
             self.storage.pinned = True
         self._recording: list[Any] = []
@@ -129,6 +134,9 @@ class SpecCache(SelectiveCache):
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step
+        seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
+        if told := self._top_up.end_step(seconds):
+            self._warn(told)
         if step is not None and step.guessed:
             self._guess = guess_of(output)
             self._take_back_guess()

@@ -36,8 +36,9 @@ class SpecConfig(SelectiveConfig):
     speculative: bool = True
     """Run a guess of the next token beside each token, and fetch for the next step what both attend to most, and what
     follows that of the token. False: fetch what the token itself attends to most, and attend again."""
-    top_up: bool = False
-    """Beside a guess: fetch within the step what its token attends to most and the guess did not."""
+    top_up: bool | str = False
+    """Beside a guess: fetch within the step what its token attends to most and the guess did not, where the store is
+    fast enough for that to take no longer than the rest of a step, which the first steps show; "always": anywhere."""
     selection: str = "default"
     """What a guess fetches. "default": what it attends to most, what its token did, and what follows that; what is held
     counts four times. "paper": what the guess attends to most alone (section 3.3)."""
@@ -47,7 +48,7 @@ class SpecConfig(SelectiveConfig):
         self._one_of("bits", (1, 2, 4))
         self._one_of("quant_group", (32, 64))
         self._one_of("speculative", (True, False))
-        self._one_of("top_up", (True, False))
+        self._one_of("top_up", (True, False, "always"))
         if self.group_size is None:
             object.__setattr__(self, "group_size", self.quant_group if self.engine == "memory" else 4)
         if self.group_size is not None and self.quant_group % self.group_size:

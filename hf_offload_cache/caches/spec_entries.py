@@ -15,6 +15,7 @@ from ..predictors.low_bit import LowBitPredictor
 from ..stores.freezable import FreezableStore
 from .spec_config import SpecConfig
 from .spec_plan import SpecPlan
+from .spec_top_up import TopUp
 
 
 class SpecEntries(SpecPlan):
@@ -22,6 +23,8 @@ class SpecEntries(SpecPlan):
 
     config: SpecConfig
     predictor: LowBitPredictor | None
+    top_up = TopUp(False)
+    """Set by the cache."""
 
     def _clear(self) -> None:
         super()._clear()

@@ -173,7 +173,7 @@ class SpecLayer(SpecEntries):
             return mixed.attend(replaced)[0], replaced
         asked, real = queries - begin - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
-        if real and (config.top_up or not ahead or chosen.empty):
+        if real and (self.top_up.on or not ahead or chosen.empty):
             keeps = self.keeps_scores(config)
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
             if not keeps:
@@ -182,7 +182,8 @@ class SpecLayer(SpecEntries):
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
-                replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
+                with self.top_up.reading():
+                    replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
                 self._want(self._wanted(shares, visible))
                 self.collect()

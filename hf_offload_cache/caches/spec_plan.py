@@ -49,7 +49,7 @@ class SpecPlan(SelectiveLayer):
     @staticmethod
     def keeps_scores(config: SpecConfig) -> bool:
         """Whether scores are kept for attending again; else, where it has to be, they are made again."""
-        return config.top_up or not config.speculative
+        return bool(config.top_up) or not config.speculative
 
     @classmethod
     def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:

@@ -43,6 +43,7 @@ LENGTH, NEW = 300, 80
         ({"num_selected": -1}, "num_selected must be at least 0"),
         ({"speculative": 1}, "speculative must be one of"),
         ({"top_up": None}, "top_up must be one of"),
+        ({"top_up": "never"}, "top_up must be one of"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
@@ -59,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "speculative": {},
     "not speculative": {"speculative": False},
-    "topped up": {"top_up": True},
+    "topped up": {"top_up": "always"},
     "1 bit": {"bits": 1, "quant_group": 64},
 }
 
@@ -301,7 +302,7 @@ def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_p
     model, found, read = long_model(), [], []
     ids, mask = asked(2) if padded else (prompt(model, 2, LENGTH), {})
     for engine in ("memory", "auto"):
-        fields = {"num_recent": 8, "quant_group": 32, "block_tokens": 64, "num_selected": 20, "top_up": True}
+        fields = {"num_recent": 8, "quant_group": 32, "block_tokens": 64, "num_selected": 20, "top_up": "always"}
         with SpecCache(model, path=tmp_path, engine=engine, **fields) as cache:
             first = generate(model, cache, ids, max_new_tokens=NEW, **mask)
             assert cache.layers[0].history.form.group_size == (32 if engine == "memory" else 4)

@@ -36,7 +36,7 @@ def near(own: Decoded, theirs: Decoded) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"top_up": True}, {"speculative": False}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"top_up": "always"}, {"speculative": False}], ids=str)
 @pytest.mark.parametrize("engine", ["memory", "auto"])
 def test_where_all_is_as_it_was_stored(model: Any, options: Any, fields: Any, engine: str) -> None:
     """It is `DynamicCache`. 256 tokens are exchanged at a time, more in another way."""

@@ -151,7 +151,9 @@ def test_a_copy_that_is_behind_is_made_when_attention_comes(tmp_path: Path) -> N
 # --- models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"speculative": False}, {"top_up": True}], ids=["guess", "none", "topped up"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"speculative": False}, {"top_up": "always"}], ids=["guess", "none", "topped up"]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_layers_that_share_keys_count_each_token_once(fields: dict[str, Any], batch: int) -> None:
     """Through steps in which groups leave the tail."""
@@ -343,7 +345,7 @@ def test_records_in_host_memory_have_no_slots() -> None:
     ("heads", "attention", "fields", "queries", "tokens"),
     [
         (1, "sdpa", {}, 1, 4096), (1, "eager", {}, 1, 4096), (1, "eager", {"speculative": False}, 1, 4096),
-        (4, "eager", {}, 1, 4096), (1, "eager", {"top_up": True}, 1, 4096), (2, "sdpa", {"bits": 1}, 1, 4096),
+        (4, "eager", {}, 1, 4096), (1, "eager", {"top_up": "always"}, 1, 4096), (2, "sdpa", {"bits": 1}, 1, 4096),
         (2, "sdpa", {}, 2, 4096), (4, "sdpa", {"num_selected": 400}, 1, 1024),
     ],
 )  # fmt: skip
