@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+_IMPORTS = 120.0
+"""Seconds."""
 
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes compute beside this one."""
-    others = [multiprocessing.get_context("spawn").Process(target=_multiply, daemon=True) for _ in range(count)]
+    context = multiprocessing.get_context("spawn")
+    begun = [context.Event() for _ in range(count)]
+    others = [context.Process(target=_multiply, args=(one,), daemon=True) for one in begun]
     for one in others:
         one.start()
     try:
-        if others:
-            time.sleep(5)  # until they have imported what they need
+        if not all(one.wait(_IMPORTS) for one in begun):  # until they have imported what they need
+            raise RuntimeError(f"processes that were to compute did not begin within {_IMPORTS:.0f} s")
         yield
     finally:
         for one in others:
@@ -26,8 +31,9 @@ def busy(count: int) -> Iterator[None]:
             one.join()
 
 
-def _multiply() -> None:
+def _multiply(begun: Any) -> None:
     torch.set_num_threads(1)
     one = torch.randn(256, 256)
+    begun.set()
     while True:
         one @ one

@@ -130,5 +130,6 @@ class SpecEntries(SpecPlan):
             self._entry_reads.pinned.forget()
 
     def close(self) -> None:
+        self._settle()
         self.drop_chosen()
         super().close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..kernels.on_a_device import has_kernels
 from .chosen_entries import ChosenEntries, Entries
 from .fetched import Source
 from .storage import Storage
@@ -18,9 +19,13 @@ class PinnedEntries:
         self._storage = storage
         self._addresses: torch.Tensor | None = None
         """Where each record begins, (rows, units) int64, on the device."""
+        self._elsewhere = False
+        """Not in pinned memory, some of them."""
         self._read_from: torch.Tensor | None = None
         """The addresses that the stream still reads."""
         self._stream: torch.cuda.Stream | None = None
+        self._gathered: torch.cuda.Event | None = None
+        """Behind the last `gather`."""
 
     @staticmethod
     def planned(rows: int, units: int) -> int:
@@ -32,18 +37,21 @@ class PinnedEntries:
         return 0 if self._addresses is None else self._addresses.nbytes
 
     def forget(self) -> None:
-        """Records lie elsewhere, or are those of other rows."""
-        self._addresses = None
+        """Records will lie elsewhere, or be those of other rows. Blocks until `gather` has read what it was asked for.
+        """
+        if self._gathered is not None:
+            self._gathered.synchronize()
+        self._addresses = self._gathered = None
+        self._elsewhere = False
 
     def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
         """Let `chosen` hold what is `wanted`, what is read behind the back of the current stream; how many are
         wanted, and how many of these came: (2,) int64. None: no device reads there, or they are too many."""
-        if history.device.type != "cuda":
+        if (addresses := self._where(history)) is None:
             return None
-        from ..kernels import host_entries_triton as kernel  # which torch for CUDA has, and others have not
+        from ..kernels import host_entries_triton as kernel
 
-        addresses = self._where(history)
-        if addresses is None or max(chosen.count, wanted.shape[2]) > kernel.MOST_EXCHANGED:
+        if max(chosen.count, wanted.shape[2]) > kernel.MOST_EXCHANGED:
             return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(history.device)
@@ -60,11 +68,13 @@ class PinnedEntries:
             return None
         from ..kernels import host_entries_triton as kernel
 
-        return Entries(tokens, *kernel.gather(addresses, tokens, history.form))
+        found = Entries(tokens, *kernel.gather(addresses, tokens, history.form))
+        self._gathered = torch.cuda.current_stream(history.device).record_event()
+        return found
 
     def _where(self, history: Source) -> torch.Tensor | None:
         """`_addresses` of all units, written ones. None: some lie in memory that is not pinned."""
-        if history.device.type != "cuda":
+        if self._elsewhere or not has_kernels(history.device):
             return None
         known = self._addresses
         first = known.shape[1] if known is not None and len(known) == history.rows else 0
@@ -74,6 +84,7 @@ class PinnedEntries:
             records = history.extents(units).records
             self._storage.prefetcher.flush(history.store)  # what was written behind is there
             if (found := history.store.addresses(records.reshape(-1))) is None:
+                self._elsewhere, self._addresses = True, None
                 return None
             new = torch.from_numpy(found.reshape(records.shape)).to(history.device)
             self._addresses = known = new if known is None or not first else torch.cat([known, new], 1)

@@ -13,6 +13,7 @@ from ..errors import CorruptRecordError, StalledError, StoreError, not_whole
 from ..fetch.byte_rows import ByteRows
 from ..fetch.storage import Storage
 from ..kernels import int4
+from ..kernels.on_a_device import has_kernels
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty
 from ..stores.engines import planned_store
@@ -102,10 +103,13 @@ class Replicas:
         device = replicas.device
         places, targets = (torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (rows, target))
         with self._storage.account.holding("unpacking", self.form.layout.working_bytes):
-            if device.type == "cuda":
+            if has_kernels(device):
                 from ..kernels import int4_triton
 
                 int4_triton.dequantise(self.form.layout, replicas, places, into.tensor, targets)
+            elif device.type != "cpu":
+                entries = int4.dequantised(self.form.layout, replicas[places])
+                into.tensor[targets, : entries.shape[1]] = entries.to(into.tensor.dtype)
             else:
                 int4.dequantise(self.form.layout, replicas, places, into.tensor, targets)
 

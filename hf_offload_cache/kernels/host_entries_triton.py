@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .on_a_device import on_its_device
+
 _ENTRIES = 16
 """Entries of a head that a program reads at a time."""
 _PROGRAMS = 264
@@ -68,6 +70,7 @@ MOST_EXCHANGED = 256
 """Entries of a head that `exchange` knows at a time."""
 
 
+@on_its_device
 def exchange(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Let `tokens` (rows, heads, n) int64, -1: none, be those `wanted` (rows, heads, n at most), and no others; what is
     wanted again stays where it lies. Returns those that came, (rows, heads, n), -1 elsewhere; and how many are
@@ -95,6 +98,7 @@ def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[to
     return keys, values
 
 
+@on_its_device
 def gather_into(
     addresses: torch.Tensor, tokens: torch.Tensor, form: Any, out: tuple[torch.Tensor, torch.Tensor], *, keeps: bool
 ) -> None:

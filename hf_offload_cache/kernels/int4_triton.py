@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .int4 import Int4Layout
+from .on_a_device import on_its_device
 
 _BLOCK = 1024
 """Bytes of codes that a program unpacks."""
@@ -35,6 +36,7 @@ def _unpack(  # type: ignore[no-untyped-def]
     tl.store(into + 1, high.to(out.dtype.element_ty), mask=there)
 
 
+@on_its_device
 def dequantise(
     layout: Int4Layout, replicas: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, target: torch.Tensor
 ) -> None:

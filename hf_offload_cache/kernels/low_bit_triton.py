@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .low_bit import SIDES
+from .on_a_device import on_its_device
 
 _GROUPS = 4
 """Groups of tokens that a program makes scores for."""
@@ -87,6 +88,7 @@ def _weighted(  # type: ignore[no-untyped-def]
     tl.store(into, total + beside[:, None], mask=(asked < count)[:, None] & (channel < CHANNELS)[None, :])
 
 
+@on_its_device
 def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """As `low_bit.scores`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests.
     The rows of a head of `keys` lie behind each other; so do the scores of a query in `out`."""
@@ -101,6 +103,7 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tens
     )  # fmt: skip
 
 
+@on_its_device
 def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """As `low_bit.weighted`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests.
     The rows of a group of channels of `values` lie behind each other, and so do the shares of a query."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..fetch.chosen_entries import Entries
+from ..kernels.on_a_device import has_kernels
 from .low_bit_copy import LowBitCopy
 
 
@@ -29,17 +30,24 @@ class FusedAttention:
         s_aux: torch.Tensor | None,
     ) -> bool:  # fmt: skip
         """A mask says of each token alone whether it is seen: of the copy's all queries see the same."""
-        if query.device.type != "cuda" or softcap is not None or s_aux is not None:
+        entry = copy.form.entry
+        if softcap is not None or s_aux is not None or not has_kernels(query.device, entry.key_dim, entry.value_dim):
             return False
-        from ..kernels.mixed_attention_triton import MOST_QUERIES  # which torch for CUDA has, and others have not
+        from ..kernels.mixed_attention_triton import MOST_QUERIES
 
-        queries = query.shape[1] // copy.form.entry.num_key_heads * query.shape[2]
+        queries = query.shape[1] // entry.num_key_heads * query.shape[2]
         return queries <= MOST_QUERIES and (mask is None or mask.dtype == torch.bool)
 
     def attend(
         self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As `MixedAttention.attend`; `asked` are adjacent."""
+        with torch.cuda.device_of(self._queries):  # a kernel is launched on the current one
+            return self._attend(replaced, asked)
+
+    def _attend(
+        self, replaced: Sequence[Entries], asked: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         from ..kernels.mixed_attention_triton import Parts
 
         tokens, form, mask = self._copy.tokens, self._copy.form, self._mask

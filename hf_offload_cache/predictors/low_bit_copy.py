@@ -11,6 +11,7 @@ import torch
 from ..errors import not_whole
 from ..kernels import low_bit
 from ..kernels.low_bit import BLOCK, packed
+from ..kernels.on_a_device import has_kernels
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
 from .low_bit_form import LowBitForm
@@ -104,9 +105,9 @@ class LowBitCopy:
 
     @property
     def _kernels(self) -> Any:
-        if self.device.type != "cuda":
+        if not has_kernels(self.device, self.form.entry.key_dim, self.form.value_dim):
             return low_bit
-        from ..kernels import low_bit_triton  # which torch for CUDA has, and others have not
+        from ..kernels import low_bit_triton
 
         return low_bit_triton
 

@@ -34,6 +34,8 @@ class Counters:
     decode_flight_seconds: float = 0.0
     stall_seen: float = 0.0
     flight_seen: float = 0.0
+    told: Callable[[], None] | None = None
+    """Called when the next step has ended, once."""
     _on_devices: dict[torch.device, list[tuple[Callable[[int], None], torch.Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -67,6 +69,9 @@ class Counters:
         """A step has ended, after `decode_seconds` (None: it was not one of decoding). `flight_seconds` is the
         prefetcher's; what came to it and to `stall_seconds` since the step before is of this one."""
         self.fold()
+        told, self.told = self.told, None
+        if told is not None:
+            told()
         if decode_seconds is not None:
             self.decode_steps += 1
             self.decode_seconds += decode_seconds

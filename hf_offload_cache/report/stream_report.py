@@ -31,13 +31,15 @@ class StreamReport:
     bandwidth: float | None
     """Bytes a second, between the first and the last that came."""
     seconds: float
-    """From the call to the filled cache; the first token takes a forward of what follows."""
+    """From the call to the filled cache."""
     computing_seconds: float
     attended: float
     """Share of the blocks of keys before them that what was computed attended to; below 1.0 with `sparse`."""
     whole: str | None
     """Why it was prefilled whole, without the network; None: it was not."""
     trouble: tuple[str, ...]
+    first_token_seconds: float | None = None
+    """From the call to the end of the first forward of what follows (TTFT); None: there was none yet."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,5 +54,7 @@ class StreamReport:
         )
         if self.attended < 1:
             text += f", computing attended to {self.attended:.0%} of what came before"
+        if self.first_token_seconds is not None:
+            text += f", first token after {self.first_token_seconds:.2f} s"
         others = {name: getattr(self, name) for name in ("cancelled", "overtaken", "stolen", "lost")}
         return text + "".join(f", {count:,} {name}" for name, count in others.items() if count)

@@ -115,7 +115,7 @@ class Loader:
             while stop < cells.chunks and cells.here(stop) and self._tokens(first, stop + 1) <= MOST_TOKENS:
                 stop += 1
             return stop
-        tokens = max(LEAST_TOKENS, self._worth_together(first))
+        tokens = max(LEAST_TOKENS, self._plan(first))
         if cells.from_the_front:
             if cells.wait(first, 0, self.patience(first), self._silence, asked=False):
                 return stop
@@ -127,10 +127,11 @@ class Loader:
     def _tokens(self, first: int, stop: int) -> int:
         return self._begins[stop] - self._begins[first]
 
-    def _worth_together(self, first: int) -> int:
-        """Tokens that one forward may have: of the chunks that computing comes to before the network does (`meet`, by
-        what is known now) those that are computed whole; of many three in four, so that what is known better by then
-        decides on the rest. 0: it is not known yet."""
+    def _plan(self, first: int) -> int:
+        """Plan the chunks from `first` on by what is known now (`meet`): which cells are asked for first, and whether
+        any are computed. Returns the tokens that one forward may have: of the chunks that computing comes to before the
+        network does those that are computed whole; of many three in four, so that what is known better by then decides
+        on the rest. 0: nothing is known yet."""
         bandwidth, line = self._lane.bandwidth, self._line()
         if line is None or bandwidth is None:
             return 0
@@ -183,7 +184,7 @@ class Loader:
             if estimated and layer == _TELLS:
                 took = (time.perf_counter() - begun) / (layer + 1) * self.cells.layers
                 self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), took))
-                self._worth_together(first)
+                self._plan(first)
             return more and not (self.cells.from_the_front and self.cells.rest_may_come(first, stop, layer))
 
         depth = self._filling.compute(ids, goes_on, self._teacher.sparse)

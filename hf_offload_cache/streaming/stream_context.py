@@ -6,6 +6,7 @@ import errno
 import functools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,16 @@ def stream_context(
         cache.stream_report = _report(
             tokens, reason, cells, loader, lane, time.perf_counter() - begun, manifest.level
         )
+        cache.storage.counters.told = functools.partial(_first_token, cache, begun)
     except BaseException:
         cache.close()
         raise
     return cache
+
+
+def _first_token(cache: OffloadCache, begun: float) -> None:
+    if cache.stream_report is not None:
+        cache.stream_report = replace(cache.stream_report, first_token_seconds=time.perf_counter() - begun)
 
 
 def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:

@@ -73,6 +73,7 @@ def test_it_is_as_if_it_was_prefilled(
         assert isinstance(report, StreamReport) and report.whole is None and not report.trouble
         assert cache.get_seq_length() == report.tokens == CONTEXT
         assert report.computed + report.streamed == report.cells == CONTEXT // SIZE * 2
+        assert report.first_token_seconds is None and "first token" not in str(report)
         assert report.streamed == report.cells if streamed_first else report.computed > 0
         whole = DynamicCache(config=long_model().config)
         with torch.no_grad():
@@ -82,6 +83,10 @@ def test_it_is_as_if_it_was_prefilled(
         with cache.fork() as twin:
             cache.save(tmp_path / "saved")
             torch.testing.assert_close(logits(cache), expected(), rtol=1e-3, atol=1e-3)
+            took = cache.stream_report.first_token_seconds
+            assert report.seconds < took < report.seconds + 60 and f"first token after {took:.2f} s" in str(
+                cache.stream_report
+            )
             torch.testing.assert_close(logits(twin), logits_of_opened(cls, tmp_path), rtol=1e-4, atol=1e-4)
         out = long_model().generate(ids(), past_key_values=twin_of(cls, tmp_path), max_new_tokens=8, do_sample=False)
         assert out.shape == (1, CONTEXT + MORE + 8)
