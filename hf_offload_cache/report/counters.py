@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -59,6 +61,10 @@ class Counters:
 
     def fold(self) -> None:
         """All that `later` was given is in the figures; waits once for each device."""
+        if not self._on_devices:
+            return
+        import torch  # not above: the console says what is wrong with its arguments without it
+
         for counted in self._on_devices.values():
             who, numbers = zip(*counted, strict=True)
             for told, number in zip(who, torch.stack(numbers).tolist(), strict=True):
