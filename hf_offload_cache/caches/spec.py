@@ -135,13 +135,13 @@ class SpecCache(SelectiveCache):
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step
         seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
-        if told := self._top_up.end_step(seconds):
-            self._warn(told)
         if step is not None and step.guessed:
             self._guess = guess_of(output)
             self._take_back_guess()
             output = without_guess(output)
         changed = super().end_step(output)
+        if told := self._top_up.end_step(seconds):
+            self._warn(told)
         return output if changed is None and step is not None and step.guessed else changed
 
     # --- changes -----------------------------------------------------------------------------------------------

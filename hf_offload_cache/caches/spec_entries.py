@@ -59,17 +59,16 @@ class SpecEntries(SpecPlan):
         held = self._held().entries.tokens if self.config.selection == "default" else None
         return self.predictor.most(shares, visible, self.config.chosen, held)
 
-    def _fetch(self, wanted: torch.Tensor) -> None:
-        """These tokens are for the next step: they are begun to be read."""
-        counters = self.shared.storage.counters
-        if (counts := self._reads.pinned.exchange(self.history, self._held(), wanted)) is None:
+    def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
+        """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""
+        counters, counts = self.shared.storage.counters, None
+        if at_once:
+            counts = self._reads.pinned.exchange(self.history, self._held(), wanted)
+        if counts is None:
             self._reads.ahead(self.fetcher, self.history, self._want(wanted))
         else:
             selected, came = counts.unbind()
             counters.later(units_selected=selected, units_resident=selected - came, units_ready=selected)
-            form, store = self.history.form, self.history.store
-            entry = (form.key_dim + form.value_dim) * form.dtype.itemsize
-            counters.tell_later(lambda read: store.count_read(read, read * entry), came)
 
     def _want(self, wanted: torch.Tensor) -> torch.Tensor:
         """These tokens are to be collected: those of them that are absent."""

@@ -139,11 +139,13 @@ class SpecLayer(SpecEntries):
             account.holding("stored entries", stored),
         ):
             begin = queries - together
-            output, replaced = self._last(call, begin, visible)
+            output, replaced, wanted = self._last(call, begin, visible)
             before = [
                 self._over(call, start, min(start + together, begin)).attend(replaced)[0]
                 for start in range(0, begin, together)
             ]
+            if wanted is not None:  # at last: what is exchanged for the next step is no more attended to in this one
+                self._fetch(wanted, at_once=not self._shared_keys)
         return torch.cat([*before, output], 1).to(call.query.dtype)
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
@@ -160,8 +162,9 @@ class SpecLayer(SpecEntries):
 
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[Entries]]:
-        """Attention of the queries of a call from `begin` on, and what of the copy was replaced."""
+    ) -> tuple[torch.Tensor, list[Entries], torch.Tensor | None]:
+        """Attention of the queries of a call from `begin` on, what of the copy was replaced, and which tokens are to be
+        fetched for the next step."""
         assert self.predictor is not None
         config, queries = self.config, call.query.shape[2]
         mixed = self._over(call, begin, queries)
@@ -170,7 +173,7 @@ class SpecLayer(SpecEntries):
             if config.chosen:
                 replaced = [self._held().entries, *replaced]
             self.attends_to(call, replaced)
-            return mixed.attend(replaced)[0], replaced
+            return mixed.attend(replaced)[0], replaced, None
         asked, real = queries - begin - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (self.top_up.on or not ahead or chosen.empty):
@@ -182,7 +185,7 @@ class SpecLayer(SpecEntries):
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
-                with self.top_up.reading():
+                with self.top_up.reading(self.history.device):
                     replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
                 self._want(self._wanted(shares, visible))
@@ -197,8 +200,8 @@ class SpecLayer(SpecEntries):
             for one in before if config.selection == "default" else ():
                 following += one
                 following[..., 1:] += one[..., :-1]
-            self._fetch(self._wanted(following, visible))
-        return output, replaced
+            return output, replaced, self._wanted(following, visible)
+        return output, replaced, None
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
         """These entries, beside the latest ones, are attended to as they were stored by this call."""

@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import torch
+
 TRIED = 8
 """Steps after which it is known how fast the store is."""
 
@@ -25,10 +27,16 @@ class TopUp:
         self._read = self._reading = self._took = 0.0
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """What a step waits for, because it is topped up, is read in here."""
+    def reading(self, device: torch.device) -> Iterator[None]:
+        """What a step waits for, because it is topped up, is read in here, to `device`, which is waited for as long as
+        it is not known how fast that is."""
+        tells = self._left > 0 and device.type == "cuda"
+        if tells:
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         yield
+        if tells:
+            torch.cuda.synchronize(device)
         self._reading += time.perf_counter() - started
 
     def end_step(self, seconds: float) -> str | None:

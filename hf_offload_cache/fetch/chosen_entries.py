@@ -72,8 +72,6 @@ class ChosenEntries:
         self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
         self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
         self._under_way: torch.cuda.Event | None = None
-        self._kept: torch.Tensor | None = None
-        """What `gather` of `exchange` still reads."""
 
     @staticmethod
     def planned(form: Any, rows: int, count: int) -> int:
@@ -129,10 +127,12 @@ class ChosenEntries:
         Returns how many are wanted, and came: (2,) int64."""
         self._wait()
         self.wanted = self.absent = None
-        self._kept, counts = exchanged(self.tokens, wanted)
+        came, counts = exchanged(self.tokens, wanted)
+        for used in (came, self.keys, self.values):
+            used.record_stream(stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            gather(self._kept, (self.keys, self.values))
+            gather(came, (self.keys, self.values))
             self._under_way = stream.record_event()
         self.empty = self.empty and not wanted.shape[2]
         return counts
@@ -141,20 +141,22 @@ class ChosenEntries:
         """What the current stream is given from now on finds what was exchanged."""
         if self._under_way is not None:
             torch.cuda.current_stream(self._device).wait_event(self._under_way)
-            self._under_way = self._kept = None
+            self._under_way = None
 
     def settle(self) -> None:
         """Block until nothing is read out of host memory any more."""
         if self._under_way is not None:
             self._under_way.synchronize()
-            self._under_way = self._kept = None
+            self._under_way = None
 
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay, and are wanted."""
         self.settle()
-        for held in (self.tokens, self.wanted, self.absent):
-            if held is not None:
-                held.masked_fill_(held >= tokens, -1)
+        self.tokens.masked_fill_(self.tokens >= tokens, -1)
+        if self.wanted is not None and self.absent is not None:  # of inference mode, perhaps: not to be changed
+            self.wanted = self.wanted.masked_fill(self.wanted >= tokens, -1)
+            absent = self.absent.masked_fill(self.absent >= tokens, -1)
+            self.absent = absent.sort(2, descending=True).values
         self.empty = not bool((self.tokens >= 0).any())
 
     def select_rows(self, rows: torch.Tensor) -> None:

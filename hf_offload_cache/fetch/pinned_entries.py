@@ -12,8 +12,8 @@ from .storage import Storage
 
 
 class PinnedEntries:
-    """Of one layer, whose records may lie in pinned memory. For the thread that runs the model, which waits for nothing
-    but what is still to be written."""
+    """Of one layer, whose records may lie in pinned memory. For the thread that runs the model, which waits for no
+    read; but, when there are new records, until they are written and the device knows where they lie."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -21,8 +21,6 @@ class PinnedEntries:
         """Where each record begins, (rows, units) int64, on the device."""
         self._elsewhere = False
         """Not in pinned memory, some of them."""
-        self._read_from: torch.Tensor | None = None
-        """The addresses that the stream still reads."""
         self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
         """Behind the last `gather`."""
@@ -57,10 +55,12 @@ class PinnedEntries:
             self._stream = torch.cuda.Stream(history.device)
 
         def gather(tokens: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]) -> None:
-            self._read_from = addresses
+            addresses.record_stream(torch.cuda.current_stream(history.device))
             kernel.gather_into(addresses, tokens, history.form, into, keeps=True)
 
-        return chosen.exchange(wanted, kernel.exchange, gather, self._stream)
+        counts = chosen.exchange(wanted, kernel.exchange, gather, self._stream)
+        self._count(history, counts[1])
+        return counts
 
     def gather(self, history: Source, tokens: torch.Tensor) -> Entries | None:
         """The entries of tokens (rows, heads, m), -1: none, on the current stream. None: no device reads there."""
@@ -70,7 +70,14 @@ class PinnedEntries:
 
         found = Entries(tokens, *kernel.gather(addresses, tokens, history.form))
         self._gathered = torch.cuda.current_stream(history.device).record_event()
+        self._count(history, (tokens >= 0).sum())
         return found
+
+    def _count(self, history: Source, entries: torch.Tensor) -> None:
+        """So many entries of a head were read, () int64."""
+        form, store = history.form, history.store
+        entry = (form.key_dim + form.value_dim) * form.dtype.itemsize
+        self._storage.counters.tell_later(lambda read: store.count_read(read, read * entry), entries)
 
     def _where(self, history: Source) -> torch.Tensor | None:
         """`_addresses` of all units, written ones. None: some lie in memory that is not pinned."""

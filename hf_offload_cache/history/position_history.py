@@ -230,7 +230,7 @@ class PositionHistory:
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros. Returns
         the payloads, (rows * n, payload_width) in host memory, which are the writer's: not to be changed."""
-        pins = self.device.type == "cuda" and self.store.in_memory  # elsewhere records are to be aligned
+        pins = self._storage.pinned and self.store.in_memory  # elsewhere records are to be aligned
         records = (pinned_empty if pins else aligned_empty)(ids.size, self.form.record_bytes)
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0

@@ -86,8 +86,8 @@ def _spread_bits() -> np.ndarray:
 def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Products of queries (rows, heads, n, D) float32 with keys, into `out` (rows, heads, n, tokens) float32.
 
-    A row of `keys` (rows, heads, groups, D, row_bytes) has a channel of a group of tokens. Unpacked block by block, in
-    host memory; `low_bit_triton.scores` does it on a device.
+    A row of `keys` (rows, heads, groups, D, row_bytes) has a channel of a group of tokens. Unpacked block by block;
+    `low_bit_triton.scores` does it on a device that has its kernels.
     """
     group = out.shape[3] // keys.shape[2] if keys.shape[2] else 1
     for start, stop in _blocks(out.shape[3]):

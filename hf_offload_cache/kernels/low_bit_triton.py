@@ -99,14 +99,15 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tens
     grid: Any = (rows * heads, triton.cdiv(groups, _GROUPS), triton.cdiv(count, _QUERIES))
     _scores[grid](
         queries, keys, out, count, groups, count * dim, keys.stride(1), out.stride(1), out.stride(2), dim, bits,
-        (row - SIDES) * 8 // bits, row, _wide(dim), _QUERIES, _GROUPS,
+        (row - SIDES) * 8 // bits, row, wide(dim), _QUERIES, _GROUPS,
     )  # fmt: skip
 
 
 @on_its_device
 def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """As `low_bit.weighted`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests.
-    The rows of a group of channels of `values` lie behind each other, and so do the shares of a query."""
+    The rows of a group of channels of `values` lie behind each other, and so do the shares of a query; `group` does not
+    matter here."""
     (rows, heads, count, tokens), (groups, row) = shares.shape, (values.shape[2], values.shape[4])
     channels = (row - SIDES) * 8 // bits
     blocks = triton.cdiv(tokens, _TOKENS)
@@ -117,12 +118,12 @@ def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) 
         grid: Any = (rows * heads, groups * parts, triton.cdiv(count, _QUERIES))
         _weighted[grid](
             shares, values, found, count, tokens, per_part, shares.stride(1), shares.stride(2), values.stride(1),
-            values.stride(2), found.stride(0), found.stride(2), groups, channels, bits, row, _wide(channels), _QUERIES,
+            values.stride(2), found.stride(0), found.stride(2), groups, channels, bits, row, wide(channels), _QUERIES,
             _TOKENS,
         )  # fmt: skip
     return found[0] if parts == 1 else found.sum(0)
 
 
-def _wide(size: int) -> int:
+def wide(size: int) -> int:
     """At least the least that tensor cores take."""
     return max(16, triton.next_power_of_2(size))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .low_bit import SIDES
-from .low_bit_triton import _half
+from .low_bit_triton import _half, wide
 
 _GROUPS = 4
 """Groups of tokens of the copy whose scores a program makes."""
@@ -220,7 +220,7 @@ class Parts:
         self._scores = torch.empty(rows, heads, count, self._tokens, **of)
         self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **of)
         self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **of)
-        self._wide = max(16, triton.next_power_of_2(count))
+        self._wide = wide(count)
 
     def copy(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> None:
         """Over what `LowBitForm.layout` has of keys and of values; before any other."""
@@ -230,14 +230,14 @@ class Parts:
         grid: Any = (rows * heads, triton.cdiv(self._groups, _GROUPS))
         _score[grid](
             self._queries, keys, self._hidden, self._scores, self._scaling, count, self._groups, keys.stride(1), key,
-            bits, group, keys.shape[4], _wide(key), self._wide, _GROUPS,
+            bits, group, keys.shape[4], wide(key), self._wide, _GROUPS,
         )  # fmt: skip
         channels = (values.shape[4] - SIDES) * 8 // bits
         grid = (rows * heads, self._of_copy, values.shape[2])
         _add_values[grid](
             self._scores, values, self._hidden, self._parted, self._best, self._total, count, self._tokens,
             self._per_part, self._parts, values.stride(1), values.stride(2), self._value, bits, channels,
-            values.shape[4], _wide(channels), self._wide, _ADDED,
+            values.shape[4], wide(channels), self._wide, _ADDED,
         )  # fmt: skip
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -254,12 +254,12 @@ class Parts:
         after: int,
     ) -> None:  # fmt: skip
         (rows, heads, count, key), entries = self._queries.shape, keys.shape[2]
-        assert keys.stride(3) == values.stride(3) == 1
+        keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
         _over_stored[(rows * heads,)](
             self._queries, keys, values, self._hidden if tokens is None else tokens,
             self._hidden if seen is None else seen, self._scores, self._parted, self._best, self._total,
             self._scaling, count, entries, after, self._tokens, heads, self._parts, self._next, *keys.stride()[:3],
-            *values.stride()[:3], key, self._value, _wide(key), _wide(self._value), self._wide, _ENTRIES, self._each,
+            *values.stride()[:3], key, self._value, wide(key), wide(self._value), self._wide, _ENTRIES, self._each,
             tokens is None, seen is not None, "ieee" if keys.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         self._next += 1
@@ -273,7 +273,7 @@ class Parts:
         self._base = torch.empty(rows, heads, count, **of)
         _merge[(rows * heads,)](
             self._parted, self._best, self._total, output, self._base, count, heads, self._parts, self._each,
-            self._value, _wide(self._value), self._wide,
+            self._value, wide(self._value), self._wide,
         )  # fmt: skip
         return output
 
@@ -290,8 +290,3 @@ class Parts:
                 _TOKENS,
             )  # fmt: skip
         return output
-
-
-def _wide(size: int) -> int:
-    """At least the least that tensor cores take."""
-    return max(16, triton.next_power_of_2(size))

@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MOST_CHANNELS = 256
 """Of a head that kernels hold in registers."""

@@ -156,7 +156,7 @@ def _probe(model: Any) -> Any:
         # bfloat16, whatever the model's: on the meta device some kernels know no other
         twin = type(model)._from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
         cache = DynamicCache(config=config)
-        twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cpu"), past_key_values=cache, use_cache=True)
+        twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
     return cache
 
 

@@ -41,7 +41,7 @@ class FusedAttention:
     def attend(
         self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As `MixedAttention.attend`; `asked` are adjacent."""
+        """As `MixedAttention.attend`; `asked` are adjacent, and any call may be the `last`."""
         with torch.cuda.device_of(self._queries):  # a kernel is launched on the current one
             return self._attend(replaced, asked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from itertools import pairwise
@@ -180,9 +181,11 @@ def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> tor
 
 
 def pinned_empty(count: int, record_bytes: int) -> torch.Tensor:
-    """As `aligned_empty`, page-locked, wherever it begins: torch pins powers of two, and a byte more doubles some."""
-    with torch.inference_mode(False):
+    """As `aligned_empty`, page-locked, wherever it begins: torch pins powers of two, and a byte more doubles some.
+    Where no more can be pinned, any memory will do."""
+    with contextlib.suppress(RuntimeError), torch.inference_mode(False):
         return torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+    return aligned_empty(count, record_bytes)
 
 
 def byte_view(records: torch.Tensor) -> memoryview:

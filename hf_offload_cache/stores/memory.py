@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import numpy as np
@@ -79,10 +78,7 @@ class MemoryStore(FreezableStore):
         return self._free.take(count)
 
     def _new_chunk(self) -> torch.Tensor:
-        if self._pinned:
-            with contextlib.suppress(RuntimeError):  # no more can be pinned: any will do
-                return pinned_empty(self._chunk_records, self.record_bytes)
-        return aligned_empty(self._chunk_records, self.record_bytes)
+        return (pinned_empty if self._pinned else aligned_empty)(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:
@@ -189,7 +185,9 @@ class MemoryStore(FreezableStore):
 
     @property
     def memory_bytes(self) -> int:
-        return len(self._chunks) * _taken(self._chunk_records * self.record_bytes, self._pinned)
+        pinned = sum(chunk.is_pinned() for chunk in self._chunks) if self._pinned else 0
+        nbytes = self._chunk_records * self.record_bytes
+        return pinned * _taken(nbytes, True) + (len(self._chunks) - pinned) * nbytes
 
     @property
     def tables_bytes(self) -> int:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checked_cache import checked
 from harness import Decoded, generate, prompt
 from long_llama import LENGTH, long_model
+from shared_keys import gemma3n
 from spec_fields import ALL, SMALL
 from transformers import DynamicCache
 
@@ -46,6 +48,23 @@ def test_where_all_is_as_it_was_stored(model: Any, options: Any, fields: Any, en
     few = {**ALL, "engine": engine, "group_size": 32 if engine == "memory" else 4, **fields}
     with SpecCache(model, **few) as cache:
         near(generate(model, cache, ids, **mask, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 6}], ids=str)
+def test_what_is_exchanged(model: Any, options: Any) -> None:
+    """All of a short prompt is as it was stored, 200 tokens that are exchanged: it is `DynamicCache`."""
+    ids = prompt(model, 1, 20).repeat(1, 10).cuda()
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40, **options)
+    with SpecCache(model, **{**MEMORY, "num_selected": 250}) as cache:
+        near(generate(model, cache, ids, max_new_tokens=40, **options), expected)
+
+
+def test_layers_that_share_keys() -> None:
+    """Each attends to what was chosen for this step, once."""
+    cls, model = checked(SpecCache), gemma3n().to("cuda")
+    with cls(model, num_selected=20, **MEMORY) as cache:
+        generate(model, cache, prompt(model, 1, 400).cuda(), max_new_tokens=40)
+    assert len(cls.gathers) > 40
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -26,7 +26,7 @@ def after(asked: bool | str, reads: list[float], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(spec_top_up, "time", types.SimpleNamespace(perf_counter=lambda: now))
     top_up, said = TopUp(asked), []
     for read in reads:
-        with top_up.reading():
+        with top_up.reading(torch.device("cpu")):
             now += read
         said.append(top_up.end_step(1 + read))
     return top_up, said
@@ -59,8 +59,8 @@ def test_a_slow_store(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, model, topped = TopUp.reading, long_model(), list[bool]()
 
     @contextlib.contextmanager
-    def slow(top_up: TopUp) -> Iterator[None]:
-        with reading(top_up):
+    def slow(top_up: TopUp, device: torch.device) -> Iterator[None]:
+        with reading(top_up, device):
             yield
             time.sleep(0.1)
 

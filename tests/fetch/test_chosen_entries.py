@@ -77,6 +77,16 @@ def test_what_is_chosen_again_stays_where_it_lies(data: st.DataObject) -> None:
         same(held.entries, wanted)
 
 
+def test_what_is_absent_after_a_crop_comes_first() -> None:
+    """None of it stands behind one that is gone; in inference mode what was wanted may not be changed."""
+    held = ChosenEntries(FORM, 1, 6, CPU, MemoryAccount())
+    with torch.inference_mode():
+        held.want(torch.tensor([[[3, 90, 7, 80, 1, 2], [91, 92, 4, 5, 6, 93]]]))
+    held.truncate(50)
+    assert held.absent is not None and held.absent.tolist() == [[[7, 3, 2, 1, -1, -1], [6, 5, 4, -1, -1, -1]]]
+    assert held.wanted is not None and int((held.wanted >= 0).sum()) == 7
+
+
 def test_rows_and_crops_and_the_account() -> None:
     account = MemoryAccount()
     held = ChosenEntries(FORM, 3, 4, CPU, account)

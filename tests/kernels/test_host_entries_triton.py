@@ -29,6 +29,7 @@ def test_each_head_gets_its_tokens(
 ) -> None:
     """To the bit, wherever the records of a row lie, in several chunks; nothing for no token."""
     kernel = kernels(device, monkeypatch)
+    monkeypatch.setattr(kernel, "_PROGRAMS", 2)  # which have several rounds
     made = torch.Generator().manual_seed(0)
     rows, heads, units, group, count = 3, 2, 9, 32, 13
     form = RecordFormat(heads, dims[0], heads, dims[1], dtype, group)

@@ -34,8 +34,10 @@ def test_the_kernels_give_what_their_twins_give(
     """Within what 22 of 24 bits of a product lose. The copy has room for more than it holds, and scores a column more
     than there are tokens."""
     if device == "cpu" and tokens > 1000 and dims != (24, 40):
-        return  # minutes in the interpreter
+        pytest.skip("minutes in the interpreter")
     on_device, form = kernel(device, monkeypatch), LowBitForm(entry(*dims), bits, group)
+    if rows == 2:
+        monkeypatch.setattr(on_device, "_PROGRAMS", 1)  # which sums over several blocks
     keys, values = states(tokens, form.entry, rows)
     copy = LowBitCopy(form, rows, torch.device("cpu"), MemoryAccount(), tokens + 3 * group)
     copy.append([(keys, values)], tokens)

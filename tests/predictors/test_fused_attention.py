@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from low_bits import entry, states
@@ -28,13 +30,17 @@ def on(device: str, held: Entries) -> Entries:
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("tokens", [320, 0])
+@pytest.mark.parametrize("programs", [1, 1056], ids=["many blocks each", "one each"])
 def test_it_gives_what_mixed_attention_gives(
-    device: str, bits: int, dims: tuple[int, int], group: int, queries: int, padded: bool, tokens: int,
+    device: str, bits: int, dims: tuple[int, int], group: int, queries: int, padded: bool, tokens: int, programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """But for products in half precision: attention, and what each token has of each query."""
     if device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
+    kernels = importlib.import_module("hf_offload_cache.kernels.mixed_attention_triton")
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "_TOKENS", 128)  # shares of 320 tokens are several programs'
     form = LowBitForm(entry(*dims), bits, group)
     keys, values = states(tokens + LATEST, form.entry)
     copies = [LowBitCopy(form, 2, torch.device(place), MemoryAccount(), tokens + group) for place in ("cpu", device)]
