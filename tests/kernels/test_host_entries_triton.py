@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.stores.memory import MemoryStore
-
-DEVICES = [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
-    return importlib.import_module("hf_offload_cache.kernels.host_entries_triton")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -28,7 +18,7 @@ def test_each_head_gets_its_tokens(
     device: str, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, wherever the records of a row lie, in several chunks; nothing for no token."""
-    kernel = kernels(device, monkeypatch)
+    kernel = kernels("host_entries_triton", device, monkeypatch)
     monkeypatch.setattr(kernel, "_PROGRAMS", 2)  # which have several rounds
     made = torch.Generator().manual_seed(0)
     rows, heads, units, group, count = 3, 2, 9, 32, 13
@@ -69,7 +59,7 @@ def test_what_is_wanted_again_stays(
     device: str, count: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `ChosenEntries.take` has it, time after time: rows want different numbers of them."""
-    kernel, made = kernels(device, monkeypatch), np.random.default_rng(0)
+    kernel, made = kernels("host_entries_triton", device, monkeypatch), np.random.default_rng(0)
     tokens = torch.full((2, 3, count), -1, device=device)
     for _ in range(4):
         wanted = np.stack([made.permutation(3 * count)[:most] for _ in range(6)]).reshape(2, 3, most)

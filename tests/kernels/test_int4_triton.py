@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
+from triton_kernels import kernels
 
 from hf_offload_cache.kernels.int4 import Int4Layout, dequantised, quantise
 
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
-    return importlib.import_module("hf_offload_cache.kernels.int4_triton")
+    return kernels("int4_triton", "cpu", monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import pytest
 import torch
 from low_bits import entry, states
+from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.kernels import low_bit
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
 from hf_offload_cache.predictors.low_bit_form import LowBitForm
-
-DEVICES = [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
-    return importlib.import_module("hf_offload_cache.kernels.low_bit_triton")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -35,7 +25,7 @@ def test_the_kernels_give_what_their_twins_give(
     than there are tokens."""
     if device == "cpu" and tokens > 1000 and dims != (24, 40):
         pytest.skip("minutes in the interpreter")
-    on_device, form = kernel(device, monkeypatch), LowBitForm(entry(*dims), bits, group)
+    on_device, form = kernels("low_bit_triton", device, monkeypatch), LowBitForm(entry(*dims), bits, group)
     if rows == 2:
         monkeypatch.setattr(on_device, "_PROGRAMS", 1)  # which sums over several blocks
     keys, values = states(tokens, form.entry, rows)
@@ -55,7 +45,7 @@ def test_the_kernels_give_what_their_twins_give(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_device = kernel(device, monkeypatch)
+    on_device = kernels("low_bit_triton", device, monkeypatch)
     keys, values = torch.empty(1, 2, 0, 8, 20, dtype=torch.uint8), torch.empty(1, 2, 1, 0, 6, dtype=torch.uint8)
     nothing = torch.empty(1, 2, 3, 0, device=device)
     on_device.scores(torch.ones(1, 2, 3, 8, device=device), keys.to(device), 2, nothing)

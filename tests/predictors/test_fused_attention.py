@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from low_bits import entry, states
+from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.fetch.chosen_entries import Entries
 from hf_offload_cache.memory.account import MemoryAccount
@@ -22,9 +21,7 @@ def on(device: str, held: Entries) -> Entries:
     return Entries(held.tokens.to(device), held.keys.to(device), held.values.to(device))
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize(("dims", "group"), [((64, 64), 64), ((24, 40), 32), ((128, 128), 64)])
 @pytest.mark.parametrize("queries", [1, 2])
@@ -36,11 +33,9 @@ def test_it_gives_what_mixed_attention_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """But for products in half precision: attention, and what each token has of each query."""
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton looks at when a kernel is defined
-    kernels = importlib.import_module("hf_offload_cache.kernels.mixed_attention_triton")
-    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
-    monkeypatch.setattr(kernels, "_TOKENS", 128)  # shares of 320 tokens are several programs'
+    kernel = kernels("mixed_attention_triton", device, monkeypatch)
+    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_TOKENS", 128)  # shares of 320 tokens are several programs'
     form = LowBitForm(entry(*dims), bits, group)
     keys, values = states(tokens + LATEST, form.entry)
     copies = [LowBitCopy(form, 2, torch.device(place), MemoryAccount(), tokens + group) for place in ("cpu", device)]
