@@ -13,7 +13,8 @@ from .low_bit_copy import LowBitCopy
 
 class FusedAttention:
     """As `MixedAttention`, where `fits` says so; `latest` may come in parts. Products with the copy are of half
-    precision, sums of single; those with stored entries are of their type. Nothing is kept between two calls."""
+    precision, sums of single; those with stored entries in TF32, which has all of 16 bits, or of 32 bits in 32. Nothing
+    is kept between two calls."""
 
     def __init__(
         self, copy: LowBitCopy, query: torch.Tensor, scaling: float,
