@@ -76,8 +76,9 @@ class DiskSwapLayer(SelectiveLayer):
         selecting, storage = self.selecting, self.shared.storage
         assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
         shared = LowRankShared(
-            storage.account, selecting.workspace, selecting.generator, lambda: storage.counters
-        )
+            storage.account, selecting.workspace, selecting.generator, lambda: storage.counters,
+            lambda: selecting.postponed,
+        )  # fmt: skip
         rules = rules_of(selecting.settings)
         form, rows = self.history.form, self.history.rows
         return LowRankPredictor(form, rows, rules, shared, self.name, self.adapter, self.layer_idx)

@@ -67,6 +67,12 @@ class Filling:
         self._taught = lessons, states
         self._prepare()
 
+    def postpone(self, postponed: bool) -> None:
+        """Whether more is to come before layers find out, of all that they hold, what they choose by: unless they are
+        taught it. Until they have they cannot choose."""
+        if isinstance(self._cache, SelectiveCache) and self._cache.selecting is not None:
+            self._cache.selecting.postponed = postponed
+
     @property
     def refused(self) -> list[str]:
         """Why layers learn anew, a line each, as far as they have been given something."""

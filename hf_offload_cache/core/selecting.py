@@ -35,6 +35,9 @@ class Selecting:
     watch: Callable[[int, Choice], None] | None = None
     """Told the layer's index and what its step attends to, after it was gathered."""
 
+    postponed: bool = False
+    """More of a prompt comes: what is found out of all its keys, and takes long, waits for the last of it."""
+
     widened: bool = False
     """See `widen`."""
 

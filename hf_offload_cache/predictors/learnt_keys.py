@@ -67,6 +67,7 @@ class LowRankShared(NamedTuple):
     workspace: Workspace
     generator: torch.Generator
     counters: Callable[[], Counters]
+    postponed: Callable[[], bool] = lambda: False
 
 
 class LearntKeys:
@@ -125,7 +126,7 @@ class LearntKeys:
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
-        that is found out of all of them: two passes."""
+        that is found out of all of them, in two passes, or when more come, if that is postponed."""
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
@@ -134,7 +135,7 @@ class LearntKeys:
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
-        elif self.adapter is not None or sealed.tokens >= self._least:
+        elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
             seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
             self._fit(keys, sealed, seen, visible)
         if self.keys is not None and self.sinks is None and self.rules.estimates and self.rules.num_sinks:

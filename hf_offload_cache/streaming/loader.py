@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from ..core.filling import Filling
 from ..memory.account import MemoryAccount
 from ..report.timeline import Timeline
 from .cells import Cells
+from .computing_speed import ComputingSpeed
 from .costs import Costs, Line
 from .decoder import Decoder, UselessError
 from .plan import meet, staircase
@@ -26,11 +25,6 @@ LEAST_TOKENS = 1024
 """Tokens of a forward, at least: in a trial 2,048 tokens in forwards of 256 took 1.95 times as long as in one."""
 MOST_TOKENS = 8192
 """Of a forward that is not the whole rest."""
-_KNOWN = 4
-"""Forwards that the speed of computing is told by: the machine may be another's soon."""
-_TOOK: WeakKeyDictionary[torch.nn.Module, deque[tuple[int, float, float]]] = WeakKeyDictionary()
-"""Of a model the latest forwards through all layers, in this process: tokens, tokens that they attended to in the mean,
-seconds."""
 _LOOK, _LOOKS = 0.03, (0.15, 1.0)
 """Share of computing all that a first forward waits until it is known what the network is worth, where computing is
 known; and how many seconds that may be."""
@@ -65,7 +59,7 @@ class Loader:
         self._begins = [0]
         for chunk in range(cells.chunks):
             self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
-        self._took = _TOOK.setdefault(filling.model, deque(maxlen=_KNOWN))
+        self._speed = ComputingSpeed.of(filling.model)
         self._decoder = Decoder(manifest, spool, key, sparing=account.limit is not None)
         self._patient = True
         self._useless = 0
@@ -77,7 +71,7 @@ class Loader:
         account = self._account
         try:
             account.hold("streaming", self._moving)
-            chunk, begun, line = 0, time.perf_counter(), self._line()
+            chunk, begun, line = 0, time.perf_counter(), self._speed.line
             whole = 0.0 if line is None else self._seconds(line, 0, self.cells.chunks)
             look = 0.0 if line is None else min(max(_LOOKS[0], _LOOK * whole), _LOOKS[1])
             while self._lane.bandwidth is None and time.perf_counter() - begun < look:
@@ -85,11 +79,13 @@ class Loader:
             while chunk < self.cells.chunks:
                 self._teacher.look(self._lane)
                 stop = self.stop_of_column(chunk)
+                self._filling.postpone(stop < self.cells.chunks and self._teacher.expects(self._lane))
                 if self._column(chunk, stop):
                     chunk = stop
             if self.cells.counts.streamed > self.cells.counts.overtaken:  # else layers have seen all queries themselves
                 self._teacher.look(self._lane)
         finally:
+            self._filling.postpone(False)
             self._decoder.close()
             account.observe("streaming", 0)
 
@@ -132,7 +128,7 @@ class Loader:
         any are computed. Returns the tokens that one forward may have: of the chunks that computing comes to before the
         network does those that are computed whole; of many three in four, so that what is known better by then decides
         on the rest. 0: nothing is known yet."""
-        bandwidth, line = self._lane.bandwidth, self._line()
+        bandwidth, line = self._lane.bandwidth, self._speed.line
         if line is None or bandwidth is None:
             return 0
         chunks, layers = range(first, self.cells.chunks), self.cells.layers
@@ -156,9 +152,6 @@ class Loader:
             return self._tokens(first, self.cells.chunks)
         return min(self._tokens(first, first + (whole if whole < 3 else -(-whole * 3 // 4))), MOST_TOKENS)
 
-    def _line(self) -> Line | None:
-        return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
-
     def _attended(self, first: int, stop: int) -> list[float]:
         """By layer, tokens that a query of these chunks attends to in the mean."""
         start, end = self._begins[first], self._begins[stop]
@@ -171,19 +164,20 @@ class Loader:
 
     def patience(self, chunk: int) -> float:
         """Seconds that a chunk may still take to come: as long as it takes to compute."""
-        line = self._line()
+        line = self._speed.line
         return _AT_FIRST if line is None else self._seconds(line, chunk, chunk + 1)
 
     def _column(self, first: int, stop: int) -> bool:
         """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
         held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
-        begun, estimated = time.perf_counter(), not self._took
+        begun, unknown = time.perf_counter(), not self._speed.known
+        attended = float(np.mean(self._attended(first, stop)))
 
         def goes_on(layer: int) -> bool:
             more = self._told(first, stop, layer)
-            if estimated and layer == _TELLS:
+            if unknown and layer == _TELLS:
                 took = (time.perf_counter() - begun) / (layer + 1) * self.cells.layers
-                self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), took))
+                self._speed.guess(ids.shape[1], attended, took)
                 self._plan(first)
             return more and not (self.cells.from_the_front and self.cells.rest_may_come(first, stop, layer))
 
@@ -192,9 +186,7 @@ class Loader:
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
         self.computing_seconds += seconds
         if depth == self.cells.layers:
-            if estimated:
-                self._took.clear()
-            self._took.append((ids.shape[1], float(np.mean(self._attended(first, stop))), seconds))
+            self._speed.note(ids.shape[1], attended, seconds)
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
             self.cells.taken_back(first, stop)
@@ -211,7 +203,7 @@ class Loader:
 
     def _sooner_computed(self, first: int, stop: int, layer: int) -> bool:
         """What is on its way above a layer takes longer to come, half of it being there, than to compute up to it."""
-        line, bandwidth, coming = self._line(), self._lane.bandwidth, self.cells.coming(first, stop, layer)
+        line, bandwidth, coming = self._speed.line, self._lane.bandwidth, self.cells.coming(first, stop, layer)
         if line is None or bandwidth is None or not coming:
             return False
         cells = (self._manifest.cells[chunk][at] for chunk, at in coming)

@@ -45,6 +45,8 @@ class StreamingLane:
         self._workers: list[asyncio.Task[None]] = []
         self._tries = Counter[Cell]()
         self._wanted, self._beside = beside, dict[str, bytes]()
+        self.beside = set(beside)
+        """Names of those objects beside the cells that have neither come nor failed."""
         self._stopping = threading.Event()
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -101,6 +103,7 @@ class StreamingLane:
         except Exception as error:  # whatever it is: computing goes on without
             self.trouble.append(f"{type(error).__name__}: {error}")
         finally:
+            self.beside.clear()
             self.cells.stop()
 
     async def _stream(self) -> None:
@@ -138,6 +141,8 @@ class StreamingLane:
             return
         except Exception as error:
             self._note(error)
+        finally:
+            self.beside.discard(name)
 
     async def _get(self, transport: Transport, found: StreamObject, key: Cell | str) -> bytes:
         """Checked; can be cancelled by its `key`."""

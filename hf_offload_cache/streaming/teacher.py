@@ -55,6 +55,10 @@ class Teacher:
             except Exception as error:  # whatever someone has put in there: it can be done without
                 self.trouble.append(line_of(f"{name}: {type(error).__name__}: {error}"))
 
+    def expects(self, lane: StreamingLane) -> bool:
+        """What was learnt may still come."""
+        return LEARNT in lane.beside
+
     def _attend(self, tree: Any) -> None:
         manifest = self._manifest
         blocks = ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads)

@@ -7,7 +7,6 @@ import copy
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.contexts.state import pack
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
 from hf_offload_cache.streaming import checks, decoder, loader
+from hf_offload_cache.streaming.computing_speed import ComputingSpeed
 from hf_offload_cache.streaming.costs import Costs
 from hf_offload_cache.streaming.plan import bound, meet, staircase
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
@@ -417,21 +417,18 @@ def test_publishing_again_heals(place: Path, tmp_path: Path) -> None:
     assert json.loads((place / NAME).read_text())["tokens"] == CONTEXT
 
 
-def test_what_is_not_worth_computing_is_taken_in_as_it_comes(place: Path, tmp_path: Path) -> None:
+def test_what_is_not_worth_computing_is_taken_in_as_it_comes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine that computes slowly, behind a link that is fast enough: no cell is computed, and the last chunk, which
     is asked for first as long as nothing is known, is not all that is there before the first one."""
-    known = loader._TOOK.setdefault(long_model(), deque(maxlen=4))
-    before = list(known)
-    known.clear()
-    known.append((SIZE, SIZE / 2, 20.0))
+    slow = ComputingSpeed()
+    slow.note(SIZE, SIZE / 2, 20.0)
+    monkeypatch.setattr(ComputingSpeed, "of", lambda model: slow)
     manifest = StreamManifest.parse((place / NAME).read_bytes(), "")
-    try:
-        with served(place) as server:
-            server.pause = 0.01
-            with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
-                assert cache.stream_report.computed == 0 and cache.stream_report.streamed == cache.stream_report.cells
-            asked = server.asked
-        assert asked.index(manifest.cells[0][1].name) < asked.index(manifest.cells[4][1].name)
-    finally:
-        known.clear()
-        known.extend(before)
+    with served(place) as server:
+        server.pause = 0.01
+        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            assert cache.stream_report.computed == 0 and cache.stream_report.streamed == cache.stream_report.cells
+        asked = server.asked
+    assert asked.index(manifest.cells[0][1].name) < asked.index(manifest.cells[4][1].name)

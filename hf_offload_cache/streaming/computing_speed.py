@@ -1,0 +1,54 @@
+"""What forwards of a model take on this machine, by those that it has run."""
+
+from __future__ import annotations
+
+from collections import deque
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .costs import Line
+
+_KNOWN = 4
+"""Forwards that tell: the machine may be another's soon."""
+
+
+class ComputingSpeed:
+    """Of one model, in the thread that runs it. Until a forward has run through all layers, the first layers of one
+    tell."""
+
+    def __init__(self) -> None:
+        self._took: deque[tuple[int, float, float]] = deque(maxlen=_KNOWN)
+        self._guessed = False
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> ComputingSpeed:
+        """The same for all contexts that this process loads into a model: the next one begins with what is known."""
+        return _SPEEDS.setdefault(model, cls())
+
+    @property
+    def known(self) -> bool:
+        """Something tells, be it a guess."""
+        return bool(self._took)
+
+    @property
+    def line(self) -> Line | None:
+        """None: nothing is known."""
+        return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
+
+    def guess(self, tokens: int, attended: float, seconds: float) -> None:
+        """What a forward will take by what it has taken so far, where nothing else is known; see `note`."""
+        if not self._took:
+            self._took.append((tokens, attended, seconds))
+            self._guessed = True
+
+    def note(self, tokens: int, attended: float, seconds: float) -> None:
+        """What a forward through all layers took, of so many tokens that attended to so many in the mean."""
+        if self._guessed:
+            self._took.clear()
+            self._guessed = False
+        self._took.append((tokens, attended, seconds))
+
+
+# State of the process, as what is attached to a model is: it cannot lie on the model, it would be copied with it.
+_SPEEDS: WeakKeyDictionary[torch.nn.Module, ComputingSpeed] = WeakKeyDictionary()
