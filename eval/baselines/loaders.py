@@ -36,7 +36,13 @@ class SplitLoader(Loader):
 
 
 class FromTheFront(Cells):
-    """Streaming brings chunk after chunk, so that each can be taken in while the next one comes."""
+    """Streaming brings chunk after chunk, so that each can be taken in while the next one comes; but for the first
+    `split`."""
+
+    split: ClassVar[int] = 0
+
+    def __init__(self, published: np.ndarray, **options: Any) -> None:
+        super().__init__(published & (np.arange(len(published)) >= self.split)[:, None], **options)
 
     def next_of(self, free: np.ndarray) -> Cell:
         chunk = int(free.any(1).argmax())

@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             place = Path(folder, "published")
             line, nbytes, prefill = prepare(model, ids, tokens, place, arguments.chunk, folder)
             layers = model.config.num_hidden_layers
+            known = study_costs(line, tokens, arguments.chunk, layers, nbytes, 1e9)
             with bucket_server(place, lambda at: 1e9) as server:
+                first_token(STREAMED, model, ids, tokens, server.url, known, folder)  # what a process does once
                 for name, case in left:
                     mean = nbytes / (case["balance"] * prefill)
                     costs = study_costs(line, tokens, arguments.chunk, layers, nbytes, mean)
@@ -143,8 +145,8 @@ def first_token(
             with torch.no_grad():
                 model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
         else:
-            private = stack.enter_context(_as(name, costs, tokens // costs.chunks))
-            cache = stack.enter_context(stream_context(url, model, ids, path=folder, private=private))
+            stack.enter_context(_as(name, costs))
+            cache = stack.enter_context(stream_context(url, model, ids, path=folder))
         with torch.no_grad():
             model(ids[:, tokens:], past_key_values=cache, logits_to_keep=1)
         seconds, report = time.perf_counter() - begun, cache.stream_report
@@ -155,18 +157,18 @@ def first_token(
 
 
 @contextlib.contextmanager
-def _as(name: str, costs: Costs, chunk: int) -> Iterator[list[tuple[int, int]]]:
-    """`stream_context` is what `name` says in here; and token ranges that it is not to stream."""
+def _as(name: str, costs: Costs) -> Iterator[None]:
+    """`stream_context` is what `name` says in here."""
     if name == OURS:
-        yield []
+        yield
     elif name == WHOLE:
         with mock.patch.object(module, "Cells", WholeChunks):
-            yield []
+            yield
     else:
         split = 0 if name == STREAMED else round(sum(depth / costs.layers for depth in meet(costs).depths))
-        kind = type("Split", (SplitLoader,), {"split": split})
-        with mock.patch.object(module, "Loader", kind), mock.patch.object(module, "Cells", FromTheFront):
-            yield [(0, split * chunk)] if split else []
+        loader, cells = (type("Split", (kind,), {"split": split}) for kind in (SplitLoader, FromTheFront))
+        with mock.patch.object(module, "Loader", loader), mock.patch.object(module, "Cells", cells):
+            yield
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
