@@ -13,9 +13,11 @@ from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
 from .coding import Coding, most_bytes, most_components
 from .compact_keys import Asked, CompactKeys, scored_at_once
-from .directions import parts
 from .integer_product import multiplied, rounded
 from .token_rows import TokenRows
+
+_ENCODED = 1 << 17
+"""Elements of keys that are taken to float32 at a time."""
 
 
 class CodedKeys(CompactKeys):
@@ -63,7 +65,8 @@ class CodedKeys(CompactKeys):
 
     def append(self, keys: torch.Tensor) -> None:
         self.reserve(self.tokens + keys.shape[2])
-        for part in parts(keys):
+        rows, heads, _, dim = keys.shape
+        for part in keys.split(max(1, _ENCODED // (rows * heads * dim)), 2):
             flat = part.transpose(1, 2).flatten(2)
             self._rows.append(torch.stack([self.coding.encode(row) for row in flat]))
 

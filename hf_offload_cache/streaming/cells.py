@@ -230,15 +230,18 @@ class Cells:
         with self._changed:
             return bool((self._states[chunk, above + 1 :] == State.RECEIVED).all())
 
-    def wait(self, chunk: int, above: int, patience: float, silence: float, *, asked: bool = True) -> bool:
-        """Until all of a chunk that lies above a layer has come; False: it does not, or not within `patience` seconds,
-        or nothing has come at all for `silence` seconds. What is still on its way then is the computing lane's, as far
-        as migrations are left; until they are it is waited for. `asked`: what is free will not come, either."""
+    def wait(
+        self, chunk: int, above: int, patience: float, silence: float, *, asked: bool = True, below: int | None = None
+    ) -> bool:
+        """Until all of a chunk that lies above a layer (and below another) has come; False: it does not, or not within
+        `patience` seconds, or nothing has come at all for `silence` seconds. What is still on its way then is the
+        computing lane's, as far as migrations are left; until they are it is waited for. `asked`: what is free will not
+        come, either."""
         waits_for = (State.STREAMING, State.RECEIVED, *(() if asked else (State.FREE,)))
         begun = time.monotonic()
         with self._changed:
             while True:
-                row = self._states[chunk, above + 1 :]
+                row = self._states[chunk, above + 1 : below]
                 if (row == State.RECEIVED).all():
                     return True
                 now = time.monotonic()

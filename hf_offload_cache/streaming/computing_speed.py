@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ from .costs import Line
 
 _KNOWN = 4
 """Forwards that tell: the machine may be another's soon."""
+_CELLS = 32
 
 
 class ComputingSpeed:
@@ -20,6 +22,7 @@ class ComputingSpeed:
     def __init__(self) -> None:
         self._took: deque[tuple[int, float, float]] = deque(maxlen=_KNOWN)
         self._guessed = False
+        self._taking: deque[float] = deque(maxlen=_CELLS)
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ComputingSpeed:
@@ -35,6 +38,15 @@ class ComputingSpeed:
     def line(self) -> Line | None:
         """None: nothing is known."""
         return Line.fitted(*zip(*self._took, strict=True)) if self._took else None
+
+    @property
+    def taking(self) -> float:
+        """Seconds that it takes to take in what has come of a layer's chunk; 0.0: that is not known."""
+        return statistics.median(self._taking) if self._taking else 0.0
+
+    def note_taking(self, seconds: float) -> None:
+        """What it took, once."""
+        self._taking.append(seconds)
 
     def guess(self, tokens: int, attended: float, seconds: float) -> None:
         """What a forward will take by what it has taken so far, where nothing else is known; see `note`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -54,8 +54,9 @@ class Decoder:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def decoded(self, cells: list[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In their order, keys and values (heads, tokens, D) on the CPU. Raises `UselessError`."""
+    def decoded(self, cells: Iterable[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
+        """In their order, keys and values (heads, tokens, D) on the CPU. `cells` are asked for a few ahead, and what
+        that raises is raised here. Raises `UselessError`."""
         waiting: list[tuple[Cell, Future[Any]]] = []
         coming = iter(cells)
         try:

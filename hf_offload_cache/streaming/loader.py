@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from .cells import Cells
 from .computing_speed import ComputingSpeed
 from .costs import Costs, Line
 from .decoder import Decoder, UselessError
-from .plan import meet, staircase
+from .plan import Cell, meet, staircase
 from .spool import Spool
 from .stream_manifest import StreamManifest
 from .streaming_lane import StreamingLane
@@ -40,6 +40,10 @@ _AT_FIRST = 30.0
 """Seconds that a cell may take before it is known what computing takes."""
 
 
+class _LateError(Exception):
+    """Something does not come, or not in time."""
+
+
 class Loader:
     """Runs in the thread that runs the model; see `stream_context`.
 
@@ -62,6 +66,7 @@ class Loader:
         self._speed = ComputingSpeed.of(filling.model)
         self._decoder = Decoder(manifest, spool, key, sparing=account.limit is not None)
         self._patient = True
+        self._awaits = False  # what this column ends for may still be free
         self._useless = 0
         self.recomputed_tokens = 0
         self.computing_seconds = 0.0
@@ -133,8 +138,7 @@ class Loader:
             return 0
         chunks, layers = range(first, self.cells.chunks), self.cells.layers
         attended = np.array([self._attended(chunk, chunk + 1) for chunk in chunks])
-        rows = (self._manifest.cells[chunk] for chunk in chunks)
-        nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in rows])
+        nbytes = np.array([[self._bytes_of((chunk, layer)) for layer in range(layers)] for chunk in chunks])
         tokens = [self._manifest.tokens_of(chunk) for chunk in chunks]
         decoded = float(np.mean(self._decoder.seconds)) if self._decoder.seconds else 0.0
         costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
@@ -172,6 +176,7 @@ class Loader:
         held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
         begun, unknown = time.perf_counter(), not self._speed.known
         attended = float(np.mean(self._attended(first, stop)))
+        self._awaits = False
 
         def goes_on(layer: int) -> bool:
             more = self._told(first, stop, layer)
@@ -179,7 +184,9 @@ class Loader:
                 took = (time.perf_counter() - begun) / (layer + 1) * self.cells.layers
                 self._speed.guess(ids.shape[1], attended, took)
                 self._plan(first)
-            return more and not (self.cells.from_the_front and self.cells.rest_may_come(first, stop, layer))
+            if more and self.cells.rest_may_come(first, stop, layer):
+                self._awaits = self.cells.from_the_front or self._comes_meanwhile(first, stop, layer)
+            return more and not self._awaits
 
         depth = self._filling.compute(ids, goes_on, self._teacher.sparse)
         seconds = time.perf_counter() - begun
@@ -206,10 +213,24 @@ class Loader:
         line, bandwidth, coming = self._speed.line, self._lane.bandwidth, self.cells.coming(first, stop, layer)
         if line is None or bandwidth is None or not coming:
             return False
-        cells = (self._manifest.cells[chunk][at] for chunk, at in coming)
-        arrives = sum(0 if cell is None else cell.bytes for cell in cells) / max(bandwidth, 1.0) / 2
+        arrives = sum(map(self._bytes_of, coming)) / max(bandwidth, 1.0) / 2
         layers = max(at for _, at in coming) - layer
         return self._seconds(line, first, stop) / self.cells.layers * layers < arrives
+
+    def _comes_meanwhile(self, first: int, stop: int, layer: int) -> bool:
+        """All that is still to come is here by the time that what has come of these chunks was taken in."""
+        bandwidth, taking = self._lane.bandwidth, self._speed.taking
+        if bandwidth is None or not taking:
+            return False
+        here = self.cells.received_from(first)
+        coming = self.cells.may_come(first) & ~here
+        coming[: stop - first, : layer + 1] = False
+        nbytes = sum(self._bytes_of((first + int(chunk), int(at))) for chunk, at in np.argwhere(coming))
+        return nbytes / max(bandwidth, 1.0) < taking * int(here[: stop - first, layer + 1 :].sum())
+
+    def _bytes_of(self, cell: Cell) -> int:
+        found = self._manifest.cells[cell[0]][cell[1]]
+        return 0 if found is None else found.bytes
 
     # --- what was streamed -------------------------------------------------------------------------------------
 
@@ -218,16 +239,15 @@ class Loader:
         if depth == self.cells.layers:
             return True
         self._teacher.look(self._lane)
-        for chunk in range(first, stop):
-            asked = not self.cells.from_the_front
-            if not self.cells.wait(chunk, depth - 1, self.patience(chunk), self._silence, asked=asked):
-                self._patient = self.cells.from_the_front = False
-                return False
-        cells = [(chunk, layer) for layer in range(depth, self.cells.layers) for chunk in range(first, stop)]
         try:
             with self._account.holding("streaming", self._decoder.nbytes):
-                for (_, layer), (keys, values) in self._decoder.decoded(cells):
+                for (_, layer), (keys, values) in self._decoder.decoded(self._as_they_come(first, stop, depth)):
+                    begun = time.perf_counter()
                     self._filling.take(layer, keys[None], values[None])
+                    self._speed.note_taking(time.perf_counter() - begun)
+        except _LateError:
+            self._patient = self.cells.from_the_front = False
+            return False
         except UselessError as error:
             self.cells.spoil(error.cell)
             self._lane.trouble.append(str(error.__cause__))
@@ -237,3 +257,14 @@ class Loader:
                 self._lane.trouble.append(f"{_USELESS} cells were of no use: no others are asked for")
             return False
         return True
+
+    def _as_they_come(self, first: int, stop: int, depth: int) -> Iterator[Cell]:
+        """What lies above `depth` layers, from the top: the network brings it so. Raises `_LateError`."""
+        begun, patience = time.perf_counter(), sum(map(self.patience, range(first, stop)))
+        for layer in range(self.cells.layers - 1, depth - 1, -1):
+            for chunk in range(first, stop):
+                left = max(0.0, begun + patience - time.perf_counter())
+                asked = not self._awaits
+                if not self.cells.wait(chunk, layer - 1, left, self._silence, asked=asked, below=layer + 1):
+                    raise _LateError
+                yield chunk, layer

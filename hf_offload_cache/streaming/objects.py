@@ -8,16 +8,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import ConfigError, StoreError
+from .hub_commits import HubCommits
 from .stream_manifest import digest
 
 
 class Objects:
     """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://..."; http(s) by PUT).
-    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used."""
+    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used.
+
+    Of a repository of the Hub, objects wait for the next commit, which has many; a file that is written is there."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
         self.url = url
         self._file_system, self._root = file_system_of(url, options)
+        try:
+            self._commits = HubCommits.of(self._file_system, self._root)
+        except Exception as error:  # whatever the Hub has against it
+            raise _failed(url, "reaching", "it", error) from error
 
     def _place(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -36,18 +43,35 @@ class Objects:
             raise _failed(self.url, "looking at", name, error) from error
 
     def put(self, data: bytes) -> str:
-        """An object of these bytes is there, and its name: one of that name and size is left as it is. Raises
-        `StoreError`."""
+        """An object of these bytes is there when the next file is written, and its name: one of that name and size is
+        left as it is. Raises `StoreError`."""
         name = digest(data)
+        if self._commits is not None and self._commits.has(name):
+            return name
         if not self.exists(name) or self._size(name) != len(data):
-            self.write(name, data)
+            self._write(name, data)
         return name
 
     def write(self, name: str, data: bytes) -> None:
-        """A file of this name has these bytes: it is whole, or as it was, where the file system can move files or
-        stores objects, or a web server takes what it was put so. Raises `StoreError`."""
+        """A file of this name has these bytes, behind all that was `put`: it is whole, or as it was, where the file
+        system can move files or stores objects, or a web server takes what it was put so. Raises `StoreError`."""
+        self._commit(name)
+        self._write(name, data)
+        self._commit(name)
+
+    def _commit(self, name: str) -> None:
+        try:
+            if self._commits is not None:
+                self._commits.commit()
+        except Exception as error:  # whatever the Hub has against it
+            raise _failed(self.url, "writing", name, error) from error
+
+    def _write(self, name: str, data: bytes) -> None:
         system = self._file_system
         try:
+            if self._commits is not None:
+                self._commits.add(name, data)
+                return
             if "http" in system.protocol:  # as WebDAV has it
                 system.put_file(io.BytesIO(data), self._place(name), method="put")
                 return

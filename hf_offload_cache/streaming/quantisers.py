@@ -132,8 +132,9 @@ class Range:
             keys = torch.cat([keys, keys[:, -1:].expand(heads, short, dim)], 1)
         found = self._symbols(keys.float().unflatten(1, (-1, GROUP)), 2)
         found[0] = found[0].flatten(1, 2)[:, :tokens].contiguous()
-        of_values = self._symbols(values.float().unflatten(2, (-1, _divisor(values.shape[2]))), 3)
-        return [*found, of_values[0].flatten(2), *of_values[1:]]
+        of_groups = [self._symbols(group, 2) for group in values.float().split(_width(values.shape[2]), 2)]
+        symbols, low, step = zip(*of_groups, strict=True)
+        return [*found, torch.cat(symbols, 2), torch.stack(low, 2), torch.stack(step, 2)]
 
     def _symbols(self, groups: torch.Tensor, along: int) -> list[torch.Tensor]:
         low, high = groups.amin(along, keepdim=True).half(), groups.amax(along, keepdim=True)
@@ -145,7 +146,7 @@ class Range:
     def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
         heads, tokens, dim = shape.of_keys()
         of_keys = heads, -(-tokens // GROUP), dim
-        of_values = heads, tokens, shape.value_dim // _divisor(shape.value_dim)
+        of_values = heads, tokens, -(-shape.value_dim // _width(shape.value_dim))
         found: list[tuple[tuple[int, ...], torch.dtype]] = []
         for dims, scales in ((shape.of_keys(), of_keys), (shape.of_values(), of_values)):
             found += [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
@@ -155,19 +156,21 @@ class Range:
         self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         stop = start + keys.shape[1]
-        groups, width = slice(start // GROUP, -(-stop // GROUP)), _divisor(shape.value_dim)
+        groups, width = slice(start // GROUP, -(-stop // GROUP)), _width(shape.value_dim)
         for symbols, low, step, out in zip(*parts[:3], keys, strict=True):
             scales = (one[groups].float().repeat_interleave(GROUP, 0)[: stop - start] for one in (step, low))
             out.copy_(next(scales).mul_(symbols[start:stop]).add_(next(scales)))
         for symbols, low, step, out in zip(*parts[3:], values, strict=True):
-            grouped = symbols[start:stop].unflatten(1, (-1, width)).float()
-            scales = (one[start:stop].float()[..., None] for one in (step, low))
-            out.copy_(grouped.mul_(next(scales)).add_(next(scales)).flatten(1))
+            groups_of = zip(symbols[start:stop].split(width, 1), out.split(width, 1), strict=True)
+            for place, (group, into) in enumerate(groups_of):
+                scales = (one[start:stop, place, None].float() for one in (step, low))
+                into.copy_(group.float().mul_(next(scales)).add_(next(scales)))
 
 
-def _divisor(dim: int) -> int:
-    """The most channels up to `GROUP` that divide `dim`."""
-    return next(group for group in range(min(GROUP, dim), 0, -1) if dim % group == 0)
+def _width(dim: int) -> int:
+    """Channels of each group but the last, which may have fewer: as few groups of up to `GROUP` as there can be, and
+    these alike."""
+    return -(-dim // -(-dim // GROUP))
 
 
 def _planes(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,9 @@ def test_the_fewer_bytes_the_less_is_kept() -> None:
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
-@pytest.mark.parametrize(("tokens", "dims"), [(1, (64, 64)), (63, (40, 24)), (65, (80, 128)), (200, (16, 96))])
+@pytest.mark.parametrize(
+    ("tokens", "dims"), [(1, (64, 64)), (63, (40, 24)), (65, (80, 128)), (200, (16, 96)), (70, (67, 131))]
+)
 def test_chunks_of_any_shape(level: str, tokens: int, dims: tuple[int, int]) -> None:
     keys, values, shape = chunk(2, tokens, dims)
     for own, theirs in zip((keys, values), unpack(encode(keys, values, level), shape, "a chunk").decode(), strict=True):

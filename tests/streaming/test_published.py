@@ -297,7 +297,7 @@ def test_a_context_that_is_of_no_use_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(codec, "_VERSION", 99)
     with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:
         report = cache.stream_report
-        assert report.computed == report.cells and report.streamed == 0 and report.recomputed_tokens <= 2 * CONTEXT
+        assert report.computed == report.cells and report.streamed == 0 and report.recomputed_tokens <= 3 * CONTEXT
         assert report.trouble[-1] == "3 cells were of no use: no others are asked for"
         torch.testing.assert_close(answers(long_model(), cache), expected(long_model()), rtol=1e-3, atol=1e-3)
 
