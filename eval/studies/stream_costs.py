@@ -14,11 +14,12 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.core.filling import Filling
 from hf_offload_cache.streaming.active_blocks import BLOCK, ActiveBlocks, measure_active_blocks
+from hf_offload_cache.streaming.cost_network import CostNetwork, LayerCells
 from hf_offload_cache.streaming.costs import Line
 from hf_offload_cache.streaming.sparse_prefill import SparsePrefill
 from hf_offload_cache.tuning.sample import sample_ids
 
-from ..baselines.cost_models import Cells, Network, Roofline
+from ..baselines.cost_models import Roofline
 from ..busy import busy
 from .common import Rows, Study, judged, main
 
@@ -80,8 +81,7 @@ def summary(rows: list[dict[str, Any]], model: Any) -> dict[str, Any]:
     model's head comes, left out."""
     last = max(row["repeat"] for row in rows)
     known = [row for row in rows if row["repeat"] < last] or rows
-    network, roofline = Network(), Roofline(model)
-    network.fit(*_cells(known))
+    network, roofline = CostNetwork(*_cells(known)), Roofline(model)
     table: dict[str, dict[str, float]] = {}
     for mass in dict.fromkeys(row["mass"] for row in rows):
         for load in dict.fromkeys(row["load"] for row in rows):
@@ -111,14 +111,14 @@ def own_of(rows: list[dict[str, Any]], mass: float, load: int) -> list[dict[str,
     return [row for row in rows if (row["mass"], row["load"]) == (mass, load)]
 
 
-def _cells(rows: list[dict[str, Any]]) -> tuple[Cells, np.ndarray]:
+def _cells(rows: list[dict[str, Any]]) -> tuple[LayerCells, np.ndarray]:
     flat = [
         (row["tokens"], attended, row["place"], attended / BLOCK, row["load"], seconds)
         for row in rows
         for attended, seconds in zip(row["attended"][:-1], row["seconds"][:-1], strict=True)
     ]
     *of, seconds = np.array(flat, dtype=float).T
-    return Cells(*of), seconds
+    return LayerCells(*of), seconds
 
 
 def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ContextError, PromptError
 from ..model.attention_call import AttentionCall
+from ..model.geometry import unknown_shapes
 from ..model.rotary import length_dependent
 from .forward_ended import ForwardEnded
 from .offload_cache import OffloadCache
@@ -46,7 +47,7 @@ class Filling:
             return "its layers keep a state beside keys and values, which is not streamed"
         if any(not layer.is_initialized for layer in cache.offloaded) and cache.held():
             return "some of its layers hold nothing of a text"
-        return length_dependent(cache.model)
+        return length_dependent(cache.model) or unknown_shapes(cache.model)
 
     @property
     def model(self) -> torch.nn.Module:

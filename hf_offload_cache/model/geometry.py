@@ -160,6 +160,16 @@ def _probe(model: Any) -> Any:
     return cache
 
 
+def unknown_shapes(model: Any) -> str | None:
+    """Why it is not known what keys a model makes before it runs; None: it is."""
+    if stated_shape(model.config.get_text_config(decoder=True)) is None:
+        try:
+            Geometry.of(model)
+        except UnsupportedModelError:
+            return "the shapes of its keys cannot be known before it runs"
+    return None
+
+
 def stated_shape(config: Any) -> LayerShape | None:
     """What the configuration says of every layer; None where it does not, or where keys are expanded from a latent."""
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .costs import Line
+from .layer_costs import LayerCosts
 
 _KNOWN = 4
 """Forwards that tell: the machine may be another's soon."""
@@ -22,6 +23,7 @@ class ComputingSpeed:
     def __init__(self) -> None:
         self._took: deque[tuple[int, float, float]] = deque(maxlen=_KNOWN)
         self._guessed = False
+        self.layers = LayerCosts()
         self._taking: deque[float] = deque(maxlen=_CELLS)
 
     @classmethod

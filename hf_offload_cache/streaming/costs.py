@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Line:
         return tokens * (self.fixed + self.slope * attended)
 
     @classmethod
-    def fitted(cls, tokens: Sequence[int], attended: Sequence[float], seconds: Sequence[float]) -> Line:
+    def fitted(cls, tokens: ArrayLike, attended: ArrayLike, seconds: ArrayLike) -> Line:
         """By least squares of the relative error, without a negative coefficient. Of one measurement all is `fixed`."""
         many, mean, took = (np.asarray(one, dtype=float) for one in (tokens, attended, seconds))
         parts = np.stack([many, many * mean], 1) / took[:, None]

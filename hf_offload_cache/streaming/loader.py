@@ -13,8 +13,8 @@ from ..memory.account import MemoryAccount
 from ..report.timeline import Timeline
 from .cells import Cells
 from .computing_speed import ComputingSpeed
-from .costs import Costs, Line
 from .decoder import Decoder, UselessError
+from .forecast import Forecast
 from .plan import Cell, meet, staircase
 from .spool import Spool
 from .stream_manifest import StreamManifest
@@ -60,11 +60,9 @@ class Loader:
         self.cells, self._lane = cells, lane
         self._silence, self._on_progress = silence, on_progress
         self._account, self._timeline, self._teacher = account, timeline, teacher
-        self._begins = [0]
-        for chunk in range(cells.chunks):
-            self._begins.append(self._begins[-1] + manifest.tokens_of(chunk))
         self._speed = ComputingSpeed.of(filling.model)
         self._decoder = Decoder(manifest, spool, key, sparing=account.limit is not None)
+        self._forecast = Forecast(manifest, cells, lane, self._decoder, teacher, self._speed)
         self._patient = True
         self._awaits = False  # what this column ends for may still be free
         self._useless = 0
@@ -76,9 +74,9 @@ class Loader:
         account = self._account
         try:
             account.hold("streaming", self._moving)
-            chunk, begun, line = 0, time.perf_counter(), self._speed.line
-            whole = 0.0 if line is None else self._seconds(line, 0, self.cells.chunks)
-            look = 0.0 if line is None else min(max(_LOOKS[0], _LOOK * whole), _LOOKS[1])
+            chunk, begun, whole = 0, time.perf_counter(), self._forecast.computing(0, self.cells.chunks)
+            look = 0.0 if whole is None else min(max(_LOOKS[0], _LOOK * whole), _LOOKS[1])
+            self._speed.layers.fit()
             while self._lane.bandwidth is None and time.perf_counter() - begun < look:
                 time.sleep(0.005)
             while chunk < self.cells.chunks:
@@ -113,7 +111,7 @@ class Loader:
         layer is computed; or those that are to be computed."""
         cells, stop = self.cells, first + 1
         if cells.comes(first) and cells.wait(first, 0, self.patience(first), self._silence):
-            while stop < cells.chunks and cells.here(stop) and self._tokens(first, stop + 1) <= MOST_TOKENS:
+            while stop < cells.chunks and cells.here(stop) and self._forecast.tokens(first, stop + 1) <= MOST_TOKENS:
                 stop += 1
             return stop
         tokens = max(LEAST_TOKENS, self._plan(first))
@@ -121,71 +119,52 @@ class Loader:
             if cells.wait(first, 0, self.patience(first), self._silence, asked=False):
                 return stop
             self._patient = cells.from_the_front = False  # it was promised, and did not come
-        while stop < cells.chunks and self._tokens(first, stop) < tokens and not cells.comes(stop):
+        while stop < cells.chunks and self._forecast.tokens(first, stop) < tokens and not cells.comes(stop):
             stop += 1
         return stop
-
-    def _tokens(self, first: int, stop: int) -> int:
-        return self._begins[stop] - self._begins[first]
 
     def _plan(self, first: int) -> int:
         """Plan the chunks from `first` on by what is known now (`meet`): which cells are asked for first, and whether
         any are computed. Returns the tokens that one forward may have: of the chunks that computing comes to before the
         network does those that are computed whole; of many three in four, so that what is known better by then decides
         on the rest. 0: nothing is known yet."""
-        bandwidth, line = self._lane.bandwidth, self._speed.line
-        if line is None or bandwidth is None:
+        costs = self._forecast.costs(first)
+        if costs is None:
             return 0
-        chunks, layers = range(first, self.cells.chunks), self.cells.layers
-        attended = np.array([self._attended(chunk, chunk + 1) for chunk in chunks])
-        nbytes = np.array([[self._bytes_of((chunk, layer)) for layer in range(layers)] for chunk in chunks])
-        tokens = [self._manifest.tokens_of(chunk) for chunk in chunks]
-        decoded = float(np.mean(self._decoder.seconds)) if self._decoder.seconds else 0.0
-        costs = Costs.of_line(line, tokens, attended, nbytes, max(bandwidth, 1.0), decoded=decoded)
-        costs.streamed[~self.cells.may_come(first)] = np.inf
-        costs.streamed[self.cells.received_from(first)] = 0
+        layers = costs.layers
         plan = (meet if self._teacher.sparse is None else staircase)(costs)
         seconds, streaming = max(plan.lanes(costs)), float(costs.rest[:, 0].sum())
-        if seconds > (1 - _SAVED) * self._seconds(line, first, self.cells.chunks):
-            return self._tokens(first, self.cells.chunks)
+        if seconds > (1 - _SAVED) * float(costs.computed.sum()):
+            return self._forecast.tokens(first, self.cells.chunks)
         depths = np.array(plan.depths)
         self.cells.from_the_front = self._patient and seconds > (1 - _GAINED) * streaming
         self.cells.prefer(first, np.ones_like(depths) if self.cells.from_the_front else depths)
         whole = int((depths == layers).cumprod().sum())
-        if whole == len(chunks):
-            return self._tokens(first, self.cells.chunks)
-        return min(self._tokens(first, first + (whole if whole < 3 else -(-whole * 3 // 4))), MOST_TOKENS)
-
-    def _attended(self, first: int, stop: int) -> list[float]:
-        """By layer, tokens that a query of these chunks attends to in the mean."""
-        start, end = self._begins[first], self._begins[stop]
-        layers, sparse = range(self.cells.layers), self._teacher.sparse
-        return [(start + end) / 2 if sparse is None else sparse.attended(layer, start, end) for layer in layers]
-
-    def _seconds(self, line: Line, first: int, stop: int) -> float:
-        tokens, attended = np.array(float(self._tokens(first, stop))), np.array(np.mean(self._attended(first, stop)))
-        return float(line.seconds(tokens, attended))
+        if whole == costs.chunks:
+            return self._forecast.tokens(first, self.cells.chunks)
+        return min(self._forecast.tokens(first, first + (whole if whole < 3 else -(-whole * 3 // 4))), MOST_TOKENS)
 
     def patience(self, chunk: int) -> float:
         """Seconds that a chunk may still take to come: as long as it takes to compute."""
-        line = self._speed.line
-        return _AT_FIRST if line is None else self._seconds(line, chunk, chunk + 1)
+        seconds = self._forecast.computing(chunk, chunk + 1)
+        return _AT_FIRST if seconds is None else seconds
 
     def _column(self, first: int, stop: int) -> bool:
         """Let all layers hold chunks `first` to `stop`; False: some of it did not come, and nothing of them is held."""
-        held, ids = self._begins[first], self._ids[:, self._begins[first] : self._begins[stop]]
-        begun, unknown = time.perf_counter(), not self._speed.known
-        attended = float(np.mean(self._attended(first, stop)))
+        held, last = self._forecast.begin(first), self._forecast.begin(stop)
+        ids, begun, unknown = self._ids[:, held:last], time.perf_counter(), not self._speed.known
+        attended, told = float(np.mean(self._forecast.attended(first, stop))), list[float]()
         self._awaits = False
 
         def goes_on(layer: int) -> bool:
+            told.append(time.perf_counter())
             more = self._told(first, stop, layer)
             if unknown and layer == _TELLS:
                 took = (time.perf_counter() - begun) / (layer + 1) * self.cells.layers
                 self._speed.guess(ids.shape[1], attended, took)
                 self._plan(first)
             if more and self.cells.rest_may_come(first, stop, layer):
-                self._awaits = self.cells.from_the_front or self._comes_meanwhile(first, stop, layer)
+                self._awaits = self.cells.from_the_front or self._forecast.comes_meanwhile(first, stop, layer)
             return more and not self._awaits
 
         depth = self._filling.compute(ids, goes_on, self._teacher.sparse)
@@ -194,6 +173,9 @@ class Loader:
         self.computing_seconds += seconds
         if depth == self.cells.layers:
             self._speed.note(ids.shape[1], attended, seconds)
+        if self._teacher.sparse is not None and depth > 1:
+            self._forecast.look_around(torch.get_num_threads())
+            self._speed.layers.note(self._forecast.layer_cells(first, stop, depth - 1), np.diff(told))
         if not self._take_above(first, stop, depth):
             self._filling.take_back(held)
             self.cells.taken_back(first, stop)
@@ -204,33 +186,9 @@ class Loader:
         return True
 
     def _told(self, first: int, stop: int, layer: int) -> bool:
-        more = self.cells.goes_on(first, stop, layer) or self._sooner_computed(first, stop, layer)
+        more = self.cells.goes_on(first, stop, layer) or self._forecast.sooner_computed(first, stop, layer)
         self._on_progress(self.cells)
         return more
-
-    def _sooner_computed(self, first: int, stop: int, layer: int) -> bool:
-        """What is on its way above a layer takes longer to come, half of it being there, than to compute up to it."""
-        line, bandwidth, coming = self._speed.line, self._lane.bandwidth, self.cells.coming(first, stop, layer)
-        if line is None or bandwidth is None or not coming:
-            return False
-        arrives = sum(map(self._bytes_of, coming)) / max(bandwidth, 1.0) / 2
-        layers = max(at for _, at in coming) - layer
-        return self._seconds(line, first, stop) / self.cells.layers * layers < arrives
-
-    def _comes_meanwhile(self, first: int, stop: int, layer: int) -> bool:
-        """All that is still to come is here by the time that what has come of these chunks was taken in."""
-        bandwidth, taking = self._lane.bandwidth, self._speed.taking
-        if bandwidth is None or not taking:
-            return False
-        here = self.cells.received_from(first)
-        coming = self.cells.may_come(first) & ~here
-        coming[: stop - first, : layer + 1] = False
-        nbytes = sum(self._bytes_of((first + int(chunk), int(at))) for chunk, at in np.argwhere(coming))
-        return nbytes / max(bandwidth, 1.0) < taking * int(here[: stop - first, layer + 1 :].sum())
-
-    def _bytes_of(self, cell: Cell) -> int:
-        found = self._manifest.cells[cell[0]][cell[1]]
-        return 0 if found is None else found.bytes
 
     # --- what was streamed -------------------------------------------------------------------------------------
 

@@ -14,12 +14,13 @@ import pytest
 from letters import Letters
 from long_llama import long_model
 
-from eval.baselines.cost_models import Cells, Network, Roofline
+from eval.baselines.cost_models import Roofline
 from eval.bucket_server import TRACES, bucket_server, trace
 from eval.busy import busy
 from eval.studies import common, stream_costs, stream_plan, stream_quality, stream_requests, stream_speed
 from hf_offload_cache.streaming import loader
 from hf_offload_cache.streaming.codec import LEVELS
+from hf_offload_cache.streaming.cost_network import CostNetwork, LayerCells
 from hf_offload_cache.streaming.transport import HttpTransport, fetch
 
 
@@ -109,10 +110,9 @@ def test_what_a_chunk_takes_is_told_by_each(tmp_path: Path) -> None:
 def test_what_is_fitted_is_found() -> None:
     attended = np.arange(1.0, 61) * 100
     nothing = np.zeros(60)
-    cells = Cells(np.full(60, 1024.0), attended, attended // 1000, attended / 128, nothing)
+    cells = LayerCells(np.full(60, 1024.0), attended, attended // 1000, attended / 128, nothing)
     seconds = 0.1 + 1e-4 * attended
-    network = Network()
-    network.fit(cells, seconds)
+    network = CostNetwork(cells, seconds)
     assert np.abs(network.seconds(cells) / seconds - 1).mean() < 0.03
     roofline = Roofline(long_model())
     work, moved = roofline._parts(cells)

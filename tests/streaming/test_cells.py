@@ -60,6 +60,14 @@ def test_what_comes_too_late_is_computed() -> None:
     assert cells.counts.stolen == 1 and cells.of_state() == {State.COMPUTED: 1, State.RECEIVED: 1}
 
 
+def test_one_layer_of_a_chunk_is_waited_for_alone() -> None:
+    cells = Cells(np.ones((1, 4), dtype=bool))
+    assert [cells.claim() for _ in range(2)] == [(0, 3), (0, 2)]
+    cells.received((0, 3))
+    assert cells.wait(0, 2, 0, 0, below=4) and not cells.wait(0, 1, 0, 0, below=3)
+    assert cells.counts.stolen == 1 and cells.of_state() == {State.RECEIVED: 1, State.LOST: 1, State.FREE: 1}
+
+
 def test_no_more_migrate_in_a_stage_than_may() -> None:
     """One in .2 seconds: the second chunk that is late is waited for until the first one's stage is over."""
     cancelled: list[tuple[int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from transformers import DynamicCache
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.core.filling import Filling
 from hf_offload_cache.errors import ConfigError, ContextError
-from hf_offload_cache.streaming import loader
+from hf_offload_cache.streaming import loader, sparse_prefill
 from hf_offload_cache.streaming.active_blocks import ActiveBlocks, measure_active_blocks
+from hf_offload_cache.streaming.flex_blocks import attend_blocks
 from hf_offload_cache.streaming.sparse_prefill import SparsePrefill
 
 BLOCK, TOKENS = 32, 200
@@ -146,3 +148,47 @@ def test_a_streamed_context_says_what_it_attended_to(tmp_path: Path, monkeypatch
     with stream_context(str(tmp_path / "plain"), model, own, path=tmp_path, sparse=True) as cache:
         report = cache.stream_report
         assert report is not None and report.attended == 1 and "none were published" in report.trouble[0]
+
+
+@pytest.mark.parametrize(("tokens", "asked", "softcap"), [(200, 200, None), (200, 72, None), (128, 32, 20.0)])
+def test_flex_attention_attends_to_the_same(tokens: int, asked: int, softcap: float | None) -> None:
+    """Not compiled, as a mask over all scores: which blocks a query and a head see, and of its own what."""
+    generator, heads, before = torch.Generator().manual_seed(tokens), 2, tokens - asked
+    query = torch.randn(1, 3 * heads, asked, 16, generator=generator)
+    keys, values = (torch.randn(1, heads, tokens, dim, generator=generator) for dim in (16, 16))
+    count, first = -(-tokens // BLOCK), before // BLOCK
+    active = torch.rand(heads, count, count, generator=generator) < 0.4
+    active = (active | torch.eye(count, dtype=torch.bool)).tril()
+    found = attend_blocks(
+        query, keys, values, active[:, first:], before, BLOCK, scaling=0.3, softcap=softcap, compiled=False
+    )
+    seen = active.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, before:tokens, :tokens]
+    seen &= torch.ones(asked, tokens, dtype=torch.bool).tril(before)
+    scores = query.unflatten(1, (heads, 3)) @ keys.unsqueeze(2).mT * 0.3
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+    expected = (weights @ values.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_where_there_is_a_kernel_it_is_used_and_where_it_fails_it_is_told(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, heads = -(-TOKENS // BLOCK), long_model().config.num_key_value_heads
+    chosen = np.tril(np.random.default_rng(1).random((heads, count, count)) < 0.5) | np.eye(count, dtype=bool)
+    blocks, calls = ActiveBlocks(BLOCK, {0: chosen, 1: chosen}), list[int]()
+    expected = sparse_logits(blocks, 64, tmp_path)
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args[0].shape[2])
+        if not works:
+            raise RuntimeError("there is no compiler")
+        return attend_blocks(*args, **kwargs, compiled=False)
+
+    monkeypatch.setattr(sparse_prefill, "has_kernel", lambda device: True)
+    monkeypatch.setattr(sparse_prefill, "attend_blocks", attend)
+    with contextlib.nullcontext() if works else pytest.warns(UserWarning, match="gathered: there is no compiler"):
+        found = sparse_logits(blocks, 64, tmp_path)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == (8 if works else 1)

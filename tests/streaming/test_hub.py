@@ -1,0 +1,104 @@
+"""A published context in a repository of the Hub, which is emulated in this process; its client is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from harness import prompt
+from hub import REPOSITORY, Hub, hub
+from lanes_in_order import stream_first
+from long_llama import long_model
+from transformers import DynamicCache
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.streaming import hub_commits, loader
+from hf_offload_cache.streaming.stream_manifest import NAME
+
+CONTEXT, SIZE, URL = 256, 64, f"hf://{REPOSITORY}/contexts/manual"
+
+
+@pytest.fixture
+def repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """No hub but this one is asked."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
+    with hub() as found:
+        yield found
+
+
+def options(repository: Hub) -> dict[str, Any]:
+    return {"endpoint": repository.url, "token": "nobody's", "skip_instance_cache": True}
+
+
+def ids() -> torch.Tensor:
+    return prompt(long_model(), 1, CONTEXT + 30)
+
+
+def publish(repository: Hub, tmp_path: Path, **more: Any) -> Any:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        own = {"level": "lossless", "chunk_tokens": SIZE, "options": options(repository), **more}
+        return publish_context(cache, URL, **own)
+
+
+def test_a_repository_has_it_in_two_commits(
+    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of all objects, and behind it the manifest's; and again none of those that are there."""
+    stream_first(monkeypatch)
+    manifest = publish(repository, tmp_path)
+    objects, last = repository.commits
+    named = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.learnt.name}
+    assert sorted(objects) == sorted(f"contexts/manual/{name}" for name in named)
+    assert last == [f"contexts/manual/{NAME}"]
+    model = long_model()
+    with stream_context(URL, model, ids(), path=tmp_path, options=options(repository)) as cache, torch.no_grad():
+        report = cache.stream_report
+        assert report is not None and not report.trouble and report.streamed == report.cells
+        found = model(ids()[:, CONTEXT:], past_key_values=cache).logits
+        expected = model(ids(), past_key_values=DynamicCache(config=model.config)).logits[:, CONTEXT:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        publish(repository, tmp_path)
+    publish(repository, tmp_path, overwrite=True)
+    assert repository.commits[2:] == [last]
+
+
+def test_a_commit_has_so_many_files_and_bytes(
+    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_commits, "_FILES", 4)
+    manifest = publish(repository, tmp_path)
+    count = 1 + sum(cell is not None for row in manifest.cells for cell in row)
+    assert [len(commit) for commit in repository.commits] == [4] * (count // 4) + [count % 4] * (count % 4 > 0) + [1]
+    repository.files.clear()
+    repository.commits.clear()
+    monkeypatch.setattr(hub_commits, "_BYTES", 1)
+    publish(repository, tmp_path)
+    assert [len(commit) for commit in repository.commits] == [1] * (count + 1)
+
+
+def test_a_hub_that_refuses_is_named_and_nothing_is_half_there(
+    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # its client tries again, later and later
+    repository.refuses = True
+    with pytest.raises(StoreError, match=rf"{URL}: writing"):
+        publish(repository, tmp_path)
+    assert not repository.files
+    repository.refuses = False
+    publish(repository, tmp_path)
+    assert f"contexts/manual/{NAME}" in repository.files
+
+
+def test_a_repository_that_there_is_not_is_named(repository: Hub, tmp_path: Path) -> None:
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        with pytest.raises(StoreError, match="hf://someone/other: reaching it"):
+            publish_context(cache, "hf://someone/other", options=options(repository))

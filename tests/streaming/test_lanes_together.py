@@ -1,0 +1,113 @@
+"""What one lane leaves to the other: cells that come while others are taken in, and what is learnt elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lanes_in_order import compute_all
+from long_context import CONTEXT, SIZE, ids, short_forwards
+from long_llama import long_model
+from static_server import served
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.predictors import learnt_keys
+from hf_offload_cache.streaming.cells import Cells, State
+from hf_offload_cache.streaming.computing_speed import ComputingSpeed
+from hf_offload_cache.streaming.loader import Loader
+from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
+from hf_offload_cache.streaming.teacher import Teacher
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with short_forwards(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A published context."""
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
+        publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
+    return tmp_path / "published"
+
+
+@pytest.mark.parametrize(("taking", "computed"), [(1e6, 0), (0.0, 1)])
+def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
+    taking: float, computed: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All has come but one cell, just above the first layer: computing it would be faster than a slow link, but not
+    than taking in what is there."""
+    speed, asked = ComputingSpeed(), threading.Event()
+    if taking:
+        speed.note_taking(taking)
+    monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
+    claim, goes_on, run = Cells.claim, Cells.goes_on, Loader.run
+
+    def claim_but_the_last(cells: Cells) -> Any:
+        return None if cells.of_state()[State.FREE] == 1 and not asked.is_set() else claim(cells)
+
+    def computing_asks(cells: Cells, *place: int) -> bool:
+        more = goes_on(cells, *place)
+        if not taking or place[2]:  # where it is computed, nobody else may have it before
+            return more
+        asked.set()
+        return more
+
+    def run_late(loader: Loader) -> None:
+        while loader.cells.of_state()[State.FREE] + loader.cells.of_state()[State.STREAMING] > 1:
+            time.sleep(0.005)
+        while loader._lane.bandwidth is None:
+            time.sleep(0.005)
+        run(loader)
+
+    for name, changed in (("claim", claim_but_the_last), ("goes_on", computing_asks)):
+        monkeypatch.setattr(Cells, name, changed)
+    monkeypatch.setattr(Loader, "run", run_late)
+    with served(place) as server, stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+        report = cache.stream_report
+        assert report is not None and not report.trouble
+        assert (report.computed, report.streamed) == (computed, report.cells - computed)
+
+
+@pytest.mark.parametrize("comes", ["before the last column", "never"])
+def test_what_is_to_come_is_not_found_out(
+    comes: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's keys are made compact by what was learnt where the context was published; only where that has not
+    come by the last column each finds it out, once."""
+    manifest, go, fitted = StreamManifest.parse((place / NAME).read_bytes(), ""), threading.Event(), list[int]()
+    fit, look = learnt_keys.fit_coding, Teacher.look
+    compute_all(monkeypatch)
+
+    def counted(keys: Any, tokens: int, *more: Any) -> Any:
+        fitted.append(tokens)
+        return fit(keys, tokens, *more)
+
+    def look_late(teacher: Teacher, lane: Any) -> None:
+        if comes != "never" and lane.cells.of_state()[State.COMPUTED] >= lane.cells.layers:
+            go.set()
+            for _ in range(1000):
+                if not lane.beside:
+                    break
+                time.sleep(0.01)
+        look(teacher, lane)
+
+    monkeypatch.setattr(learnt_keys, "fit_coding", counted)
+    monkeypatch.setattr(Teacher, "look", look_late)
+    with served(place) as server:
+        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            go.set()
+            assert cache.stream_report is not None and cache.stream_report.computed == cache.stream_report.cells
+            layers = cache.offloaded
+            assert all(layer.predictor.ready(layer.history.units) for layer in layers)
+            assert len(fitted) == (0 if comes != "never" else len(layers))
+            assert len(set(fitted)) <= 1 and all(one > CONTEXT - 2 * SIZE for one in fitted)
