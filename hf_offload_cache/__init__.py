@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .contexts.library import ContextLibrary as ContextLibrary
     from .contexts.verify import verify as verify
     from .core.offload_cache import OffloadCache as OffloadCache
+    from .interop.offload import offload as offload
     from .model.attach import detach as detach
     from .report.cache_report import CacheReport as CacheReport
     from .report.stream_report import StreamReport as StreamReport
@@ -44,6 +45,7 @@ _HOME = {
     "calibrate_budgets": "tuning.calibrate_budgets",
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
+    "offload": "interop.offload",
     "publish_context": "streaming.publish",
     "stream_context": "streaming.stream_context",
     "tune": "tuning.tuner",

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 ROOMS = (
     "testing",
     "console",
+    "interop",
     "streaming",
     "tuning",
     "caches",

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import config_names, prepare_inputs
+from . import config_names
 from .attachable import Attachable
 from .config_names import Renamed
 from .inner_model import inner_model, is_model
+from .prepare_inputs import PrepareInputs
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
 from .untraced import ready
@@ -137,14 +138,14 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
     config_names.rename(model, attachment.renamed, _renamed_now())
     hook_model(model, attachment.hooks)
-    prepare_inputs.put_on(model)
+    PrepareInputs.put_on(model)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.block_hooks)
     unhook(attachment.hooks)
     config_names.restore(attachment.renamed, _renamed_now())
-    prepare_inputs.take_off(model)
+    PrepareInputs.take_off(model)
 
 
 def _hook_blocks(model: PreTrainedModel, attachment: _Attachment) -> None:
@@ -164,7 +165,7 @@ def _strip_copied(model: PreTrainedModel) -> None:
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
     config_names.strip(model, _renamed_now())
-    prepare_inputs.take_off(model)
+    PrepareInputs.take_off(model)
 
 
 def _renamed_now() -> Renamed:

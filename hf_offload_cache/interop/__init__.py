@@ -1,0 +1,1 @@
+"""What makes others use a cache of this library: pipelines, servers, whoever calls `generate`."""

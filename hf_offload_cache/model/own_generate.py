@@ -1,0 +1,81 @@
+"""`generate` of a model, through a cache where its caller names none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .method_on_model import MethodOnModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Request(NamedTuple):
+    """How large what `generate` is asked for will be."""
+
+    rows: int
+    """Sequences, beams included."""
+    tokens: int
+    """Of a sequence: the prompt, what is generated, and candidates that may be dropped."""
+
+
+MakeCache = Callable[[Request], AbstractContextManager[Any]]
+"""A cache for one request, closed on leaving."""
+
+
+class OwnGenerate(MethodOnModel):
+    """In the place of a model's `generate`, until `take_off`. A copy of the model has a plain one again.
+
+    A call that names `past_key_values` or a `cache_implementation`, or that wants no cache, is left as it is. What is
+    returned holds no `past_key_values`: the cache is closed by then.
+    """
+
+    name = "generate"
+
+    def __init__(self, model: PreTrainedModel, given: Callable[..., Any] | None, make: MakeCache | None) -> None:
+        super().__init__(model, given)
+        self._make = make
+        """None: all calls are left as they are."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.model, self.given, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnGenerate:
+        model = self.model
+        return OwnGenerate(memo.get(id(model), model), copy.deepcopy(self.given, memo), None)
+
+    def stop(self) -> None:
+        """Leave all calls as they are, also where another has put its own method over this one."""
+        self._make = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)
+
+        def asked(name: str) -> Any:
+            return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+
+        own = kwargs.get("past_key_values") is not None or asked("cache_implementation") is not None
+        if self._make is None or own or asked("use_cache") is False:
+            return self.method()(*args, **kwargs)
+        with self._make(_request(args, kwargs, asked)) as cache:
+            found = self.method()(*args, past_key_values=cache, **kwargs)
+        if getattr(found, "past_key_values", None) is not None:
+            found.past_key_values = None
+        return found
+
+
+def _request(args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str], Any]) -> Request:
+    given = args[0] if args else next(
+        (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
+    )  # fmt: skip
+    rows, prompt = given.shape[:2] if isinstance(given, torch.Tensor) and given.ndim > 1 else (1, 1)
+    rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
+    new, most = asked("max_new_tokens"), asked("max_length")
+    end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing
+    ahead = kwargs.get("assistant_model") is not None or asked("prompt_lookup_num_tokens")
+    return Request(rows, int(end + (asked("num_assistant_tokens") or 20 if ahead else 0) + 1))
