@@ -72,7 +72,7 @@ def offload(
             done._note(own.report())
 
     ours = OwnGenerate(inner, vars(inner).get("generate"), made)
-    vars(inner)["generate"] = ours
+    inner.__dict__["generate"] = ours
     try:
         yield done
     finally:
