@@ -15,17 +15,14 @@ import pytest
 import torch
 from harness import COMMON, build, prompt
 from long_llama import long_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     pipeline,
 )
+from words import words
 
 from hf_offload_cache import ClusterCache, DiskSwapCache, offload
 from hf_offload_cache.errors import BudgetError, ConfigError
@@ -195,14 +192,6 @@ def test_adapters(tmp_path: Path) -> None:
     with offload(adapted, path=tmp_path, exact=True) as done:
         assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False), expected)
     assert done.requests == 1
-
-
-def words() -> PreTrainedTokenizerFast:
-    """A word for each id."""
-    vocabulary = {f"w{number}": number for number in range(COMMON["vocab_size"])}
-    own = Tokenizer(WordLevel(vocabulary, unk_token="w3"))
-    own.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=own, unk_token="w3", pad_token="w0", eos_token="w2")
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -1,0 +1,119 @@
+"""lm-eval's command line with one model more, `hf-offload`: its Hugging Face model through a cache of this library.
+
+    python -m eval.lm_eval --model hf-offload --model_args cache=disk-swap,memory=1/13 --tasks needle_single
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from hf_offload_cache import offload
+from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
+
+from .continuations import Continuations, Scored
+
+TASKS = Path(__file__).parent / "tasks"
+_OWN = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+
+
+@register_model("hf-offload")
+class OffloadLM(HFLM):
+    """As lm-eval's `hf`, with the KV cache of each request offloaded.
+
+    A context is prefilled into a cache once, and each continuation scored through a fork of it; of a cache that selects
+    the first score comes of a step that selects, too, since the context's last token is decoded and not prefilled.
+    Contexts that begin alike share what they have in common.
+
+    Args:
+        pretrained: as of `hf`; None: the default model from its package.
+        cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
+        memory: the most that a cache may hold, of each request: "300MiB", bytes, "1/13" of the full cache.
+        path: folder on the disk to use.
+        others: arguments of `hf`, and fields of the cache ("exact=True").
+    """
+
+    def __init__(
+        self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
+        path: str | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        theirs = {name: value for name, value in others.items() if name in _OWN}
+        self.fields = {name: value for name, value in others.items() if name not in _OWN}
+        check_fields(cache, self.fields, path, memory)
+        self.cache_name, self.memory, self.path = cache, memory, path
+        if pretrained is None:
+            dtype = theirs.pop("dtype", None)
+            chosen = None if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            pretrained, theirs["tokenizer"] = load_default_model(chosen)
+            self._default = True
+        super().__init__(pretrained, **theirs)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Scored]:
+        if self.cache_name == DYNAMIC:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        continuations = Continuations(self._cache, self._logits, exact=bool(self.fields.get("exact")))
+        asked = [self._fitting(context, continuation) for _, context, continuation in requests]
+        found: list[Scored] = [(0.0, False)] * len(asked)
+        with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:
+            for place, scored in continuations.scored(asked):
+                found[place] = scored
+                if requests[place][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[place][0], scored)
+                bar.update()
+        return found
+
+    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the model has room for, the last of it, as `hf` cuts it."""
+        both = (*context, *continuation)[-(self.max_length + 1) :]
+        return both[: -len(continuation)], both[-len(continuation) :]
+
+    def _cache(self, tokens: int) -> Any:
+        cls = offloading_class(self.cache_name)
+        if self.memory is None:
+            return cls(self.model, path=self.path, **self.fields)
+        return cls.for_budget(self.model, self.memory, tokens, path=self.path, **self.fields)
+
+    def _logits(self, ids: Sequence[int], cache: Any, *, wanted: bool) -> torch.Tensor:
+        """Log probabilities (t, vocabulary) behind each of these ids, or of the last alone."""
+        asked = torch.tensor([ids], device=self.device, dtype=torch.long)
+        mixed = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
+            keep = {} if wanted else {"logits_to_keep": 1}
+            logits = self.model(input_ids=asked, past_key_values=cache, use_cache=True, **keep).logits[0]
+        return logits.log_softmax(-1, dtype=self.softmax_dtype)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.cache_name == DYNAMIC:
+            return super()._model_generate(*args, **kwargs)
+        with offload(self.model, self.cache_name, memory=self.memory, path=self.path, **self.fields) as done:
+            found = super()._model_generate(*args, **kwargs)
+        self.report = done.report
+        return found
+
+    def get_model_info(self) -> dict[str, Any]:
+        """And which cache it was."""
+        own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
+        return {**super().get_model_info(), **own}
+
+
+def main() -> None:
+    """lm-eval's own, which finds the tasks beside this file, too."""
+    if not any(one.startswith("--include_path") for one in sys.argv[1:]) and len(sys.argv) > 1:
+        sys.argv += ["--include_path", str(TASKS)]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
