@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .contexts.verify import verify as verify
     from .core.offload_cache import OffloadCache as OffloadCache
     from .interop.offload import offload as offload
+    from .interop.offload import offload_all as offload_all
     from .model.attach import detach as detach
     from .report.cache_report import CacheReport as CacheReport
     from .report.stream_report import StreamReport as StreamReport
@@ -46,6 +47,7 @@ _HOME = {
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
     "offload": "interop.offload",
+    "offload_all": "interop.offload",
     "publish_context": "streaming.publish",
     "stream_context": "streaming.stream_context",
     "tune": "tuning.tuner",

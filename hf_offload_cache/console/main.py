@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import errors
-from . import generate, inspect, plan, streaming, tune, verify
+from . import generate, inspect, plan, run, streaming, tune, verify
 from . import manage as contexts
 from . import saved_documents as documents
 from .arguments import OutputFileError
@@ -19,7 +19,7 @@ from .terminal import printable
 
 _PROG = "hf-offload-cache"
 
-_VERBS = (generate, plan, tune, inspect, contexts, verify, streaming)
+_VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
 """Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
 
 
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)  # exits with 2 and one line by itself
     _set_wait_policy(restart=argv is None)
     try:
-        run: Callable[[argparse.Namespace], int] = arguments.run
-        return run(arguments)
+        verb: Callable[[argparse.Namespace], int] = arguments.run
+        return verb(arguments)
     except KeyboardInterrupt:
         print(f"\n{_PROG}: interrupted", file=sys.stderr)
         return 130

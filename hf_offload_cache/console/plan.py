@@ -36,6 +36,7 @@ def add(verbs: Any) -> None:
     add("--context", metavar="TOKENS", type=positive, required=True, help="tokens a sequence, the answer included")
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE", help="300MiB, bytes, or of the full KV: 1/13 (default: what the fields take)")
+    add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
     add("--json", metavar="FILE", type=Path, help="write the plan as JSON")
     parser.set_defaults(run=run, parser=parser)
 
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(folder).is_dir():
         raise ConfigError(f"--path must be a folder that exists, got {str(folder)!r}")
     fields = dict(arguments.fields)
+    if arguments.compare:
+        return _compare(arguments, fields, str(folder))
     name = arguments.cache or named_cache.default_for(None)
     cls = named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory)
@@ -80,6 +83,46 @@ def run(arguments: argparse.Namespace) -> int:
         machine = {"needs": needs, "free": room, "fits": fits, "path": str(folder)}
         write_json(arguments.json, {**values, "config": chosen, "plan": plan.to_dict(), "machine": machine})
     return 1 if False in fits.values() else 0
+
+
+def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str) -> int:
+    """0: some cache fits the memory and this machine's; 1: none does."""
+    from rich.console import Console
+
+    from ..config import OffloadConfig, parse_memory
+    from ..errors import ConfigError
+    from ..memory.machine import free_disk, free_memory
+    from ..stores.engines import choose_engine
+    from . import load_model
+    from .compare_plans import compare_plans, comparison_of_plans
+
+    if arguments.cache is not None:
+        raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
+    OffloadConfig.load(None, dict(fields))
+    geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    if fields.get("engine", "auto") == "auto":
+        fields["engine"] = choose_engine("auto", folder)[0]
+    full = geometry.full_kv_bytes(arguments.context, arguments.batch)
+    memory = None if arguments.memory is None else parse_memory(arguments.memory, full)
+    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
+    room, disk, fitting = free_memory(arguments.device or geometry.device), free_disk(folder), []
+    for one in plans:
+        if one.plan is None:
+            console.print(f"{one.name}: {one.refused}", markup=False)
+            continue
+        needed = one.plan.weight_bytes + one.plan.peak_bytes + one.plan.host_bytes
+        if (room is None or needed <= room) and (disk is None or one.plan.disk_bytes <= disk):
+            fitting.append(one.name)
+        for note in one.notes:
+            console.print(f"{one.name}: {note}", markup=False)
+    console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
+    if arguments.json is not None:
+        values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
+        machine = {"free": {"memory": room, "disk": disk}, "fits": fitting, "path": folder}
+        write_json(arguments.json, {**values, "plans": [one.to_dict() for one in plans], "machine": machine})
+    return 0 if fitting else 1
 
 
 def _print(

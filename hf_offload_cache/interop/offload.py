@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
 from ..model.inner_model import inner_model
-from ..model.own_generate import OwnGenerate, Request
+from ..model.own_generate import OwnGenerate, Request, every_generate
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
 
@@ -55,23 +57,12 @@ def offload(
     Yields what is known of the requests. Raises `ConfigError` for a name or a field that there is not, before anything
     is replaced; `generate` then raises as the cache does, `BudgetError` for a memory that does not do among others.
     """
-    cls = cache_class(cache) if isinstance(cache, str) else cache
-    if not (isinstance(cls, type) and issubclass(cls, OffloadCache)):
-        raise ConfigError(f"cache must be a name, or a class of an offloading cache, got {cache!r}")
-    cls.config_class.load(None, dict(fields))
-    inner, done = inner_model(model), Offloading()
+    cls, inner, done = _checked(cache, fields), inner_model(model), Offloading()
 
-    @contextlib.contextmanager
-    def made(request: Request) -> Iterator[OffloadCache]:
-        if memory is None:
-            own = cls(model, path=path, **fields)
-        else:
-            own = cls.for_budget(model, memory, request.tokens, request.rows, path=path, **fields)
-        with own:
-            yield own
-            done._note(own.report())
+    def make(request: Request) -> AbstractContextManager[OffloadCache]:
+        return _made(cls, model, request, done, memory, path, fields)
 
-    ours = OwnGenerate(inner, vars(inner).get("generate"), made)
+    ours = OwnGenerate(inner, vars(inner).get("generate"), make)
     inner.__dict__["generate"] = ours
     try:
         yield done
@@ -79,3 +70,52 @@ def offload(
         ours.stop()
         if vars(inner).get("generate") is ours:
             OwnGenerate.take_off(inner)
+
+
+@contextlib.contextmanager
+def offload_all(
+    cache: str | type[OffloadCache] = "disk-swap",
+    *,
+    memory: int | str | None = None,
+    path: str | Path | None = None,
+    **fields: Any,
+) -> Iterator[Offloading]:
+    """As `offload`, for every model of this process, whoever loads it and when: a server's, say. A model that has no
+    place for such a cache (an encoder-decoder) is left alone, after a warning."""
+    cls, done = _checked(cache, fields), Offloading()
+
+    @contextlib.contextmanager
+    def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                own = stack.enter_context(_made(cls, model, request, done, memory, path, fields))
+            except UnsupportedModelError as error:
+                warnings.warn(f"{type(model).__name__} keeps its own cache: {error}", stacklevel=2)
+                yield None
+                return
+            yield own
+
+    with every_generate(make):
+        yield done
+
+
+def _checked(cache: str | type[OffloadCache], fields: dict[str, Any]) -> type[OffloadCache]:
+    cls = cache_class(cache) if isinstance(cache, str) else cache
+    if not (isinstance(cls, type) and issubclass(cls, OffloadCache)):
+        raise ConfigError(f"cache must be a name, or a class of an offloading cache, got {cache!r}")
+    cls.config_class.load(None, dict(fields))
+    return cls
+
+
+@contextlib.contextmanager
+def _made(
+    cls: type[OffloadCache], model: Any, request: Request, done: Offloading, memory: int | str | None,
+    path: str | Path | None, fields: dict[str, Any],
+) -> Iterator[OffloadCache]:  # fmt: skip
+    if memory is None:
+        own = cls(model, path=path, **fields)
+    else:
+        own = cls.for_budget(model, memory, request.tokens, request.rows, path=path, **fields)
+    with own:
+        yield own
+        done._note(own.report())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,19 +56,52 @@ class OwnGenerate(MethodOnModel):
         self._make = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)
+        return _through(self._make, self.model, self.method(), args, kwargs)
 
-        def asked(name: str) -> Any:
-            return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
 
-        own = kwargs.get("past_key_values") is not None or asked("cache_implementation") is not None
-        if self._make is None or own or asked("use_cache") is False:
-            return self.method()(*args, **kwargs)
-        with self._make(_request(args, kwargs, asked)) as cache:
-            found = self.method()(*args, past_key_values=cache, **kwargs)
-        if getattr(found, "past_key_values", None) is not None:
-            found.past_key_values = None
-        return found
+@contextmanager
+def every_generate(make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]]) -> Iterator[None]:
+    """As `OwnGenerate`, of all models in this process; but of what a `generate` calls itself (an assistant's)."""
+    from transformers import GenerationMixin
+
+    plain, within = GenerationMixin.generate, threading.local()
+
+    @functools.wraps(plain)
+    def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        method = functools.partial(plain, model)
+        if getattr(within, "one", False):
+            return method(*args, **kwargs)
+        within.one = True
+        try:
+            return _through(functools.partial(make, model), model, method, args, kwargs)
+        finally:
+            within.one = False
+
+    setattr(GenerationMixin, "generate", generate)  # noqa: B010
+    try:
+        yield
+    finally:
+        if GenerationMixin.generate is generate:
+            setattr(GenerationMixin, "generate", plain)  # noqa: B010
+
+
+def _through(
+    make: MakeCache | None, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What `method` returns, with a cache where it is given none."""
+    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+
+    def asked(name: str) -> Any:
+        return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+
+    own = kwargs.get("past_key_values") is not None or asked("cache_implementation") is not None
+    if make is None or own or asked("use_cache") is False:
+        return method(*args, **kwargs)
+    with make(_request(args, kwargs, asked)) as cache:
+        found = method(*args, past_key_values=cache, **kwargs)
+    if getattr(found, "past_key_values", None) is not None:
+        found.past_key_values = None
+    return found
 
 
 def _request(args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str], Any]) -> Request:

@@ -341,6 +341,27 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
 
 
+def test_plan_compares_all_caches(plan):
+    """Each as its own plan has it; what does not fit is told, and is no error while another does."""
+    code, out, _, written = plan("--compare", "--memory", "1/2", "--set", "group_size=4")
+    assert code == 0 and [one["name"] for one in written["plans"]] == list(registry.CACHES)
+    assert all(name in out for name in registry.CACHES) and written["machine"]["fits"] == list(registry.CACHES)
+    for one in written["plans"]:
+        _, _, _, alone = plan("--cache", one["name"], "--memory", "1/2", "--set", "group_size=4")
+        assert (one["plan"], one["config"]) == (alone["plan"], alone["config"])
+        assert one["plan"]["peak_bytes"] <= 4000 * 512 // 2 and 0 < one["attended"] <= 4000
+        assert 0 < one["read_bytes"] <= one["plan"]["full_kv_bytes"]
+    code, out, _, written = plan("--compare", "--memory", "2000")
+    assert code == 1 and written["machine"]["fits"] == [] and "none of them" in out
+    assert all(one["plan"] is None and "need at least" in one["refused"] for one in written["plans"])
+
+
+@pytest.mark.parametrize("wrong", [["--cache", "spec"], ["--set", "num_selected=4"]])
+def test_what_is_one_caches_is_not_compared(plan, wrong):
+    code, _, err, _ = plan("--compare", *wrong)
+    assert code == 2 and "ConfigError" in err
+
+
 def test_plan_without_a_memory_is_of_the_fields(plan):
     code, out, _, written = plan("--set", "num_selected=64")
     assert code == 0

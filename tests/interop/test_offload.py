@@ -18,13 +18,16 @@ from long_llama import long_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     pipeline,
 )
 from words import words
 
-from hf_offload_cache import ClusterCache, DiskSwapCache, offload
+from hf_offload_cache import ClusterCache, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.registry import CACHES
 
@@ -204,3 +207,38 @@ def test_a_pipeline_that_gets_a_list(batch: int, tmp_path: Path) -> None:
     with offload(own, path=tmp_path, exact=True) as done:
         assert say(texts, **options) == expected
     assert done.requests == (3 if batch == 1 else 2)
+
+
+# --- every model of a process --------------------------------------------------------------------------------------
+
+
+def test_every_model_is_offloaded_and_none_afterwards(tmp_path: Path) -> None:
+    own, other, ids = model(), long_model(), prompt(model(), 1, 40)
+    expected = [generated(one, ids) for one in (own, other)]
+    plain = GenerationMixin.generate
+    with offload_all(path=tmp_path, exact=True) as done:
+        assert torch.equal(generated(own, ids), expected[0]) and torch.equal(generated(other, ids), expected[1])
+        theirs = DynamicCache(config=own.config)
+        generated(own, ids, past_key_values=theirs)
+    assert done.requests == 2 and GenerationMixin.generate is plain
+    generated(own, ids)
+    assert done.requests == 2
+
+
+def test_an_assistant_keeps_its_own_cache(tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 40)
+    expected = generated(own, ids)
+    with offload_all(path=tmp_path, exact=True) as done:
+        assert torch.equal(generated(own, ids, assistant_model=copy.deepcopy(own)), expected)
+    assert done.requests == 1
+
+
+def test_a_model_that_has_no_place_for_it_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 1, "d_ff": 32}
+    own = T5ForConditionalGeneration(T5Config(vocab_size=199, decoder_start_token_id=0, **sizes)).eval()
+    ids = torch.arange(5, 15)[None]
+    expected = generated(own, ids)
+    with offload_all(path=tmp_path) as done, pytest.warns(UserWarning, match="T5.* keeps its own"):
+        assert torch.equal(generated(own, ids), expected)
+    assert done.requests == 0
