@@ -74,6 +74,12 @@ class Filling:
         if isinstance(self._cache, SelectiveCache) and self._cache.selecting is not None:
             self._cache.selecting.postponed = postponed
 
+    def learn_rest(self) -> None:
+        """Layers find out what was postponed, where nothing has come since by which they did."""
+        for layer in self.layers:
+            if isinstance(layer, SelectiveLayer):
+                layer.learn_rest()
+
     @property
     def refused(self) -> list[str]:
         """Why layers learn anew, a line each, as far as they have been given something."""

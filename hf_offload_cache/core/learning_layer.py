@@ -68,6 +68,13 @@ class LearningLayer(SelectivePlan):
             stored = partial(self._keys, tokens)
             self.learn_keys(Sealed(tokens // group, tokens, [(block.keys, block.values)], stored))
 
+    def learn_rest(self) -> None:
+        """What was postponed is found out of all that is stored; without queries, which have gone."""
+        if self.predictor is None or not (units := self.history.units) or self.predictor.ready(units):
+            return
+        tokens = units * self.history.form.group_size
+        self.learn_keys(Sealed(units, tokens, [], partial(self._keys, tokens)))
+
     def _keys(self, tokens: int) -> Iterator[torch.Tensor]:
         return (block.keys for block in self.history.blocks(tokens))
 
@@ -77,8 +84,9 @@ class LearningLayer(SelectivePlan):
 
     def learn_keys(self, sealed: Sealed) -> None:
         if self.predictor is not None:
-            part = sealed.keys[0]
-            self.predictor.learn(sealed, part.new_empty(*part.shape[:2], 0, part.shape[3]), None)
+            form, device = self.history.form, self.history.device
+            shape = self.history.rows, form.num_key_heads, 0, form.key_dim
+            self.predictor.learn(sealed, torch.empty(shape, dtype=form.dtype, device=device), None)
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 

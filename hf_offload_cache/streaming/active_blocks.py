@@ -18,6 +18,8 @@ from ..model.attention_call import AttentionCall
 
 BLOCK = 128
 """Tokens, of queries and of keys."""
+_MOST = 8192
+"""Of a block: a larger one says nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class ActiveBlocks:
         """Of a context of so many tokens. Raises `ContextError` for what cannot be of it."""
         try:
             block, found = int(tree["block"]), {}
-            if block < 1:
+            if not 1 <= block <= _MOST:
                 raise ValueError(f"blocks of {block} tokens")
             blocks = -(-tokens // block)
             for idx, bits in tree["layers"].items():

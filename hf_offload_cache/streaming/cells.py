@@ -225,6 +225,11 @@ class Cells:
         with self._changed:
             return np.array(self._states[first:] == State.RECEIVED)
 
+    def has(self, cell: Cell) -> bool:
+        """It has come."""
+        with self._changed:
+            return bool(self._states[cell] == State.RECEIVED)
+
     def here(self, chunk: int, above: int = 0) -> bool:
         """All of a chunk that lies above a layer has come."""
         with self._changed:
@@ -251,7 +256,7 @@ class Cells:
                     late = late if late and self._migrate(len(late)) else []
                     break
                 left = min(begun + patience - now, silent)
-                if left <= 0 and (silent <= 0 or self._migrate(len(late))):
+                if left <= 0 and (silent <= 0 or not late or self._migrate(len(late))):
                     break
                 self._changed.wait(left if left > 0 else min(silent, self._stage))
             for cell in late:

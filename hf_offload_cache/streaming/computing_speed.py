@@ -43,12 +43,12 @@ class ComputingSpeed:
 
     @property
     def taking(self) -> float:
-        """Seconds that it takes to take in what has come of a layer's chunk; 0.0: that is not known."""
+        """Seconds a token that it takes to take in what has come of a layer's chunk; 0.0: that is not known."""
         return statistics.median(self._taking) if self._taking else 0.0
 
-    def note_taking(self, seconds: float) -> None:
-        """What it took, once."""
-        self._taking.append(seconds)
+    def note_taking(self, tokens: int, seconds: float) -> None:
+        """What so many tokens of a layer took."""
+        self._taking.append(seconds / tokens)
 
     def guess(self, tokens: int, attended: float, seconds: float) -> None:
         """What a forward will take by what it has taken so far, where nothing else is known; see `note`."""

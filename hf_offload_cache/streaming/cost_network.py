@@ -3,14 +3,16 @@ IV-C)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
-_HIDDEN = (48, 24)
+_HIDDEN, _DECAY = (48, 24), 1e-5
+PLACE = 1024
+"""Tokens of a place in a context."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class LayerCells:
     attended: np.ndarray
     """Tokens that a query attends to in the mean."""
     place: np.ndarray
-    """Of the chunk in the context, in chunks."""
+    """Of the chunk's middle in the context, in `PLACE` tokens."""
     blocks: np.ndarray
     """Active blocks of keys a block of queries, in the mean."""
     load: np.ndarray
@@ -37,39 +39,64 @@ class LayerCells:
 
 class CostNetwork:
     """Two hidden layers, of a chunk's place, its active blocks and the machine's load. It has the least mean squared
-    error of what is scaled to unit variance: seconds of a token, as chunks may differ in these. Any thread, one at a
-    time.
+    error of what is scaled to unit variance: seconds of a token, as chunks may differ in these. Any thread.
 
     Args:
         seconds: (n,) that these cells took.
-        steps: of gradients of all cells (Adam; the paper's has momentum): some 50 ms in all.
+        steps: of L-BFGS over all cells (the paper descends by batches), at most: some 50 ms in all.
     """
 
-    def __init__(self, cells: LayerCells, seconds: np.ndarray, *, seed: int = 0, steps: int = 300) -> None:
+    def __init__(self, cells: LayerCells, seconds: np.ndarray, *, seed: int = 0, steps: int = 150) -> None:
+        from scipy.optimize import minimize
+
         found, each = self._features(cells), seconds / cells.tokens
         self._mean, self._deviation = found.mean(0), found.std(0) + 1e-9
-        self._level, self._spread = each.mean(), each.std() + 1e-12
-        sizes = (found.shape[1], *_HIDDEN)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            inputs = torch.from_numpy((found - self._mean) / self._deviation).float()
-            targets = torch.from_numpy((each - self._level) / self._spread).float()
-            torch.manual_seed(seed)
-            form: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
-            hidden = [part for pair in pairwise(sizes) for part in (torch.nn.Linear(*pair, **form), torch.nn.ReLU())]
-            self._net = torch.nn.Sequential(*hidden, torch.nn.Linear(sizes[-1], 1, **form))
-            descent = torch.optim.Adam(self._net.parameters(), lr=0.01)
-            for _ in range(steps):
-                descent.zero_grad()
-                torch.nn.functional.mse_loss(self._net(inputs)[:, 0], targets).backward()
-                descent.step()
+        self._level, self._spread = float(each.mean()), float(each.std()) + 1e-12
+        inputs, targets = (found - self._mean) / self._deviation, (each - self._level) / self._spread
+        self._sizes = (found.shape[1], *_HIDDEN, 1)
+        noise = np.random.default_rng(seed)
+        start = [
+            np.concatenate([noise.normal(0, (2 / before) ** 0.5, before * after), np.zeros(after)])
+            for before, after in pairwise(self._sizes)
+        ]
+        told = minimize(
+            self._error, np.concatenate(start), (inputs, targets), "L-BFGS-B", jac=True, options={"maxiter": steps}
+        )
+        self._weights: np.ndarray = told.x
 
     @staticmethod
     def _features(cells: LayerCells) -> np.ndarray:
         return np.stack([cells.place, cells.blocks, cells.load], 1)
 
+    def _layers(self, weights: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Matrices and offsets; views."""
+        at = 0
+        for before, after in pairwise(self._sizes):
+            stop = at + before * after
+            yield weights[at:stop].reshape(before, after), weights[stop : stop + after]
+            at = stop + after
+
+    def _through(self, weights: np.ndarray, inputs: np.ndarray) -> list[np.ndarray]:
+        """What each layer is given, and in the end what the last one gives."""
+        given = [inputs]
+        for number, (matrix, offset) in enumerate(self._layers(weights), 1):
+            found = given[-1] @ matrix + offset
+            given.append(found if number == len(self._sizes) - 1 else np.maximum(found, 0.0))
+        return given
+
+    def _error(self, weights: np.ndarray, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, np.ndarray]:
+        """Mean squared error, with a little for large weights, and its gradient."""
+        given = self._through(weights, inputs)
+        rest = given[-1][:, 0] - targets
+        change, parts = (2 / len(rest) * rest)[:, None], []
+        for (matrix, _), own in zip(reversed(list(self._layers(weights))), reversed(given[:-1]), strict=True):
+            parts += [change.sum(0), (own.T @ change).reshape(-1)]
+            change = (change @ matrix.T) * (own > 0)
+        gradient = np.concatenate(parts[::-1]) + 2 * _DECAY * weights
+        return float((rest**2).mean() + _DECAY * (weights**2).sum()), gradient
+
     def seconds(self, cells: LayerCells) -> np.ndarray:
         """(n,), at least a tenth of what cells took in the mean: it is asked of what it has not seen."""
-        inputs = torch.from_numpy((self._features(cells) - self._mean) / self._deviation).float()
-        with torch.no_grad():
-            each = np.asarray(self._net(inputs)[:, 0].double() * self._spread + self._level)
-        return np.maximum(each, self._level / 10) * cells.tokens
+        inputs = (self._features(cells) - self._mean) / self._deviation
+        each = self._through(self._weights, inputs)[-1][:, 0] * self._spread + self._level
+        return np.asarray(np.maximum(each, self._level / 10) * cells.tokens)

@@ -54,15 +54,23 @@ class Decoder:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def decoded(self, cells: Iterable[Cell]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In their order, keys and values (heads, tokens, D) on the CPU. `cells` are asked for a few ahead, and what
-        that raises is raised here. Raises `UselessError`."""
+    def decoded(self, cells: Iterable[Cell | None]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
+        """In their order, keys and values (heads, tokens, D) on the CPU. `cells` are asked for a few ahead, unless a
+        None says that the next one takes time, and what that raises is raised here. Raises `UselessError`."""
         waiting: list[tuple[Cell, Future[Any]]] = []
-        coming = iter(cells)
+        coming, ended = iter(cells), False
         try:
             while True:
-                while len(waiting) < (1 if self._sparing else _AHEAD) and (cell := next(coming, None)) is not None:
-                    waiting.append((cell, self._thread.submit(self._decode, cell)))
+                while len(waiting) < (1 if self._sparing else _AHEAD) and not ended:
+                    try:
+                        cell = next(coming)
+                    except StopIteration:
+                        ended = True
+                        break
+                    if cell is not None:
+                        waiting.append((cell, self._thread.submit(self._decode, cell)))
+                    elif waiting:
+                        break
                 if not waiting:
                     return
                 cell, found = waiting.pop(0)

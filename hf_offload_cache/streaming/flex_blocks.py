@@ -33,9 +33,10 @@ def attend_blocks(
     groups = query.shape[1] // keys.shape[1]
     first = before // block
     of_heads = active.repeat_interleave(groups, 0)
+    behind = torch.tensor(before, device=query.device)  # as a number it would be compiled in
 
     def sees(batch: Any, head: Any, asked: Any, key: Any) -> Any:
-        return of_heads[head, asked // block, key // block] & (asked + before >= key)
+        return of_heads[head, asked // block, key // block] & (asked + behind >= key)
 
     def capped(score: Any, batch: Any, head: Any, asked: Any, key: Any) -> Any:
         return score if softcap is None else softcap * torch.tanh(score / softcap)

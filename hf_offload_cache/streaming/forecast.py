@@ -8,7 +8,7 @@ import numpy as np
 
 from .cells import Cells
 from .computing_speed import ComputingSpeed
-from .cost_network import CostNetwork, LayerCells
+from .cost_network import PLACE, CostNetwork, LayerCells
 from .costs import Costs
 from .decoder import Decoder
 from .plan import Cell
@@ -87,7 +87,13 @@ class Forecast:
             costs = Costs(np.array(each), 0.1 * np.array(each), costs.streamed)
         costs.streamed[~self._cells.may_come(first)] = np.inf
         costs.streamed[self._cells.received_from(first)] = 0
+        costs.streamed[-1, -1] += self._beside / bandwidth  # it comes before all cells
         return costs
+
+    @property
+    def _beside(self) -> int:
+        """Bytes that are still to come beside the cells."""
+        return sum(found.bytes for name, found in self._teacher.wanted.items() if name in self._lane.beside)
 
     def sooner_computed(self, first: int, stop: int, layer: int) -> bool:
         """What is on its way above a layer takes longer to come, half of it being there, than to compute up to it."""
@@ -100,13 +106,14 @@ class Forecast:
 
     def comes_meanwhile(self, first: int, stop: int, layer: int) -> bool:
         """All that is still to come is here by the time that what has come of these chunks was taken in."""
-        bandwidth, taking = self.bandwidth, self.speed.taking
+        bandwidth, taking = self.bandwidth, self.speed.taking * self.tokens(first, stop) / (stop - first)
         if bandwidth is None or not taking:
             return False
         here = self._cells.received_from(first)
         coming = self._cells.may_come(first) & ~here
         coming[: stop - first, : layer + 1] = False
-        nbytes = sum(self.nbytes((first + int(chunk), int(at))) for chunk, at in np.argwhere(coming))
+        cells = ((first + int(chunk), int(at)) for chunk, at in np.argwhere(coming))
+        nbytes = self._beside + sum(map(self.nbytes, cells))
         return nbytes / bandwidth < taking * int(here[: stop - first, layer + 1 :].sum())
 
     # --- layer by layer, where attention is sparse -------------------------------------------------------------
@@ -115,13 +122,16 @@ class Forecast:
         """Of the first `layers` layers of these chunks, as they go through the model together."""
         attended, sparse = np.array(self.attended(first, stop)[:layers]), self._teacher.sparse
         block = 1 if sparse is None else sparse.block
-        of_all = (float(self.tokens(first, stop)), (first + stop - 1) / 2, self._load)
+        middle = (self._begins[first] + self._begins[stop]) / 2
+        of_all = (float(self.tokens(first, stop)), middle / PLACE, self._load)
         tokens, place, load = (np.full(layers, one) for one in of_all)
         return LayerCells(tokens, attended, place, attended / block, load)
 
-    def look_around(self, threads: int) -> None:
-        """Of the processor time that `threads` threads could have had since the last call others took the rest: for
-        what is noted and asked from now on."""
+    def look_around(self, threads: int = 0) -> None:
+        """Before a forward, and with its `threads` behind it: of the processor time that these could have had meanwhile
+        others took the rest. That is the load of what is noted and asked from now on."""
         clock, processor = time.perf_counter(), time.process_time()
-        share = (processor - self._processor) / max(1e-3, clock - self._clock) / threads
-        self._load, self._clock, self._processor = min(1.0, max(0.0, 1 - share)), clock, processor
+        if threads:
+            share = (processor - self._processor) / max(1e-3, clock - self._clock) / threads
+            self._load = min(1.0, max(0.0, 1 - share))
+        self._clock, self._processor = clock, processor

@@ -17,7 +17,7 @@ from .decoder import Decoder, UselessError
 from .forecast import Forecast
 from .plan import Cell, meet, staircase
 from .spool import Spool
-from .stream_manifest import StreamManifest
+from .stream_manifest import ACTIVE, StreamManifest
 from .streaming_lane import StreamingLane
 from .teacher import Teacher
 
@@ -76,7 +76,8 @@ class Loader:
             account.hold("streaming", self._moving)
             chunk, begun, whole = 0, time.perf_counter(), self._forecast.computing(0, self.cells.chunks)
             look = 0.0 if whole is None else min(max(_LOOKS[0], _LOOK * whole), _LOOKS[1])
-            self._speed.layers.fit()
+            if ACTIVE in self._teacher.wanted:
+                self._speed.layers.fit()
             while self._lane.bandwidth is None and time.perf_counter() - begun < look:
                 time.sleep(0.005)
             while chunk < self.cells.chunks:
@@ -85,8 +86,10 @@ class Loader:
                 self._filling.postpone(stop < self.cells.chunks and self._teacher.expects(self._lane))
                 if self._column(chunk, stop):
                     chunk = stop
-            if self.cells.counts.streamed > self.cells.counts.overtaken:  # else layers have seen all queries themselves
+            if self.cells.counts.streamed > self.cells.counts.overtaken:  # else layers have seen queries themselves
                 self._teacher.look(self._lane)
+            self._filling.postpone(False)
+            self._filling.learn_rest()
         finally:
             self._filling.postpone(False)
             self._decoder.close()
@@ -167,6 +170,7 @@ class Loader:
                 self._awaits = self.cells.from_the_front or self._forecast.comes_meanwhile(first, stop, layer)
             return more and not self._awaits
 
+        self._forecast.look_around()
         depth = self._filling.compute(ids, goes_on, self._teacher.sparse)
         seconds = time.perf_counter() - begun
         self._timeline.add("computing", f"chunks {first} to {stop - 1}, {depth} layers", begun, begun + seconds)
@@ -202,7 +206,7 @@ class Loader:
                 for (_, layer), (keys, values) in self._decoder.decoded(self._as_they_come(first, stop, depth)):
                     begun = time.perf_counter()
                     self._filling.take(layer, keys[None], values[None])
-                    self._speed.note_taking(time.perf_counter() - begun)
+                    self._speed.note_taking(keys.shape[1], time.perf_counter() - begun)
         except _LateError:
             self._patient = self.cells.from_the_front = False
             return False
@@ -216,11 +220,14 @@ class Loader:
             return False
         return True
 
-    def _as_they_come(self, first: int, stop: int, depth: int) -> Iterator[Cell]:
-        """What lies above `depth` layers, from the top: the network brings it so. Raises `_LateError`."""
+    def _as_they_come(self, first: int, stop: int, depth: int) -> Iterator[Cell | None]:
+        """What lies above `depth` layers, from the top: the network brings it so. None: the next one is waited for, if
+        one is asked for. Raises `_LateError`."""
         begun, patience = time.perf_counter(), sum(map(self.patience, range(first, stop)))
         for layer in range(self.cells.layers - 1, depth - 1, -1):
             for chunk in range(first, stop):
+                if not self.cells.has((chunk, layer)):
+                    yield None
                 left = max(0.0, begun + patience - time.perf_counter())
                 asked = not self._awaits
                 if not self.cells.wait(chunk, layer - 1, left, self._silence, asked=asked, below=layer + 1):

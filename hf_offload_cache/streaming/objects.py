@@ -32,6 +32,8 @@ class Objects:
     def exists(self, name: str) -> bool:
         """Raises `StoreError`."""
         try:
+            if self._commits is not None:
+                return self._commits.exists(self._place(name))
             return bool(self._file_system.exists(self._place(name)))
         except Exception as error:  # each file system has its own
             raise _failed(self.url, "looking for", name, error) from error

@@ -30,6 +30,7 @@ class Teacher:
         """What computing attends with; None: everything is attended to."""
         self.wanted: dict[str, StreamObject] = {}
         """Objects for the lane, the first one first."""
+        self._of_use = (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache))
         self.trouble: list[str] = []
         if private:  # both are of all queries
             if sparse:
@@ -56,8 +57,8 @@ class Teacher:
                 self.trouble.append(line_of(f"{name}: {type(error).__name__}: {error}"))
 
     def expects(self, lane: StreamingLane) -> bool:
-        """What was learnt may still come."""
-        return LEARNT in lane.beside
+        """What was learnt may still come, and is of use to this cache."""
+        return self._of_use and LEARNT in lane.beside
 
     def _attend(self, tree: Any) -> None:
         manifest = self._manifest
@@ -66,7 +67,7 @@ class Teacher:
         self.sparse = SparsePrefill(blocks)
 
     def _teach(self, tree: Any) -> None:
-        manifest, cache, lessons, budgets = self._manifest, self._cache, {}, None
-        if (manifest.cache, manifest.config) == (type(cache).__name__, form_of(cache)):
+        lessons, budgets = {}, None
+        if self._of_use:
             lessons, budgets = tree["lessons"], tree["budgets"]
         self._filling.teach(lessons, tree["states"], budgets)

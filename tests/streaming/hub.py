@@ -17,16 +17,21 @@ REPOSITORY, REVISION = "someone/contexts", "main"
 
 
 class Hub:
-    """One repository of models. `commits`: by commit the paths of its files; `refuses`: no more are taken."""
+    """One repository of models. `commits`: by commit the paths of its files; `refuses`: no more are taken; `broken`:
+    nothing is told."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.commits: list[list[str]] = []
-        self.refuses = False
+        self.refuses = self.broken = False
         self.url = ""
 
     def application(self) -> flask.Flask:
         app, api = flask.Flask("hub"), f"/api/models/{REPOSITORY}"
+
+        @app.before_request
+        def whole() -> Any:
+            return ({"error": "broken"}, 500) if self.broken else None
 
         @app.get(api)
         @app.get(f"{api}/revision/{REVISION}")

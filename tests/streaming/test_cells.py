@@ -6,6 +6,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from hf_offload_cache.streaming.cells import Cells, State
 
@@ -66,6 +67,13 @@ def test_one_layer_of_a_chunk_is_waited_for_alone() -> None:
     cells.received((0, 3))
     assert cells.wait(0, 2, 0, 0, below=4) and not cells.wait(0, 1, 0, 0, below=3)
     assert cells.counts.stolen == 1 and cells.of_state() == {State.RECEIVED: 1, State.LOST: 1, State.FREE: 1}
+
+
+@pytest.mark.parametrize("migrations", [None, 0, 5])
+def test_what_nobody_has_asked_for_is_waited_for_no_longer_than_it_takes_to_compute(migrations: int | None) -> None:
+    """There is no transfer to be given up."""
+    cells, begun = Cells(np.ones((1, 3), dtype=bool), migrations=migrations), time.monotonic()
+    assert not cells.wait(0, 1, 0.05, 30, asked=False, below=3) and time.monotonic() - begun < 10
 
 
 def test_no_more_migrate_in_a_stage_than_may() -> None:

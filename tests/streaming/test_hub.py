@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.streaming import hub_commits, loader
+from hf_offload_cache.streaming.hub_commits import HubCommits
 from hf_offload_cache.streaming.stream_manifest import NAME
 
 CONTEXT, SIZE, URL = 256, 64, f"hf://{REPOSITORY}/contexts/manual"
@@ -95,6 +96,35 @@ def test_a_hub_that_refuses_is_named_and_nothing_is_half_there(
     repository.refuses = False
     publish(repository, tmp_path)
     assert f"contexts/manual/{NAME}" in repository.files
+
+
+def test_a_hub_that_tells_nothing_is_not_taken_for_an_empty_one(
+    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(repository, tmp_path)
+    before, ask = dict(repository.files), HubCommits.exists
+
+    def ask_when_it_is_broken(commits: HubCommits, place: str) -> bool:
+        repository.broken = True
+        return ask(commits, place)
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(HubCommits, "exists", ask_when_it_is_broken)
+    with pytest.raises(StoreError, match="looking for"):
+        publish(repository, tmp_path)
+    assert repository.files == before
+
+
+def test_what_others_have_removed_is_put_there_again(repository: Hub, tmp_path: Path) -> None:
+    """fsspec keeps what a folder had when it was last looked at."""
+    kept = {"endpoint": repository.url, "token": "nobody's"}
+    manifest = publish(repository, tmp_path, options=kept)
+    with stream_context(URL, long_model(), ids(), path=tmp_path, options=kept):
+        pass
+    lost = f"contexts/manual/{manifest.cells[1][1].name}"
+    del repository.files[lost]
+    publish(repository, tmp_path, options=kept, overwrite=True)
+    assert lost in repository.files
 
 
 def test_a_repository_that_there_is_not_is_named(repository: Hub, tmp_path: Path) -> None:

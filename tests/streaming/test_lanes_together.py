@@ -47,7 +47,7 @@ def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
     than taking in what is there."""
     speed, asked = ComputingSpeed(), threading.Event()
     if taking:
-        speed.note_taking(taking)
+        speed.note_taking(1, taking)
     monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
     claim, goes_on, run = Cells.claim, Cells.goes_on, Loader.run
 
@@ -75,6 +75,47 @@ def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
         report = cache.stream_report
         assert report is not None and not report.trouble
         assert (report.computed, report.streamed) == (computed, report.cells - computed)
+
+
+def test_a_last_chunk_that_seals_nothing_leaves_no_layer_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to be learnt never comes, and behind the last whole chunk lies one token."""
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, : CONTEXT + 1], past_key_values=cache)
+        manifest = publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
+    go, claim = threading.Event(), Cells.claim
+    last = CONTEXT // SIZE
+
+    def claim_the_last_chunk(cells: Cells) -> Any:
+        return claim(cells) if cells.of_state()[State.FREE] > last * (cells.layers - 1) else None
+
+    monkeypatch.setattr(Cells, "claim", claim_the_last_chunk)
+    with served(tmp_path / "published") as server:
+        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
+            go.set()
+            assert cache.get_seq_length() == CONTEXT + 1
+            assert all(layer.predictor.ready(layer.history.units) for layer in cache.offloaded)
+
+
+def test_what_is_of_no_use_is_not_waited_for(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with other fields finds out what it chooses by with its first column that is long enough."""
+    manifest, go, fitted = StreamManifest.parse((place / NAME).read_bytes(), ""), threading.Event(), list[int]()
+    fit, speed = learnt_keys.fit_coding, ComputingSpeed()
+    monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
+    compute_all(monkeypatch)
+
+    def counted(keys: Any, tokens: int, *more: Any) -> Any:
+        fitted.append(tokens)
+        return fit(keys, tokens, *more)
+
+    monkeypatch.setattr(learnt_keys, "fit_coding", counted)
+    with served(place) as server:
+        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, summary_bytes=16):
+            go.set()
+    assert fitted and min(fitted) < CONTEXT - SIZE
 
 
 @pytest.mark.parametrize("comes", ["before the last column", "never"])
