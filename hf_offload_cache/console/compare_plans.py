@@ -24,7 +24,7 @@ class ComparedPlan:
     refused: str | None
     notes: tuple[str, ...]
     attended: int | None
-    """Tokens that a step attends to of a full context, beyond sinks and latest ones; None: all, or not known."""
+    """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
     read_bytes: int | None
     """Of a step and all rows, if nothing that it wants is in memory."""
 
@@ -91,6 +91,6 @@ def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
     ))  # fmt: skip
     row("on disk", *(size(one, "disk_bytes") for one in plans))
     row("in host memory, beside", *(size(one, "host_bytes") for one in plans))
-    row("tokens attended a step", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))
+    row("tokens attended, as they are", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))
     row("read a step, at most", *("-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans))
     return table

@@ -61,7 +61,7 @@ def _indices(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled() -> Any:
-    """Made once a process, for any length."""
+    """Compiled for the first length, and for any where another comes."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from harness import COMMON, build
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.console import main as cli
 
@@ -21,6 +22,13 @@ found = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=Fa
 print("answer", found[0, 40:].tolist())
 sys.exit(int(sys.argv[2]))
 """
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder with a model."""
+    build(LlamaForCausalLM, LlamaConfig(**COMMON)).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def test_a_module_runs(program: Path, tiny: Path, monkeypatch: Any, capsys: pyte
     [
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["/bin/sh"], "is no Python script"),
-        (["--cache", "disc", "x.py"], "did you mean 'disk-swap'"),
+        (["--cache", "disk-swp", "x.py"], "did you mean 'disk-swap'"),
         (["--set", "num_selekted=3", "x.py"], "num_selekted"),
     ],
 )

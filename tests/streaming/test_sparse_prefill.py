@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,27 @@ def test_a_streamed_context_says_what_it_attended_to(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(("tokens", "asked", "softcap"), [(200, 200, None), (200, 72, None), (128, 32, 20.0)])
 def test_flex_attention_attends_to_the_same(tokens: int, asked: int, softcap: float | None) -> None:
     """Not compiled, as a mask over all scores: which blocks a query and a head see, and of its own what."""
+    assert_the_same(tokens, asked, softcap, compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_kernel_leaves_out_what_is_not_active() -> None:
+    """On a CPU, where it is not used; blocks are those that its kernel has."""
+    assert_the_same(600, 344, None, compiled=True, block=128)
+
+
+def assert_the_same(tokens: int, asked: int, softcap: float | None, *, compiled: bool, block: int = BLOCK) -> None:
     generator, heads, before = torch.Generator().manual_seed(tokens), 2, tokens - asked
     query = torch.randn(1, 3 * heads, asked, 16, generator=generator)
     keys, values = (torch.randn(1, heads, tokens, dim, generator=generator) for dim in (16, 16))
-    count, first = -(-tokens // BLOCK), before // BLOCK
+    count, first = -(-tokens // block), before // block
     active = torch.rand(heads, count, count, generator=generator) < 0.4
     active = (active | torch.eye(count, dtype=torch.bool)).tril()
     found = attend_blocks(
-        query, keys, values, active[:, first:], before, BLOCK, scaling=0.3, softcap=softcap, compiled=False
+        query, keys, values, active[:, first:], before, block, scaling=0.3, softcap=softcap, compiled=compiled
     )
-    seen = active.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, before:tokens, :tokens]
+    seen = active.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, before:tokens, :tokens]
     seen &= torch.ones(asked, tokens, dtype=torch.bool).tril(before)
     scores = query.unflatten(1, (heads, 3)) @ keys.unsqueeze(2).mT * 0.3
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
