@@ -20,6 +20,7 @@ from tqdm import tqdm
 from hf_offload_cache import offload
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
+from hf_offload_cache.errors import ConfigError
 
 from .continuations import Continuations, Scored
 
@@ -55,8 +56,10 @@ class OffloadLM(HFLM):
             dtype = theirs.pop("dtype", None)
             chosen = None if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
             pretrained, theirs["tokenizer"] = load_default_model(chosen)
-            self._default = True
         super().__init__(pretrained, **theirs)
+        adapters = getattr(self.model, "peft_config", None) or {}
+        if cache != DYNAMIC and any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
+            raise ConfigError("peft: an adapter that is a prompt is put in anew by each forward: use cache=dynamic")
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None

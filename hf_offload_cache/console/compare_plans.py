@@ -26,7 +26,7 @@ class ComparedPlan:
     attended: int | None
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
     read_bytes: int | None
-    """Of a step and all rows, if nothing that it wants is in memory."""
+    """About what a step reads for all rows, if nothing that it wants is in memory, of layers that are all alike."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -92,5 +92,6 @@ def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
     row("on disk", *(size(one, "disk_bytes") for one in plans))
     row("in host memory, beside", *(size(one, "host_bytes") for one in plans))
     row("tokens attended, as they are", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))
-    row("read a step, at most", *("-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans))
+    reads = ("-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans)
+    row("read a step, if nothing is in memory", *reads)
     return table

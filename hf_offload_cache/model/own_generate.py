@@ -64,12 +64,12 @@ def every_generate(make: Callable[[PreTrainedModel, Request], AbstractContextMan
     """As `OwnGenerate`, of all models in this process; but of what a `generate` calls itself (an assistant's)."""
     from transformers import GenerationMixin
 
-    plain, within = GenerationMixin.generate, threading.local()
+    plain, within, on = GenerationMixin.generate, threading.local(), True
 
     @functools.wraps(plain)
     def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         method = functools.partial(plain, model)
-        if getattr(within, "one", False):
+        if not on or getattr(within, "one", False):
             return method(*args, **kwargs)
         within.one = True
         try:
@@ -81,6 +81,7 @@ def every_generate(make: Callable[[PreTrainedModel, Request], AbstractContextMan
     try:
         yield
     finally:
+        on = False
         if GenerationMixin.generate is generate:
             setattr(GenerationMixin, "generate", plain)  # noqa: B010
 
@@ -89,28 +90,35 @@ def _through(
     make: MakeCache | None, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What `method` returns, with a cache where it is given none."""
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    default = getattr(model, "generation_config", None)
 
     def asked(name: str) -> Any:
-        return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+        """As `generate` finds it: of its arguments, of the configuration it is given, of the model's."""
+        found = (kwargs.get(name), getattr(given, name, None), getattr(default, name, None))
+        return next((value for value in found if value is not None), None)
 
-    own = kwargs.get("past_key_values") is not None or asked("cache_implementation") is not None
+    kind = asked("cache_implementation")
+    if kind == "hybrid" == getattr(default, "cache_implementation", None):
+        kind = None  # what checkpoints say that were saved years ago: transformers makes a dynamic one of it
+    own = kwargs.get("past_key_values") is not None or kind is not None
     if make is None or own or asked("use_cache") is False:
         return method(*args, **kwargs)
     with make(_request(args, kwargs, asked)) as cache:
-        found = method(*args, past_key_values=cache, **kwargs)
+        found = method(*args, **{**kwargs, "past_key_values": cache})
     if getattr(found, "past_key_values", None) is not None:
         found.past_key_values = None
     return found
 
 
 def _request(args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str], Any]) -> Request:
-    given = args[0] if args else next(
-        (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
-    )  # fmt: skip
-    rows, prompt = given.shape[:2] if isinstance(given, torch.Tensor) and given.ndim > 1 else (1, 1)
+    given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+    shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
+    rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True)) if shapes else (1, 1)
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
     new, most = asked("max_new_tokens"), asked("max_length")
     end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing
-    ahead = kwargs.get("assistant_model") is not None or asked("prompt_lookup_num_tokens")
-    return Request(rows, int(end + (asked("num_assistant_tokens") or 20 if ahead else 0) + 1))
+    looked_up = asked("prompt_lookup_num_tokens") or 0
+    assisted = kwargs.get("assistant_model") is not None or asked("assistant_early_exit") is not None
+    ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
+    return Request(rows, int(end + ahead + 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -132,6 +134,14 @@ def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
     for wrong in ({"cache": "disc"}, {"num_selekted": 3}, {"memory": "a lot"}, {"cache": "dynamic", "memory": "1/2"}):
         with pytest.raises(ConfigError):
             OffloadLM("there is no such model", **wrong)
+
+
+def test_adapters_that_are_prompts_are_refused() -> None:
+    """Each forward would put them in again."""
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    adapted = peft.get_peft_model(copy.deepcopy(long_model()), options)
+    with pytest.raises(ConfigError, match="cache=dynamic"):
+        OffloadLM(adapted, tokenizer=words(), **OPTIONS)
 
 
 def test_neighbours_share_what_they_have_in_common() -> None:

@@ -78,7 +78,7 @@ def test_recall_is_a_share() -> None:
 
 
 def test_lm_eval_runs_them_all(tmp_path: Path) -> None:
-    """With the real model, through a cache in a thirteenth of the memory."""
+    """With the real model, through a cache in a quarter of the memory."""
     manager = TaskManager(include_path=str(TASKS), metadata={"max_seq_lengths": [1024], "samples": 1})
     found = lm_eval.simple_evaluate(
         ours.OffloadLM(memory="1/4", path=str(tmp_path), device="cpu"), tasks=["long_context"], task_manager=manager,

@@ -95,6 +95,34 @@ def test_what_names_a_cache_is_left_alone(tmp_path: Path) -> None:
     assert done.requests == 0
 
 
+def test_none_is_no_cache_and_a_models_old_default_neither(tmp_path: Path) -> None:
+    own, ids = copy.deepcopy(model()), prompt(model(), 1, 40)
+    expected = generated(own, ids)
+    with offload(own, path=tmp_path, exact=True) as done:
+        assert torch.equal(generated(own, ids, past_key_values=None), expected)
+        own.generation_config.cache_implementation = "hybrid"
+        assert torch.equal(generated(own, ids), expected)
+        own.generation_config.cache_implementation = "static"
+        generated(own, ids)
+    assert done.requests == 2
+
+
+def test_a_request_is_as_large_as_generate_finds_it(tmp_path: Path) -> None:
+    """Given by position, and what is not given is the model's."""
+    own, ids = copy.deepcopy(long_model()), prompt(long_model(), 1, 900)
+    entry = 2 * COMMON["num_hidden_layers"] * 2 * 16 * 4
+    with offload(own, memory="1/2", path=tmp_path) as done:
+        own.generate(ids, GenerationConfig(max_new_tokens=60, do_sample=False))
+        assert done.report is not None and done.report.memory_budget == 961 * entry // 2
+        own.generation_config.max_new_tokens, own.generation_config.num_beams = 70, 2
+        own.generate(ids, generation_config=GenerationConfig(do_sample=False))
+        assert done.report.memory_budget == 971 * entry
+        own.generation_config.num_beams = 1
+        generated(own, ids, prompt_lookup_num_tokens=40)
+        assert done.report.memory_budget == (900 + NEW + 41) * entry // 2
+    assert done.requests == 3
+
+
 def test_what_is_returned_holds_no_closed_cache(tmp_path: Path) -> None:
     own = model()
     with offload(own, path=tmp_path):
@@ -223,6 +251,15 @@ def test_every_model_is_offloaded_and_none_afterwards(tmp_path: Path) -> None:
     assert done.requests == 2 and GenerationMixin.generate is plain
     generated(own, ids)
     assert done.requests == 2
+    outer, inner = offload_all(path=tmp_path), offload_all(path=tmp_path)
+    of_outer, of_inner = outer.__enter__(), inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    try:
+        generated(own, ids)
+        assert (of_outer.requests, of_inner.requests) == (0, 0)
+    finally:
+        GenerationMixin.generate = plain
 
 
 def test_an_assistant_keeps_its_own_cache(tmp_path: Path) -> None:

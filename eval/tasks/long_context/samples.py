@@ -160,7 +160,7 @@ def _list_of(words: list[str], text: Text, question: str) -> str:
 
 @_task
 def common_words(text: Text, generator: random.Random) -> Sample:
-    """Ten words of a list are there ten times as often as the others (RULER)."""
+    """Ten words of a list are there several times as often as the others, the longer it is the more often (RULER)."""
     every = _room_for(text)
     words = _words(generator, 10 + every // 8)
     often, seldom = words[:10], words[10:]
