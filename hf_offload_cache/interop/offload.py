@@ -47,7 +47,8 @@ def offload(
     servers that call it, in any thread. Each call has a cache of its own, which is closed when it returns or raises.
 
     Args:
-        model: a `PreTrainedModel`, or PEFT's or `torch.compile`'s wrapper of one. It is as it was after the `with`.
+        model: a `PreTrainedModel`, or PEFT's or `torch.compile`'s wrapper of one. It is as it was after the `with`; of
+            two that do not end in turn a method stays that does nothing of its own.
         cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), "module:Class", or a class.
         memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
             prompt and all that may be generated ("1/13"), of each request; None: what `fields` come to.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -10,16 +11,21 @@ from hf_offload_cache.streaming.cells import Cells, State
 from hf_offload_cache.streaming.loader import Loader
 
 
-def stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing begins when the network has brought all that it can."""
+def compute_from(monkeypatch: pytest.MonkeyPatch, ready: Callable[[Loader], bool]) -> None:
+    """Computing begins when `ready` says so."""
     run = Loader.run
 
     def run_late(loader: Loader) -> None:
-        while loader.cells.open:
+        while not ready(loader):
             time.sleep(0.005)
         run(loader)
 
     monkeypatch.setattr(Loader, "run", run_late)
+
+
+def stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing begins when the network has brought all that it can."""
+    compute_from(monkeypatch, lambda loader: not loader.cells.open)
 
 
 def compute_first(monkeypatch: pytest.MonkeyPatch) -> None:

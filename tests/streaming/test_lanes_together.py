@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lanes_in_order import compute_all
-from long_context import CONTEXT, SIZE, ids, short_forwards
+from lanes_in_order import compute_all, compute_from
+from long_context import CONTEXT, SIZE, ids, published_in, short_forwards
 from long_llama import long_model
 from static_server import served
 
@@ -33,10 +33,7 @@ def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A published context."""
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-        publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
-    return tmp_path / "published"
+    return published_in(tmp_path)
 
 
 @pytest.mark.parametrize(("taking", "computed"), [(1e6, 0), (0.0, 1)])
@@ -49,7 +46,7 @@ def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
     if taking:
         speed.note_taking(1, taking)
     monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
-    claim, goes_on, run = Cells.claim, Cells.goes_on, Loader.run
+    claim, goes_on = Cells.claim, Cells.goes_on
 
     def claim_but_the_last(cells: Cells) -> Any:
         return None if cells.of_state()[State.FREE] == 1 and not asked.is_set() else claim(cells)
@@ -61,16 +58,13 @@ def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
         asked.set()
         return more
 
-    def run_late(loader: Loader) -> None:
-        while loader.cells.of_state()[State.FREE] + loader.cells.of_state()[State.STREAMING] > 1:
-            time.sleep(0.005)
-        while loader._lane.bandwidth is None:
-            time.sleep(0.005)
-        run(loader)
+    def all_but_one(loader: Loader) -> bool:
+        states = loader.cells.of_state()
+        return states[State.FREE] + states[State.STREAMING] <= 1 and loader._lane.bandwidth is not None
 
     for name, changed in (("claim", claim_but_the_last), ("goes_on", computing_asks)):
         monkeypatch.setattr(Cells, name, changed)
-    monkeypatch.setattr(Loader, "run", run_late)
+    compute_from(monkeypatch, all_but_one)
     with served(place) as server, stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
         report = cache.stream_report
         assert report is not None and not report.trouble

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from lanes_in_order import compute_all
+from lanes_in_order import compute_all, compute_from
 from long_context import CONTEXT, ids, short_forwards
 from long_llama import long_model
 from static_server import served
@@ -18,7 +17,6 @@ from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.streaming.computing_speed import ComputingSpeed
 from hf_offload_cache.streaming.cost_network import CostNetwork, LayerCells
 from hf_offload_cache.streaming.layer_costs import LayerCosts
-from hf_offload_cache.streaming.loader import Loader
 
 LAYERS, BLOCK, TOKENS = 30, 128, 1024
 noise = np.random.default_rng(0)
@@ -65,14 +63,7 @@ def test_little_tells_nothing_and_what_is_known_is_not_learnt_again(monkeypatch:
 
 def with_active_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing begins when all has come that comes beside the cells."""
-    run = Loader.run
-
-    def run_late(loader: Loader) -> None:
-        while loader._lane.beside:
-            time.sleep(0.005)
-        run(loader)
-
-    monkeypatch.setattr(Loader, "run", run_late)
+    compute_from(monkeypatch, lambda loader: not loader._lane.beside)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from harness import PAD
 from lanes_in_order import compute_all, stream_first
-from long_context import CONTEXT, SIZE, ids, short_forwards
+from long_context import CONTEXT, SIZE, ids, published_in, short_forwards
 from long_llama import long_model
 from static_server import served
 from transformers import DynamicCache
@@ -43,12 +43,7 @@ def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A published context."""
-    with DiskSwapCache(long_model(), path=tmp_path) as cache:
-        with torch.no_grad():
-            for part in ids()[:, :CONTEXT].split(SIZE, 1):
-                long_model()(part, past_key_values=cache)
-        publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
-    return tmp_path / "published"
+    return published_in(tmp_path)
 
 
 def changed(place: Path, **update: Any) -> None:
