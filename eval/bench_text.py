@@ -28,7 +28,7 @@ from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
 from .studies.common import write_json
 from .studies.contexts import open_cache, prefill, replay
-from .studies.fidelity import distance
+from .studies.teacher_forced import distance
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
 SHORT = 64

@@ -13,8 +13,8 @@ from hf_offload_cache.tuning.sample import sample_ids
 from ..bench_text import text_rows
 from .common import Rows, Study, judged, main
 from .contexts import open_cache
-from .fidelity import contenders_of, setting_argument
 from .long_contender import LongContender
+from .teacher_forced import contenders_of, setting_argument
 
 _HALF: dict[str, Any] = {"cache": "cluster", "reuse_capacity": 200}
 PLACED, IN_SEQUENCE, ANYWHERE = "placed by queries", "placed in sequence", "placed anywhere"

@@ -86,6 +86,15 @@ class Study:
     quick: dict[str, Any] = field(default_factory=dict)
     size: tuple[float, float] = (8.0, 4.5)
     """Of the plot, in inches."""
+    module: str | None = None
+    """Where its command is; None: a module of `eval.studies` of its name."""
+    of_a_run: tuple[str, ...] = ()
+    """Arguments that decide which rows there are, and not what one says: a run may go on with others."""
+
+    @property
+    def command(self) -> str:
+        """How it is started."""
+        return f"python -m {self.module or f'eval.studies.{self.name}'}"
 
 
 def judged(figure: str, measured: float | None, least: float | None = None, most: float | None = None) -> dict:
@@ -98,9 +107,10 @@ def judged(figure: str, measured: float | None, least: float | None = None, most
 
 def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run `study` as a command; returns what the JSON file has. Prints each row and the summary."""
-    parser = argparse.ArgumentParser(prog=f"python -m eval.studies.{study.name}", description=study.question)
+    parser = argparse.ArgumentParser(prog=study.command, description=study.question)
     parser.add_argument("--json", type=Path, help="file for what was measured, written after each row")
-    parser.add_argument("--plot", type=Path, help="file for the plot; its ending says the format: .png, .svg, .pdf")
+    formats = "files for the plot; an ending says the format: .png, .svg, .pdf"
+    parser.add_argument("--plot", type=Path, nargs="+", default=[], help=formats)
     parser.add_argument("--path", help="folder on the disk to use")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--resume", action="store_true", help="go on from the rows that --json has")
@@ -115,7 +125,8 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    asked = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot", "path", "resume")}
+    apart = ("json", "plot", "path", "resume", *study.of_a_run)
+    asked = {name: value for name, value in vars(arguments).items() if name not in apart}
     head = {"study": study.name, "arguments": asked, "machine": machine(arguments.path)}
     rows = Rows(head, arguments.json, say=lambda line: print(line, flush=True))
     if arguments.resume:
@@ -127,8 +138,8 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     summary = study.run(arguments, rows)
     last = {"seconds": time.perf_counter() - start, "summary": summary}
     rows.write(**last)
-    if arguments.plot:
-        draw(study, summary, rows.rows, arguments.plot)
+    for target in arguments.plot:
+        draw(study, summary, rows.rows, target)
     for line in summary_lines(summary):
         print(line, flush=True)
     return {**head, **last, "rows": rows.rows}

@@ -20,6 +20,8 @@ from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 from hf_offload_cache.registry import cache_class
 
+from ..baselines.in_memory import IN_MEMORY
+
 LATEST = QUERIES_SEEN
 """Queries of the prompt's end that are kept: more than a cache looks at to spread its budget over layers."""
 
@@ -113,9 +115,12 @@ def open_cache(
 ) -> Iterator[Cache]:
     """A contender, closed on leaving: `DynamicCache` for None, else one of `fields`, of which "cache" names the class
     as the console does (`DiskSwapCache` without it). With "memory" among them the cache is planned for that budget and
-    `max_batch` sequences of `max_context` tokens; others as given."""
+    `max_batch` sequences of `max_context` tokens; others as given. "cache" may also name one of `IN_MEMORY`."""
     if fields is None:
         yield DynamicCache(config=model.config)
+        return
+    if (made := IN_MEMORY.get(fields.get("cache", ""))) is not None:
+        yield made(model, share(fields["memory"]), max_context)
         return
     others = {name: value for name, value in fields.items() if name not in ("memory", "cache")}
     cls = cache_class(fields.get("cache", "disk-swap"))

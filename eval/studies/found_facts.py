@@ -17,12 +17,13 @@ from hf_offload_cache.errors import BudgetError
 from ..needles import Needle
 from .common import Rows
 from .contexts import Context, answer, open_cache, prefill, replay
-from .fidelity import Contender
+from .teacher_forced import Contender
 from .watch import Watch
 
 REFERENCE = "DynamicCache"
 """Name of the contender without fields, which all studies ask as well."""
-_NEW_TOKENS = 24
+NEW_TOKENS = 24
+"""Of an answer, at most."""
 
 
 def ask(
@@ -45,7 +46,7 @@ def ask(
         for name, one in left.items():
             row: dict[str, Any] = {"sample": sample, "name": name, **key, "depth": needle.depth}
             row |= {"prompt": ids.shape[1], "code": needle.code}
-            room = ids.shape[1] + _NEW_TOKENS
+            room = ids.shape[1] + NEW_TOKENS
             try:
                 with open_cache(model, one.fields, room, arguments.path) as cache:
                     row |= _ask_one(cache, model, tokenizer, context, ids, needle.code, one.rolling)
@@ -62,7 +63,7 @@ def _ask_one(
     replay(cache, model, context)
     own = isinstance(cache, OffloadCache)
     with Watch(cache, context.keys, None, rolling) if own else contextlib.nullcontext():
-        text = answer(model, tokenizer, cache, ids, _NEW_TOKENS)
+        text = answer(model, tokenizer, cache, ids, NEW_TOKENS)
     row: dict[str, Any] = {"answered": code in text, "text": text}
     if own:
         report = cache.report()

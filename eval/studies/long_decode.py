@@ -15,8 +15,8 @@ from hf_offload_cache.tuning.sample import sample_ids
 from ..bench_text import text_rows
 from .common import Rows, Study, judged, main
 from .contexts import open_cache
-from .fidelity import contenders_of, setting_argument
 from .long_contender import LongContender
+from .teacher_forced import contenders_of, setting_argument
 
 _BASELINES = "eval.baselines.clusters:"
 ADAPTIVE, STATIC, LOCAL, ROWS, AT_ONCE = "adaptive", "static", "local", "token rows", "adaptive, split at once"

@@ -16,11 +16,11 @@ from ..bench_text import text_rows
 from ..profiles import PROFILES, throttle
 from .common import Rows, Study, judged, main
 from .contexts import open_cache
-from .fidelity import contenders_of, setting_argument
 from .long_contender import LongContender
 from .long_decode import ADAPTIVE, LOCAL, ROWS, STATIC, fields_of
 from .long_decode import USUAL as _DECODED
 from .long_growth import SETTLES, grow_to, in_turns, timed_row
+from .teacher_forced import contenders_of, setting_argument
 
 _SELECTED = {ADAPTIVE: (400,), STATIC: (400, 800, 1600), LOCAL: (400, 800, 1600), ROWS: (100, 200, 400)}
 USUAL = {

@@ -18,10 +18,10 @@ from hf_offload_cache.tuning.sample import sample_ids
 from ..bench_text import DYNAMIC, text_rows
 from .common import Rows, Study, judged, main
 from .contexts import open_cache
-from .fidelity import contenders_of, setting_argument
 from .long_contender import LongContender, clusters_of
 from .long_decode import ADAPTIVE, LOCAL, ROWS, STATIC, fields_of
 from .long_decode import USUAL as _DECODED
+from .teacher_forced import contenders_of, setting_argument
 
 USUAL = {name: _DECODED[name] for name in (ADAPTIVE, STATIC, LOCAL, ROWS)}
 _LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .common import Rows, Study, judged, main
-from .fidelity import compare, contenders_of, means, setting_argument, text_arguments
+from .teacher_forced import compare, contenders_of, means, setting_argument, text_arguments
 
 _COPIES = {"1 bit, g=32": (1, 32), "1 bit, g=64": (1, 64), "2 bits": (2, 64), "4 bits": (4, 64)}
 _LEAST = {"1 bit, g=32": 5.0, "1 bit, g=64": 3.0, "2 bits": 1.8}

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .common import Rows, Study, judged, main
-from .fidelity import compare, contenders_of, means, setting_argument, text_arguments
+from .teacher_forced import compare, contenders_of, means, setting_argument, text_arguments
 
 _BASELINES, _VARIANTS = "eval.baselines.all_keys:", "eval.baselines.tree_variants:"
 _ALONE: dict[str, Any] = {"dense_layers": 0, "early_steps": 0, "look_ahead": False}

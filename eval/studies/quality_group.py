@@ -9,8 +9,8 @@ import argparse
 from typing import Any
 
 from .common import Rows, Study, main
-from .fidelity import Contender, compare, means, text_arguments
 from .quality_selected import plot
+from .teacher_forced import Contender, compare, means, text_arguments
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from hf_offload_cache.console.default_model import load_default_model
 
 from .common import Rows, Study, main
 from .contexts import follow, open_cache, prefill, reference_texts, replay
-from .fidelity import text_arguments
+from .teacher_forced import text_arguments
 from .watch import Look, Watch, tokens_needed
 
 

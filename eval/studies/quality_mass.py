@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .common import Rows, Study, judged, main
-from .fidelity import compare, contenders_of, means, setting_argument, text_arguments
+from .teacher_forced import compare, contenders_of, means, setting_argument, text_arguments
 
 USUAL: dict[str, dict[str, Any]] = {
     "measured": {"layer_budgets": "measured"},

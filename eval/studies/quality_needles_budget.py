@@ -11,8 +11,8 @@ from hf_offload_cache.console.default_model import load_default_model
 
 from ..needles import make_needles
 from .common import Rows, Study, judged, main
-from .fidelity import contenders_of, setting_argument
 from .found_facts import REFERENCE, ask, lost
+from .teacher_forced import contenders_of, setting_argument
 
 PROMISED = "1/13"
 """Share of the full KV at which at most one fact in twenty may be lost."""

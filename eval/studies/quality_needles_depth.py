@@ -11,8 +11,8 @@ from hf_offload_cache.console.default_model import load_default_model
 
 from ..needles import make_needles
 from .common import Rows, Study, main
-from .fidelity import contenders_of, setting_argument
 from .found_facts import ask, lost
+from .teacher_forced import contenders_of, setting_argument
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

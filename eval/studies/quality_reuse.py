@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .common import Rows, Study, judged, main
-from .fidelity import compare, contenders_of, setting_argument, text_arguments
+from .teacher_forced import compare, contenders_of, setting_argument, text_arguments
 
 USUAL: dict[str, dict[str, Any]] = {"default": {}}
 

@@ -14,8 +14,8 @@ from hf_offload_cache.console.default_model import load_default_model
 
 from ..needles import make_needles
 from .common import Rows, Study, main
-from .fidelity import Contender, compare, means, text_arguments
 from .found_facts import ask, lost
+from .teacher_forced import Contender, compare, means, text_arguments
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .common import Rows, Study, main
-from .fidelity import Contender, compare, means, text_arguments
+from .teacher_forced import Contender, compare, means, text_arguments
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

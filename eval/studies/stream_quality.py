@@ -19,7 +19,7 @@ from hf_offload_cache.streaming.quantisers import ChunkShape
 from ..needles import make_needles
 from .common import Rows, Study, judged, main
 from .contexts import Context, answer, follow, prefill, reference_texts, replay
-from .fidelity import distance
+from .teacher_forced import distance
 
 _CHUNK = 1024
 _PREFILLED = "prefilled"

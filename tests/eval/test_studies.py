@@ -21,7 +21,7 @@ from harness import build
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval.needles import Needle
-from eval.studies import common, contexts, fidelity, found_facts, quality_needles_depth, quality_reuse, watch
+from eval.studies import common, contexts, found_facts, quality_needles_depth, quality_reuse, teacher_forced, watch
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetched import Fetched
@@ -262,7 +262,7 @@ def test_distance_of_hand_made_logits() -> None:
     """KL of (1/2, 1/2) to (1/4, 3/4), and of equals; the likeliest token differs in one step of two."""
     reference = torch.tensor([[1.0, 1.0 + 1e-6], [3.0, 1.0]]).log()
     other = torch.tensor([[3.0, 1.0], [3.0, 1.0]]).log()
-    found = fidelity.distance(reference, other)
+    found = teacher_forced.distance(reference, other)
     assert found["kl"] == pytest.approx((0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)) / 2, abs=1e-5)
     assert found["top1"] == 0.5
 
@@ -275,7 +275,7 @@ def test_the_worst_layer_is_that_of_the_mean() -> None:
         {"name": "one", "layer_mass": [0.2, 0.9], "hit_rate": 0.5, **rest},
         {"name": "one", "layer_mass": [0.8, 0.3], "hit_rate": None, **rest},
     ]
-    found = fidelity.means(rows)["one"]
+    found = teacher_forced.means(rows)["one"]
     assert (found["mass"], found["worst"], found["worst_layer"]) == (pytest.approx(0.55), pytest.approx(0.5), 0)
     assert (found["hit_rate"], found["overlap"]) == (0.5, None)
 
@@ -294,10 +294,10 @@ def test_what_the_full_cache_does_not_know_is_asked_of_nobody_else(
         return {"answered": code != "1", "text": ""}
 
     monkeypatch.setattr(found_facts, "_ask_one", answered)
-    contenders = {name: fidelity.Contender({}) for name in ("first", "second")}
+    contenders = {name: teacher_forced.Contender({}) for name in ("first", "second")}
     arguments = argparse.Namespace(known=True, path=None)
 
-    def asked(rows: common.Rows, known: bool, **chosen: fidelity.Contender) -> list[tuple[int, str]]:
+    def asked(rows: common.Rows, known: bool, **chosen: teacher_forced.Contender) -> list[tuple[int, str]]:
         before = len(rows.rows)
         arguments.known = known
         found_facts.ask(arguments, rows, chosen, needles, None, None)
@@ -352,10 +352,11 @@ def test_reuse_rates_are_spread() -> None:
 def test_contenders_come_from_the_command_line() -> None:
     """Settings replace the usual ones; what is shared gives way; "rolling" is not a field of the cache."""
     usual = {"one": {"rank": 8}}
-    none = fidelity.contenders_of(argparse.Namespace(set=[]), usual, memory="1/13")
-    assert none == {"one": fidelity.Contender({"memory": "1/13", "rank": 8})}
+    none = teacher_forced.contenders_of(argparse.Namespace(set=[]), usual, memory="1/13")
+    assert none == {"one": teacher_forced.Contender({"memory": "1/13", "rank": 8})}
     given = argparse.Namespace(set=["off:memory=none,rolling=false"])
-    assert fidelity.contenders_of(given, usual, memory="1/13") == {"off": fidelity.Contender({"memory": "none"}, False)}
+    off = {"off": teacher_forced.Contender({"memory": "none"}, False)}
+    assert teacher_forced.contenders_of(given, usual, memory="1/13") == off
 
 
 # --- the command -------------------------------------------------------------------------------------------------

@@ -110,14 +110,12 @@ def measure(
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
-    following = new[0, 1:]
-    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
     layers = [float(np.mean(part)) for part in mass]
     selected = [sum(map(len, part)) for part in groups]
     row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
     row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
     row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
-    row["perplexity"] = float((losses[0] - losses[1]).exp()) if following.numel() else None
+    row["perplexity"] = perplexity_over(reference, logits, new)
     row["important"] = float(np.mean(important))
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
@@ -136,6 +134,15 @@ def distance(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
     sure, other = reference.log_softmax(-1), logits.log_softmax(-1)
     kl = (sure.exp() * (sure - other)).sum(-1).mean()
     return {"kl": float(kl), "top1": float((reference.argmax(-1) == logits.argmax(-1)).float().mean())}
+
+
+def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float | None:
+    """The perplexity of ids (1, S) by logits (S, V), over that by the reference's; None of a single token."""
+    following = ids[0, 1:]
+    if not following.numel():
+        return None
+    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
+    return float((losses[0] - losses[1]).exp())
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

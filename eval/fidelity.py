@@ -1,0 +1,269 @@
+"""What does each cache lose, in which memory? All of them and their floors, on real text and planted facts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console.prefill import prefilled_tokens
+from hf_offload_cache.console.prompt import build_prompt
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.registry import CACHES
+from hf_offload_cache.tuning.sample import sample_ids
+
+from . import bench_text
+from .baselines.in_memory import SINKS, quantized_share, window_tokens
+from .fidelity_tables import draw_front, markdown, shipped, summarised
+from .kvpress_contender import PRESSES, KVPress
+from .needles import make_needles
+from .studies.common import Rows, Study, main, write_json
+from .studies.contexts import follow, open_cache, prefill, reference_texts, replay, share
+from .studies.found_facts import NEW_TOKENS, REFERENCE, ask
+from .studies.teacher_forced import Contender, distance, measure, perplexity_over
+from .studies.watch import Look, Watch
+
+BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
+FIXED = ("4-bit", "2-bit")
+"""transformers' quantized caches: of a memory of their own."""
+FLOORS: dict[str, dict[str, Any]] = {
+    "random": {"cache": "disk-swap", "selection": "random"},
+    "window": {"cache": "window"},
+}
+"""What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
+PARTS = ("text", "facts", "long", "speed")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 7936], help="of contexts")
+    parser.add_argument("--steps", type=int, default=48, help="tokens decoded after a text, teacher-forced")
+    parser.add_argument("--samples", type=int, default=3, help="texts of each length")
+    parser.add_argument("--documents", type=int, default=12, help="of each length, with one fact, and with four")
+    parser.add_argument("--output", type=int, default=2048, help="tokens of a long output, teacher-forced")
+    parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
+    parser.add_argument("--caches", nargs="+", default=[*CACHES, *FLOORS, *FIXED], help="names of the registry, floors")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured now")
+    parser.add_argument("--kvpress", metavar="PYTHON", help="an interpreter that has kvpress; presses are measured too")
+    parser.add_argument("--markdown", type=Path, help="file for the tables")
+    parser.add_argument("--shipped", type=Path, help="file for the table that offload_cache chooses from")
+
+
+def contenders(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Name -> fields: each cache in each memory, as "disk-swap 1/13"."""
+    found = {}
+    for name in arguments.caches:
+        for memory in ("itself",) if name in FIXED else arguments.memory:
+            fields = FLOORS.get(name, {"cache": name})
+            found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
+    return found
+
+
+def run(arguments: argparse.Namespace, rows: Rows, **loaded: Any) -> dict[str, Any]:
+    """Rows of a "part"; what is there already is not measured again. `loaded`: model and tokenizer."""
+    model, tokenizer = loaded.values() if loaded else load_default_model(torch.bfloat16)
+    everyone = contenders(arguments)
+    with contextlib.ExitStack() as stack:
+        press = stack.enter_context(KVPress(arguments.kvpress, model)) if arguments.kvpress else None
+        for tokens in arguments.tokens:
+            if "text" in arguments.parts:
+                _texts(arguments, rows, everyone, tokens, model, tokenizer, press)
+            if "facts" in arguments.parts:
+                _facts(arguments, rows, everyone, tokens, model, tokenizer, press)
+        if "long" in arguments.parts:
+            _long(arguments, rows, everyone, model, tokenizer)
+        if "speed" in arguments.parts:
+            _speed(arguments, rows, everyone, model, tokenizer)
+    summary = summarised(rows.rows)
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(summary), encoding="utf-8")
+    if arguments.shipped:
+        write_json(arguments.shipped, shipped(summary))
+    return summary
+
+
+def _texts(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
+    tokenizer: Any, press: KVPress | None,
+) -> None:  # fmt: skip
+    """Each contender follows the same texts: distance to `DynamicCache`, attention mass."""
+    pressed = [f"{one} {memory}" for one in PRESSES for memory in arguments.memory] if press else []
+    for sample, ids in enumerate(reference_texts(tokenizer, arguments.samples, tokens + arguments.steps)):
+        key = {"part": "text", "tokens": tokens, "sample": sample}
+        left = [name for name in (*everyone, *pressed) if not rows.has(name=name, **key)]
+        if not left:
+            continue
+        context, new = prefill(model, ids[:, :tokens]), ids[:, tokens:]
+        room = tokens + arguments.steps
+        windows = {name: None for name in left if name.startswith("window")}
+        reference, masses = _reference(model, context, new, [_memory(name) for name in windows], room)
+        for name in left:
+            try:
+                row = _text(model, context, new, reference, name, everyone.get(name), arguments.path, press, room)
+            except BudgetError as error:
+                row = {"refused": str(error)}
+            if name in windows and "kl" in row:
+                layers = masses[_memory(name)]
+                row |= {"mass": sum(layers) / len(layers), "worst": min(layers), "layer_mass": layers}
+            rows.add(**key, name=name, **row)
+
+
+def _memory(name: str) -> str:
+    return name.rpartition(" ")[2]
+
+
+def _reference(
+    model: Any, context: Any, new: torch.Tensor, windows: list[str], room: int
+) -> tuple[torch.Tensor, dict[str, list[float]]]:
+    """What an exact cache says, and of the attention mass in it, by layer, what windows would see."""
+    kept = {}
+    for memory in windows:
+        with contextlib.suppress(BudgetError):
+            kept[memory] = window_tokens(share(memory), room)
+    seen: dict[str, list[list[float]]] = {memory: [[] for _ in context.keys] for memory in kept}
+
+    def told(look: Look) -> None:
+        for memory, count in kept.items():
+            own = look.weights.shape[1]
+            latest = look.weights[:, max(SINKS, own - 1 - count + SINKS) :]
+            seen[memory][look.layer_idx].append(float((look.weights[:, :SINKS].sum(-1) + latest.sum(-1)).mean()))
+
+    with open_cache(model, {"exact": True, "engine": "memory"}, room) as cache:
+        replay(cache, model, context)
+        with Watch(cache, context.keys, told):  # type: ignore[arg-type]
+            logits = follow(model, cache, new)
+    return logits, {memory: [sum(own) / len(own) for own in layers] for memory, layers in seen.items()}
+
+
+def _text(
+    model: Any, context: Any, new: torch.Tensor, reference: torch.Tensor, name: str, fields: dict[str, Any] | None,
+    path: str | None, press: KVPress | None, room: int,
+) -> dict[str, Any]:  # fmt: skip
+    kind, _, memory = name.rpartition(" ")
+    if fields is not None and kind not in (*FIXED, "window"):
+        row = measure(model, context, new, Contender(fields), reference, path)
+        return {field: row[field] for field in _KEPT}
+    full = sum(keys.nbytes + values.nbytes for keys, values in zip(context.keys, context.values, strict=True))
+    if fields is None:
+        assert press is not None
+        logits, held = press.follow(kind, share(memory), context.ids, new)
+        held_share = held / full
+    else:
+        with open_cache(model, fields, room) as cache:
+            replay(cache, model, context)
+            logits = follow(model, cache, new)
+        bits = int(kind[0]) if kind in FIXED else 0
+        held_share = quantized_share(model, bits, room) if bits else window_tokens(share(memory), room) / room
+    return {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, new),
+            "peak_share": held_share}  # fmt: skip
+
+
+_KEPT = ("kl", "top1", "perplexity", "peak_share", "mass", "worst", "layer_mass", "attended", "hit_rate")
+
+
+def _facts(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
+    tokenizer: Any, press: KVPress | None,
+) -> None:  # fmt: skip
+    """Planted facts are asked for, of those that `DynamicCache` knows."""
+    known = argparse.Namespace(path=arguments.path, known=True)
+    chosen = {name: Contender(fields) for name, fields in everyone.items()}
+    for facts in (1, 4):
+        key = {"part": "facts", "tokens": tokens, "facts": facts}
+        needles = list(make_needles(tokenizer, arguments.documents, min(tokens, 7168), 0, facts))
+        ask(known, rows, chosen, needles, model, tokenizer, **key)
+        for sample, needle in enumerate(needles) if press else ():
+            if not rows.has(sample=sample, name=REFERENCE, answered=True, **key):
+                continue
+            ids = build_prompt(tokenizer, needle.document, needle.question)
+            for name in (f"{one} {memory}" for one in PRESSES for memory in arguments.memory):
+                if not rows.has(sample=sample, name=name, **key):
+                    row = _pressed_answer(press, name, ids, model, tokenizer, needle.code)  # type: ignore[arg-type]
+                    rows.add(sample=sample, name=name, **key, depth=needle.depth, prompt=ids.shape[1], **row)
+
+
+def _pressed_answer(
+    press: KVPress, name: str, ids: torch.Tensor, model: Any, tokenizer: Any, code: str
+) -> dict[str, Any]:
+    kind, _, memory = name.rpartition(" ")
+    ends = model.generation_config.eos_token_id
+    end = list(ends) if isinstance(ends, list) else [ends]
+    said, _ = press.answer(kind, share(memory), ids, prefilled_tokens(ids.shape[1]), NEW_TOKENS, end)
+    text = str(tokenizer.decode(said, skip_special_tokens=True)).strip()
+    return {"code": code, "answered": code in text, "text": text}
+
+
+PROMPT, LAST = 512, 256
+"""Tokens before a long output, and those at its end that are compared."""
+
+
+def _long(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
+) -> None:
+    """A short prompt, then a long text token by token: distance at its end."""
+    key = {"part": "long", "tokens": PROMPT + arguments.output}
+    names = [name for name in everyone if _memory(name) in LONG_BUDGETS and name.split()[0] not in FIXED]
+    if all(rows.has(name=name, **key) for name in names):
+        return
+    ids = sample_ids(None, tokenizer)[0][: PROMPT + arguments.output + 1].unsqueeze(0)
+
+    def said(cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for token in ids[:, PROMPT : -1 - LAST].split(1, 1):
+                model(token, past_key_values=cache, use_cache=True)
+        return follow(model, cache, ids[:, -1 - LAST :])
+
+    with open_cache(model, None, 0) as cache:
+        reference = said(cache)
+    for name in names:
+        if rows.has(name=name, **key):
+            continue
+        try:
+            with open_cache(model, everyone[name], ids.shape[1], arguments.path) as cache:
+                logits = said(cache)
+                report = cache.report() if hasattr(cache, "report") else None
+            row = {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, ids[:, -1 - LAST :])}
+            if report is not None:
+                row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+        except BudgetError as error:
+            row = {"refused": str(error)}
+        rows.add(**key, name=name, **row)
+
+
+LONG_BUDGETS = ("1/4", "1/6.5", "1/13")
+
+
+def _speed(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
+) -> None:
+    """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads."""
+    for tokens in arguments.tokens:
+        key = {"part": "speed", "tokens": tokens}
+        ours = {}
+        for name, fields in everyone.items():
+            if name.split()[0] in CACHES and not rows.has(name=name, **key):
+                with contextlib.suppress(BudgetError), open_cache(model, fields, tokens + _TIMED, arguments.path):
+                    ours[name] = fields
+        if not ours:
+            continue
+        ids = bench_text.text_rows(sample_ids(None, tokenizer)[0], 1, tokens + _TIMED + 1)
+        options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path}
+        found = bench_text.run(model, ids, tokens, _TIMED, tokens, ours, say=rows.say, **options)
+        for name, row in found.items():
+            rows.add(**key, name=name, **{field: row[field] for field in ("median_seconds", "quartiles")})
+
+
+_TIMED = 48
+
+STUDY = Study(
+    "fidelity", __doc__, run, draw_front, arguments,
+    {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "output": 300, "memory": ["1/4", "1/13"]},
+    size=(13.0, 4.5), module="eval.fidelity", of_a_run=("parts", "kvpress", "markdown", "shipped", "memory", "caches"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main(STUDY)

@@ -1,0 +1,164 @@
+"""What `eval.fidelity` has measured, as tables, as a picture, and as what `offload_cache` chooses from."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hf_offload_cache.registry import CACHES
+
+from . import bench_text
+from .studies.common import judged
+from .studies.found_facts import lost
+
+_MEANS = ("kl", "top1", "perplexity", "mass", "worst", "peak_share", "attended", "hit_rate")
+_HEADS = (
+    "cache", "memory", "held", "KL", "same token", "perplexity", "mass", "worst layer", "facts", "ms a step",
+    "KL, long output",
+)  # fmt: skip
+Cell = dict[str, Any]
+
+
+def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """{"cells": one for each context length and contender, means over texts; "must_reach": what is promised}."""
+    cells = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        here = [row for row in rows if row["tokens"] == tokens]
+        for name in dict.fromkeys(row["name"] for row in here):
+            if name != bench_text.ALONE:
+                cells.append(_cell(tokens, name, here))
+    return {"cells": cells, "must_reach": list(_promises(cells))}
+
+
+def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
+    cache, _, memory = name.rpartition(" ")
+    cell: Cell = {"tokens": tokens, "name": name, "cache": cache or name, "memory": memory if cache else "1"}
+    own = [row for row in here if row["name"] == name]
+    texts = [row for row in own if row["part"] == "text"]
+    for part, found in (("", texts), ("long_", [row for row in own if row["part"] == "long"])):
+        if any("refused" in row for row in found):
+            cell[f"{part}refused"] = True
+        for field in _MEANS:
+            values = [row[field] for row in found if row.get(field) is not None]
+            if values:
+                cell[part + field] = float(np.mean(values))
+    layers = [row["layer_mass"] for row in texts if "layer_mass" in row]
+    if layers:
+        means = np.mean(layers, 0)
+        cell |= {"layer_mass": means.tolist(), "worst": float(means.min()), "worst_layer": int(means.argmin())}
+    if not cache:
+        cell |= {"kl": 0.0, "top1": 1.0, "perplexity": 1.0, "peak_share": 1.0}
+    known = lost([row for row in here if row["part"] == "facts"]).get(name)
+    if known is not None and known["of"]:
+        cell |= {"found": known["of"] - known["lost"], "known": known["of"]}
+    for row in own:
+        if row["part"] == "speed":
+            cell |= {"seconds": row["median_seconds"], "quartiles": row["quartiles"]}
+    return cell
+
+
+def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
+    """Every cache at 1/13: perplexity within 1% of `DynamicCache`'s, and 95% of its answers (over all lengths)."""
+    for cache in CACHES:
+        own = [cell for cell in cells if cell["cache"] == cache and cell["memory"] == "1/13"]
+        for cell in own:
+            if "perplexity" in cell:
+                figure = f"{cache} at 1/13, {cell['tokens']:,} tokens: perplexity over DynamicCache's"
+                yield judged(figure, cell["perplexity"], most=1.01)
+        known = sum(cell.get("known", 0) for cell in own)
+        share = sum(cell.get("found", 0) for cell in own) / known if known else None
+        yield judged(f"{cache} at 1/13: of DynamicCache's {known} answers", share, least=0.95)
+
+
+def _number(cell: Cell, field: str, digits: int) -> str:
+    return f"{cell[field]:.{digits}f}" if field in cell else ""
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """A table for each context length, for people."""
+    file = io.StringIO()
+    console = Console(file=file, width=200)
+    for tokens in dict.fromkeys(cell["tokens"] for cell in summary["cells"]):
+        console.print(f"## {tokens:,} tokens\n")
+        table = Table(box=box.MARKDOWN)
+        for head in _HEADS:
+            table.add_column(head, no_wrap=True)
+        for cell in (cell for cell in summary["cells"] if cell["tokens"] == tokens):
+            held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
+            facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
+            step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
+            table.add_row(
+                cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
+                _number(cell, "top1", 3), _number(cell, "perplexity", 4), _number(cell, "mass", 3),
+                _number(cell, "worst", 2), facts, step, _number(cell, "long_kl", 4),
+            )  # fmt: skip
+        console.print(table)
+    return file.getvalue()
+
+
+def shipped(summary: dict[str, Any]) -> dict[str, Any]:
+    """Of the registry's caches what their choice depends on, by context length and share of memory."""
+    kept = ("tokens", "cache", "memory", "kl", "perplexity", "found", "known", "seconds", "long_kl", "long_perplexity")
+    cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, "DynamicCache")]
+    return {"cells": [{field: _rounded(cell[field]) for field in kept if field in cell} for cell in cells]}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+_LOOKS = {"random": ("0.6", "x"), "window": ("0.6", "v"), "4-bit": ("black", "P"), "2-bit": ("black", "X")}
+
+
+def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
+    """KL, facts and tokens a second over memory, of the longest context that has them; what nothing beats is joined."""
+    left, middle, right = figure.subplots(1, 3)
+    cells = summary["cells"]
+    _panel(left, cells, lambda cell: max(cell["kl"], 1e-4) if "kl" in cell else None, least=True)
+    left.set(ylabel="KL from DynamicCache, nats (text)", yscale="log")
+    _panel(middle, cells, lambda cell: 100 * cell["found"] / cell["known"] if "found" in cell else None)
+    middle.set(ylabel="facts found, % of DynamicCache's", ylim=(-4, 104))
+    _panel(right, cells, lambda cell: 1 / cell["seconds"] if "seconds" in cell else None)
+    right.set(ylabel="tokens a second")
+    shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in (left, middle, right)]
+    labels = {label: line for pairs in shown for line, label in pairs}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=7, fontsize="small")
+
+
+def _panel(axes: Any, cells: list[Cell], value: Any, least: bool = False) -> None:
+    longest = max((cell["tokens"] for cell in cells if value(cell) is not None), default=None)
+    if longest is None:
+        return
+    there = [cell for cell in cells if cell["tokens"] == longest and value(cell) is not None]
+    places = [(_share(cell), value(cell), cell) for cell in there]
+    for cache in dict.fromkeys(cell["cache"] for cell in there):
+        own = sorted((share, found) for share, found, cell in places if cell["cache"] == cache)
+        colour, marker = _LOOKS.get(cache, (None, "o" if cache in CACHES else "s"))
+        axes.plot(*zip(*own, strict=True), marker=marker, color=colour, label=cache, linewidth=1, alpha=0.8)
+    front: list[tuple[float, float]] = []
+    for share, found, _ in sorted(places, key=lambda place: (place[0], place[1] if least else -place[1])):
+        if not front or (found < front[-1][1] if least else found > front[-1][1]):
+            front.append((share, found))
+    axes.step(*zip(*front, strict=True), where="post", color="gold", linewidth=6, alpha=0.4, zorder=0, label="best")
+    axes.set(xscale="log", xlabel="memory, of the full KV", title=f"{longest:,} tokens")
+    ticks = ["1/34", "1/20", "1/13", "1/6.5", "1/4", "1"]
+    axes.set_xticks([_fraction(tick) for tick in ticks], ticks, minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def _share(cell: Cell) -> float:
+    """What it holds, where that was measured, else what it may."""
+    return float(cell.get("peak_share") or _fraction(cell["memory"]))
+
+
+def _fraction(text: str) -> float:
+    top, _, below = text.partition("/")
+    return float(Fraction(top) / Fraction(below)) if below else float(top)
