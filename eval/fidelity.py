@@ -41,8 +41,8 @@ PARTS = ("text", "facts", "long", "speed")
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 7936], help="of contexts")
     parser.add_argument("--steps", type=int, default=48, help="tokens decoded after a text, teacher-forced")
-    parser.add_argument("--samples", type=int, default=3, help="texts of each length")
-    parser.add_argument("--documents", type=int, default=12, help="of each length, with one fact, and with four")
+    parser.add_argument("--samples", type=int, default=2, help="texts of each length")
+    parser.add_argument("--documents", type=int, default=10, help="of each length, with one fact, and with four")
     parser.add_argument("--output", type=int, default=2048, help="tokens of a long output, teacher-forced")
     parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
     parser.add_argument("--caches", nargs="+", default=[*CACHES, *FLOORS, *FIXED], help="names of the registry, floors")
@@ -262,7 +262,8 @@ _TIMED = 48
 STUDY = Study(
     "fidelity", __doc__, run, draw_front, arguments,
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "output": 300, "memory": ["1/4", "1/13"]},
-    size=(13.0, 4.5), module="eval.fidelity", of_a_run=("parts", "kvpress", "markdown", "shipped", "memory", "caches"),
+    size=(13.0, 4.5), module="eval.fidelity",
+    of_a_run=("parts", "tokens", "memory", "caches", "kvpress", "markdown", "shipped"),
 )  # fmt: skip
 
 if __name__ == "__main__":

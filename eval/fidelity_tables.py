@@ -16,6 +16,7 @@ from hf_offload_cache.registry import CACHES
 
 from . import bench_text
 from .studies.common import judged
+from .studies.contexts import share
 from .studies.found_facts import lost
 
 _MEANS = ("kl", "top1", "perplexity", "mass", "worst", "peak_share", "attended", "hit_rate")
@@ -73,8 +74,8 @@ def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
                 figure = f"{cache} at 1/13, {cell['tokens']:,} tokens: perplexity over DynamicCache's"
                 yield judged(figure, cell["perplexity"], most=1.01)
         known = sum(cell.get("known", 0) for cell in own)
-        share = sum(cell.get("found", 0) for cell in own) / known if known else None
-        yield judged(f"{cache} at 1/13: of DynamicCache's {known} answers", share, least=0.95)
+        kept = sum(cell.get("found", 0) for cell in own) / known if known else None
+        yield judged(f"{cache} at 1/13: of DynamicCache's {known} answers", kept, least=0.95)
 
 
 def _number(cell: Cell, field: str, digits: int) -> str:
@@ -107,7 +108,8 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
     """Of the registry's caches what their choice depends on, by context length and share of memory."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "found", "known", "seconds", "long_kl", "long_perplexity")
     cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, "DynamicCache")]
-    return {"cells": [{field: _rounded(cell[field]) for field in kept if field in cell} for cell in cells]}
+    found = [{field: _rounded(cell[field]) for field in kept if field in cell} for cell in cells]
+    return {"cells": [{**cell, "memory": share(cell["memory"])} for cell in found]}
 
 
 def _rounded(value: Any) -> Any:
@@ -137,28 +139,23 @@ def _panel(axes: Any, cells: list[Cell], value: Any, least: bool = False) -> Non
     if longest is None:
         return
     there = [cell for cell in cells if cell["tokens"] == longest and value(cell) is not None]
-    places = [(_share(cell), value(cell), cell) for cell in there]
+    places = [(_held(cell), value(cell), cell) for cell in there]
     for cache in dict.fromkeys(cell["cache"] for cell in there):
-        own = sorted((share, found) for share, found, cell in places if cell["cache"] == cache)
+        own = sorted((held, found) for held, found, cell in places if cell["cache"] == cache)
         colour, marker = _LOOKS.get(cache, (None, "o" if cache in CACHES else "s"))
         axes.plot(*zip(*own, strict=True), marker=marker, color=colour, label=cache, linewidth=1, alpha=0.8)
     front: list[tuple[float, float]] = []
-    for share, found, _ in sorted(places, key=lambda place: (place[0], place[1] if least else -place[1])):
+    for held, found, _ in sorted(places, key=lambda place: (place[0], place[1] if least else -place[1])):
         if not front or (found < front[-1][1] if least else found > front[-1][1]):
-            front.append((share, found))
+            front.append((held, found))
     axes.step(*zip(*front, strict=True), where="post", color="gold", linewidth=6, alpha=0.4, zorder=0, label="best")
     axes.set(xscale="log", xlabel="memory, of the full KV", title=f"{longest:,} tokens")
     ticks = ["1/34", "1/20", "1/13", "1/6.5", "1/4", "1"]
-    axes.set_xticks([_fraction(tick) for tick in ticks], ticks, minor=False)
+    axes.set_xticks([float(Fraction(share(tick))) for tick in ticks], ticks, minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 
 
-def _share(cell: Cell) -> float:
+def _held(cell: Cell) -> float:
     """What it holds, where that was measured, else what it may."""
-    return float(cell.get("peak_share") or _fraction(cell["memory"]))
-
-
-def _fraction(text: str) -> float:
-    top, _, below = text.partition("/")
-    return float(Fraction(top) / Fraction(below)) if below else float(top)
+    return float(cell.get("peak_share") or Fraction(share(cell["memory"])))

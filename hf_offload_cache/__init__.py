@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .contexts.library import ContextLibrary as ContextLibrary
     from .contexts.verify import verify as verify
     from .core.offload_cache import OffloadCache as OffloadCache
+    from .interop.chosen_cache import offload_cache as offload_cache
     from .interop.offload import offload as offload
     from .interop.offload import offload_all as offload_all
     from .model.attach import detach as detach
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .tuning.calibrate import calibrate as calibrate
     from .tuning.calibrate_budgets import calibrate_budgets as calibrate_budgets
     from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
+    from .tuning.measure_caches import measure_caches as measure_caches
     from .tuning.tuner import tune as tune
 
 _HOME = {
@@ -46,8 +48,10 @@ _HOME = {
     "calibrate_budgets": "tuning.calibrate_budgets",
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
+    "measure_caches": "tuning.measure_caches",
     "offload": "interop.offload",
     "offload_all": "interop.offload",
+    "offload_cache": "interop.chosen_cache",
     "publish_context": "streaming.publish",
     "stream_context": "streaming.stream_context",
     "tune": "tuning.tuner",

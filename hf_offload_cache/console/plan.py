@@ -37,6 +37,7 @@ def add(verbs: Any) -> None:
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE", help="300MiB, bytes, or of the full KV: 1/13 (default: what the fields take)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
+    add("--measured", metavar="FILE", help="with --compare: what `tune --compare` wrote (default: the shipped table)")
     add("--json", metavar="FILE", type=Path, help="write the plan as JSON")
     parser.set_defaults(run=run, parser=parser)
 
@@ -93,8 +94,10 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     from ..errors import ConfigError
     from ..memory.machine import free_disk, free_memory
     from ..stores.engines import choose_engine
+    from ..tuning.compare_plans import compare_plans
+    from ..tuning.which_cache import measured_caches
     from . import load_model
-    from .compare_plans import compare_plans, comparison_of_plans
+    from .plans_side_by_side import comparison_of_plans, recommended
 
     if arguments.cache is not None:
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
@@ -118,10 +121,17 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         for note in one.notes:
             console.print(f"{one.name}: {note}", markup=False)
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
+    cells, chosen = measured_caches(arguments.measured), {}
+    if memory is not None and fitting:
+        held = [one for one in plans if one.name in fitting]
+        chosen = recommended(held, cells, memory / full, arguments.context)
+        for wanted, one in chosen.items():
+            console.print(f"for {wanted}: {one.why.splitlines()[0]}", markup=False)
     if arguments.json is not None:
         values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         machine = {"free": {"memory": room, "disk": disk}, "fits": fitting, "path": folder}
-        write_json(arguments.json, {**values, "plans": [one.to_dict() for one in plans], "machine": machine})
+        write_json(arguments.json, {**values, "plans": [one.to_dict() for one in plans], "machine": machine,
+                                    "chosen": {wanted: one.name for wanted, one in chosen.items()}})  # fmt: skip
     return 0 if fitting else 1
 
 

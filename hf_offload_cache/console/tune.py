@@ -31,6 +31,8 @@ def add(verbs: Any) -> None:
     add("--batch", metavar="N", type=positive, default=1, help="sequences, the most (default: %(default)s)")
     add("--out", metavar="FILE", type=Path, required=True, help="the JSON; an adapter of truncated keys goes beside it")
     add("--text", metavar="FILE", type=Path, help="sample text, UTF-8 (default: Python's help texts)")
+    add("--compare", action="store_true",
+        help="measure all caches in this memory instead, for offload_cache(measured=FILE) and plan --measured")
     add("--quick", action="store_true", help="under 3 minutes for a small model instead of under 30, and coarser")
     parser.set_defaults(run=run, parser=parser)
 
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..tuning.tuner import tune
     from . import load_model, named_cache
 
+    if arguments.compare:
+        return _compare(arguments, text)
     measured = tunable(arguments.cache or named_cache.default_for(None))
     console = Console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
@@ -58,6 +62,41 @@ def run(arguments: argparse.Namespace) -> int:
     for left in tuned.values["left_out"]:
         console.print(f"left out: {left['why']}", highlight=False)
     print(f"wrote {arguments.out} ({len(tuned.rows)} rows, {tuned.values['seconds']:.0f} s)", file=sys.stderr)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace, text: str | None) -> int:
+    """All caches; the table goes to stdout."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..errors import ConfigError
+    from ..tuning.measure_caches import measure_caches
+    from . import load_model
+    from .arguments import write_json
+
+    for name, given in (("--cache", arguments.cache is not None), ("--batch", arguments.batch != 1)):
+        if given:
+            raise ConfigError(f"{name} and --compare: all caches are measured, of one sequence: leave one of both out")
+    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    quick = {"samples": 1, "steps": 24} if arguments.quick else {}
+    found = measure_caches(
+        model, tokenizer, memory=arguments.memory, max_context=arguments.context, texts=text, path=arguments.path,
+        **quick, **dict(arguments.fields),
+    )  # fmt: skip
+    write_json(arguments.out, found)
+    table = Table("cache", box=SIMPLE_HEAD, title=f"{arguments.context:,} tokens, {arguments.memory}")
+    for name in ("KL, nats", "perplexity, of DynamicCache's", "ms a step"):
+        table.add_column(name, justify="right")
+    for cell in found["cells"]:
+        step = f"{1e3 * cell['seconds']:.1f}"
+        table.add_row(cell["cache"], f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
+    console = Console(highlight=False)
+    console.print(table)
+    for refused in found["refused"]:
+        console.print(f"does not fit: {refused}", markup=False)
+    print(f"wrote {arguments.out}", file=sys.stderr)
     return 0
 
 

@@ -29,6 +29,8 @@ class Budgeted:
     selects: ClassVar[bool] = False
     """Its steps select, unless the configuration is exact."""
     config: OffloadConfig
+    why: str = ""
+    """What was measured of this cache and of the others, where `offload_cache` chose it."""
 
     @classmethod
     def for_budget(

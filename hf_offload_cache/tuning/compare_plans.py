@@ -63,35 +63,3 @@ def compare_plans(
         notes = tuple(cls.shortfalls(config, geometry, fields))
         found.append(ComparedPlan(name, plan, config, None, notes, attended, read))
     return found
-
-
-def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
-    """A column a cache."""
-    from rich.table import Table
-
-    from ..report.text import size_text
-
-    table = Table(title=title)
-    table.add_column("", style="bold")
-    for one in plans:
-        table.add_column(one.name, justify="right")
-
-    def row(name: str, *cells: str) -> None:
-        table.add_row(name, *cells)
-
-    def size(one: ComparedPlan, name: str) -> str:
-        return "-" if one.plan is None else size_text(getattr(one.plan, name))
-
-    row("fits", *("yes" if one.plan is not None else "no" for one in plans))
-    row("held in prefill", *(size(one, "prefill_bytes") for one in plans))
-    row("held in decoding", *(size(one, "decode_bytes") for one in plans))
-    row("of the full KV", *(
-        "-" if one.plan is None or not one.plan.peak_bytes else f"1/{one.plan.full_kv_bytes / one.plan.peak_bytes:.1f}"
-        for one in plans
-    ))  # fmt: skip
-    row("on disk", *(size(one, "disk_bytes") for one in plans))
-    row("in host memory, beside", *(size(one, "host_bytes") for one in plans))
-    row("tokens attended, as they are", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))
-    reads = ("-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans)
-    row("read a step, if nothing is in memory", *reads)
-    return table

@@ -1,0 +1,120 @@
+"""Which cache is chosen of those that fit, by hand-made tables; and the shipped one."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_offload_cache import registry
+from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.tuning.compare_plans import ComparedPlan, compare_plans
+from hf_offload_cache.tuning.which_cache import measured_caches, which_cache
+
+PLANS = compare_plans(Geometry.uniform(4, 8, 2, 32, torch.bfloat16), None, 4096, 1, {})
+
+
+def fitting(*names: str) -> list[ComparedPlan]:
+    """Plans that fit, of these names, and refusals of the registry's others."""
+    found = []
+    for plan in PLANS:
+        assert plan.plan is not None
+        if plan.name in names:
+            found.append(plan)
+        else:
+            found.append(ComparedPlan(plan.name, None, None, "too little", (), None, None))
+    return found
+
+
+def cell(cache: str, **values: Any) -> dict[str, Any]:
+    usual = {"tokens": 4096, "memory": "1/13", "kl": 0.01, "perplexity": 1.0, "seconds": 0.1, "found": 10, "known": 10}
+    return {"cache": cache, **usual, "long_kl": 0.01, **values}
+
+
+BOTH = ("disk-swap", "cluster")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "goal", "hint", "wanted"),
+    [
+        ({"kl": 0.01}, {"kl": 0.02}, "fidelity", "long-prompt", "disk-swap"),
+        ({"kl": 0.02}, {"kl": 0.01}, "fidelity", "long-prompt", "cluster"),
+        # a fact in ten is worth more than any distance, one in a hundred is not
+        ({"kl": 0.02}, {"kl": 0.01, "found": 9}, "fidelity", "long-prompt", "disk-swap"),
+        ({"kl": 0.02, "found": 100, "known": 100}, {"found": 99, "known": 100}, "fidelity", "long-prompt", "cluster"),
+        ({"long_kl": 0.3}, {"long_kl": 0.2, "kl": 1.0, "found": 0}, "fidelity", "long-output", "cluster"),
+        ({"seconds": 0.05, "kl": 1.0}, {}, "speed", "long-prompt", "disk-swap"),
+        ({"seconds": 0.05, "perplexity": 1.06}, {}, "speed", "long-prompt", "cluster"),
+        ({"seconds": 0.05, "perplexity": 1.2}, {"perplexity": 1.1}, "speed", "long-prompt", "disk-swap"),
+    ],
+)
+def test_the_best_by_what_counts(first: dict, second: dict, goal: str, hint: str, wanted: str) -> None:
+    cells = [cell("disk-swap", **first), cell("cluster", **second)]
+    for order in (cells, cells[::-1]):
+        chosen = which_cache(fitting(*BOTH), order, 1 / 13, 4096, goal, hint)
+        assert (chosen.name, chosen.plan.refused) == (wanted, None)
+
+
+def test_what_does_not_fit_is_not_chosen_and_said() -> None:
+    cells = [cell("disk-swap", kl=0.5), cell("cluster"), cell("spec")]
+    chosen = which_cache(fitting("disk-swap"), cells, 1 / 13, 4096)
+    assert chosen.name == "disk-swap"
+    lines = chosen.why.splitlines()
+    assert lines[0].startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.5, perplexity 1.000")
+    assert "cluster: does not fit: too little" in lines and len(lines) == len(registry.CACHES)
+    with pytest.raises(BudgetError, match="no cache fits this memory: disk-swap: too little; "):
+        which_cache(fitting(), cells, 1 / 13, 4096)
+
+
+def test_the_cell_that_is_nearest_in_memory_and_then_in_context_counts() -> None:
+    far = [cell("disk-swap", memory="1/4", kl=0.0), cell("disk-swap", tokens=1024, kl=0.0)]
+    cells = [*far, cell("disk-swap", kl=0.5), cell("cluster", kl=0.1), cell("cluster", memory="1/34", kl=9.0)]
+    assert which_cache(fitting(*BOTH), cells, 1 / 12, 5000).name == "cluster"
+    assert which_cache(fitting(*BOTH), cells, 1 / 12, 1000).name == "disk-swap"
+    assert which_cache(fitting(*BOTH), cells, 1 / 5, 5000).name == "disk-swap"
+    assert which_cache(fitting(*BOTH), cells, 1 / 40, 5000).name == "disk-swap"
+
+
+def test_one_that_nobody_measured_is_taken_where_there_is_no_other() -> None:
+    unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
+    assert unmeasured.name == "cluster" and "nothing was measured of it" in unmeasured.why
+    cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
+    assert which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed").name == "cluster"
+    facts_unknown = [cell("cluster", found=0), cell("spec", known=0, kl=0.5)]
+    assert which_cache(fitting("cluster", "spec"), facts_unknown, 1 / 13, 4096).name == "cluster"
+
+
+@pytest.mark.parametrize("wrong", [{"goal": "fast"}, {"hint": "long"}])
+def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be one of"):
+        which_cache(fitting(*BOTH), [], 1 / 13, 4096, **wrong)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"cells": [{"cache": "spec"}]}', '{"cells": [{"cache": "spec", "tokens": 0}]}']
+)
+def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(ConfigError, match="measured must be a file that `tune --compare` wrote"):
+        measured_caches(tmp_path / "table.json")
+    with pytest.raises(ConfigError, match="measured must be a file"):
+        measured_caches(tmp_path / "none.json")
+
+
+def test_the_shipped_table_has_every_cache() -> None:
+    """At several lengths and memories, by all that a choice asks for, and what is in it can be."""
+    cells = measured_caches()
+    for name in registry.CACHES:
+        own = [each for each in cells if each["cache"] == name]
+        for field in ("kl", "perplexity", "seconds", "long_kl"):
+            assert any(field in each for each in own), (name, field)
+        assert len({each["tokens"] for each in own}) > 1 and len({each["memory"] for each in own}) > 1
+    for each in cells:
+        assert 0 < Fraction(each["memory"]) <= 1 and each.get("found", 0) <= each.get("known", 0)
+        assert all(each.get(field, 0) >= 0 for field in ("kl", "long_kl")) and each.get("seconds", 1) > 0
+    json.dumps(cells, allow_nan=False)
