@@ -8,11 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SNIPPETS = DOCS / "snippets"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if SNIPPETS not in path.parents)
+PAGES = sorted(DOCS.rglob("*.md"))
 FRONT = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 
-_INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+_INCLUDED = re.compile(r'^--8<-- "([^":]+):?(\w*)"$', re.MULTILINE)
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\|(.*)\|$")
 
@@ -25,8 +24,10 @@ def text(path: Path) -> str:
     """The page with what it includes."""
 
     def included(match: re.Match[str]) -> str:
-        found = next(place / match[1] for place in (SNIPPETS, ROOT) if (place / match[1]).is_file())
-        return found.read_text().rstrip("\n")
+        found = (ROOT / match[1]).read_text().rstrip("\n")
+        if match[2]:  # a part of it, between two marks
+            found = found.split(f"[start:{match[2]}] -->\n")[1].split(f"\n<!-- --8<-- [end:{match[2]}]")[0]
+        return found
 
     return _INCLUDED.sub(included, path.read_text())
 

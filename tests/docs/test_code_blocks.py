@@ -38,7 +38,7 @@ from hf_offload_cache.console import main as console
 README = FRONT[0]
 WITH_PYTHON = [path for path in (*PAGES, README) if blocks(path, "python")]
 WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
-TEXT = (ROOT / "examples" / "document.txt").read_text()[:3000]
+TEXT = (ROOT / "examples" / "document.txt").read_text()[:4500]
 
 SKIPPED = {
     "docs/streaming.md": ["needs an object store and a web server; the block below it does the same with a folder"],
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=40000, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        num_key_value_heads=4, max_position_embeddings=40000, bos_token_id=None, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(made)
     byte_tokenizer().save_pretrained(made)
