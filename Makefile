@@ -26,6 +26,8 @@ export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 100000
 # Nothing here needs a hub: the demo's model comes as a package, the tests' models are made on the spot.
 export HF_HUB_OFFLINE := 1
+# Its advertisement of another generator.
+export NO_MKDOCS_2_WARNING := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PIP := -m pip install -qq
@@ -40,11 +42,11 @@ pytest_twice = @first=0; second=0; \
 # A module stays with one worker, so that what its tests share is made once. A worker takes up to a GiB of memory.
 WORKERS := -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench clean
+.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench docs docs-serve clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: lint, test-all, test-lowest, test-kernels, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
@@ -74,8 +76,15 @@ lint: $(VENV)/.model
 bench: $(VENV)/.model
 	$(BIN)/python -m eval.bench $(ARGS)
 
+# A broken link or anchor is an error. What is in site/ opens from the disk, and asks nothing of anyone.
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.installed
+	$(BIN)/python -m mkdocs serve
+
 clean:
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp is written after its step, so an install that broke is done again. torch goes in first and alone:
 # a dependant's plain "torch" would be free to bring another build of it, and gigabytes of CUDA packages.
@@ -94,7 +103,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
 	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,cluster,stream,dev]'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,cluster,stream,docs,dev]'
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
@@ -123,6 +132,6 @@ $(LOWEST)/.torch: $(LOWEST)/.created
 
 $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
-	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,cluster,stream,dev]' '$(TRANSFORMERS_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,cluster,stream,docs,dev]' '$(TRANSFORMERS_LOWEST)'
 	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@

@@ -21,8 +21,9 @@ class ClusterConfig(SelectedShareConfig):
 
     cluster_size: int | None = None
     """Keys a cluster, on average, where many are clustered at once. None: half of `cluster_capacity`, or 12:
-    of larger ones hidden facts and the next token's distribution suffer, smaller ones take longer (README). They are
-    larger where the disk would have to have room for more than two and a half times the keys."""
+    of larger ones hidden facts and the next token's distribution suffer, smaller ones take longer
+    (docs/caches/cluster.md has figures). They are larger where the disk would have to have room for more than two and a
+    half times the keys."""
     num_clusters: int | None = None
     """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`: two keys for each
     at least, and no more than there is room for. None: by `cluster_size`."""

@@ -25,7 +25,7 @@ _VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code. `argv` None: the process's own arguments."""
-    arguments = _parser().parse_args(argv)  # exits with 2 and one line by itself
+    arguments = parser().parse_args(argv)  # exits with 2 and one line by itself
     _set_wait_policy(restart=argv is None)
     try:
         verb: Callable[[argparse.Namespace], int] = arguments.run
@@ -38,12 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, (RuntimeError, errors.StoreError)) else 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROG, description="Long contexts with the KV cache on disk.")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+def parser() -> argparse.ArgumentParser:
+    """All verbs with their options; what it parses has the verb's function as `run`."""
+    found = argparse.ArgumentParser(prog=_PROG, description="Long contexts with the KV cache on disk.")
+    verbs = found.add_subparsers(metavar="VERB", required=True)
     for verb in _VERBS:
         verb.add(verbs)
-    return parser
+    return found
 
 
 def _expected() -> tuple[type[Exception], ...]:

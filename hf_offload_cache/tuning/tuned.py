@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuned:
-    """`values` is the object that `save` writes: format, model, machine, what was measured, rows; see the README. An
-    adapter is there where compact keys are truncated."""
+    """`values` is the object that `save` writes: format, model, machine, what was measured, rows; see
+    docs/tuning.md. An adapter is there where compact keys are truncated."""
 
     values: dict[str, Any]
     adapter: Adapter | None

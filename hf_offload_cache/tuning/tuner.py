@@ -54,13 +54,16 @@ def tune(
             by KVSwap's solver, from tables and profiles; one that names what `to_try` by trying that.
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
-        max_context, max_batch: the largest to tune for, tokens a sequence and sequences.
+        max_context: the largest to tune for, tokens a sequence.
+        max_batch: the largest to tune for, sequences.
         texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
         path: folder on the disk to tune for; None: the temporary folder.
         quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
         samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
             two by the solver, if there may be as many, and one by trying.
-        alpha, delta, sigma_max: of the solver alone, see `Limits`; `delta` None: a quarter of `num_selected`.
+        alpha: of the solver alone, as the next two: share of the reads that need not be hidden.
+        delta: by how many tokens the reuse buffer grows when reads are not hidden; None: a quarter of `num_selected`.
+        sigma_max: the largest compression of keys that is tried.
         max_group_size: of the solver alone, G_max, tokens.
         time_limit: seconds to aim at in all, instead of the above.
         progress: show a bar on stderr, where that is a terminal.

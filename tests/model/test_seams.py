@@ -816,7 +816,7 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
-    """With the setting that the README names, which makes a layer's number no constant: nine layers, one more than
+    """With the setting that the limits name, which makes a layer's number no constant: nine layers, one more than
     torch's limit, are compiled into as many graphs as three."""
     fields = {"exact": True} if exact else {"group_size": 4, "num_selected": 40, "rank": 8, "look_ahead": False}
     compiled = {}
