@@ -62,9 +62,10 @@ def contenders(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(arguments: argparse.Namespace, rows: Rows, **loaded: Any) -> dict[str, Any]:
-    """Rows of a "part"; what is there already is not measured again. `loaded`: model and tokenizer."""
-    model, tokenizer = loaded.values() if loaded else load_default_model(torch.bfloat16)
+def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
+    """Rows of each "part"; what is there already is not measured again."""
+    if model is None:
+        model, tokenizer = load_default_model(torch.bfloat16)
     everyone = contenders(arguments)
     with contextlib.ExitStack() as stack:
         press = stack.enter_context(KVPress(arguments.kvpress, model)) if arguments.kvpress else None

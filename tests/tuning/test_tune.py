@@ -15,7 +15,7 @@ import torch
 from tiny_llama import WORDS, tiny_llama, token_ids, tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from hf_offload_cache import DiskSwapCache, OffloadCache, tune
+from hf_offload_cache import DiskSwapCache, OffloadCache, registry, tune
 from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
@@ -23,6 +23,7 @@ from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, profile, tuner
+from hf_offload_cache.tuning.which_cache import measured_caches
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,
@@ -282,6 +283,30 @@ def test_the_console(
     assert values["sample"]["source"] == "given"
     with DiskSwapCache(tiny_llama(), config=out) as cache:
         assert cache.config.num_selected == 64  # type: ignore[attr-defined]
+
+
+def test_the_console_compares_all_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it writes is what `offload_cache` and `plan --compare` choose from; what it does not take is refused."""
+    monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
+    monkeypatch.setattr(load_model, "load_geometry", lambda *args: Geometry.of(tiny_llama()))
+    text, out = tmp_path / "text.txt", tmp_path / "caches.json"
+    text.write_text(WORDS)
+    room = ["--memory", "9/10", "--context", "900"]
+    call = ["tune", "--compare", *room, "--out", str(out), "--text", str(text), "--quick"]
+    assert cli.main(call) == 0
+    printed = capsys.readouterr()
+    cells = measured_caches(out)
+    assert [cell["cache"] for cell in cells] == ["DynamicCache", *registry.CACHES]
+    assert all(cell["cache"] in printed.out for cell in cells) and f"wrote {out}" in printed.err
+    plan = ["plan", "--compare", *room, "--measured", str(out)]
+    assert cli.main([*plan, "--json", str(tmp_path / "plan.json")]) == 0
+    chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
+    nearest = min(cells[1:], key=lambda cell: cell["kl"])["cache"]
+    assert chosen["fidelity"] == nearest and f"for fidelity: {nearest}: at 900 tokens" in capsys.readouterr().out
+    assert cli.main([*call, "--batch", "2"]) == 2
+    assert "--batch and --compare: all caches are measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""The fidelity benchmark: its floors, its tables by hand-made rows, another process's rows, and all of it on a tiny
+model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from long_llama import long_model
+from transformers import DynamicCache
+from words import words
+
+from eval import fidelity
+from eval.baselines.in_memory import SINKS, quantized_share, window_cache, window_tokens
+from eval.fidelity_tables import draw_front, markdown, shipped, summarised
+from eval.kvpress_contender import KVPress
+from eval.studies.common import Rows
+from eval.studies.contexts import follow, prefill, replay
+from hf_offload_cache import registry
+from hf_offload_cache.errors import BudgetError
+
+IDS = torch.randint(4, 199, (1, 60), generator=torch.Generator().manual_seed(0))
+
+
+# --- floors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_attends_to_the_first_and_the_latest() -> None:
+    """As a full cache does in which all others are masked, at their positions; token by token and several at once."""
+    model, cache = long_model(), window_cache(long_model(), "1/2", 40)
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for one in (cache, full):
+            model(IDS[:, :40], past_key_values=one, use_cache=True)
+        for first, last in ((40, 41), (41, 42), (42, 45)):
+            said = model(IDS[:, first:last], past_key_values=cache, use_cache=True).logits[0, -1]
+            seen = torch.ones(1, last, dtype=torch.int64)
+            seen[:, SINKS : first - 20 + SINKS] = 0
+            places = torch.arange(first, last)[None]
+            wanted = model(
+                IDS[:, first:last], past_key_values=full, use_cache=True, attention_mask=seen, position_ids=places
+            ).logits[0, -1]
+            torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)
+            assert cache.get_seq_length() == last and cache.layers[0].keys.shape[2] == 20
+
+
+def test_a_window_needs_more_than_its_sinks() -> None:
+    assert window_tokens("1/13", 4096) == 315
+    with pytest.raises(BudgetError, match="memory must keep at least 8 tokens"):
+        window_tokens("1/13", 100)
+
+
+def test_what_a_quantized_cache_holds() -> None:
+    """Of 32 bits 4 and half a bit of scale and shift; the latest 128 tokens as they are."""
+    assert long_model().dtype == torch.float32
+    assert quantized_share(long_model(), 4, 128) == 1.0
+    assert quantized_share(long_model(), 4, 1280) == pytest.approx(0.9 * 4.5 / 32 + 0.1)
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def rows() -> list[dict[str, Any]]:
+    """Two texts and three facts of two caches and a window, at 1/13."""
+    found = []
+    for name, kl in (("disk-swap 1/13", 0.1), ("cluster 1/13", 0.2), ("window 1/13", 0.9)):
+        for sample in range(2):
+            text = {"kl": kl + sample / 10, "perplexity": 1.0 + kl / 10, "top1": 0.9, "peak_share": 0.07}
+            text |= {"layer_mass": [0.5 + sample / 10, 0.9], "mass": 0.7}
+            found.append({"part": "text", "tokens": 4096, "sample": sample, "name": name, **text})
+    for name, answers in (
+        ("DynamicCache", (1, 1, 0)), ("disk-swap 1/13", (1, 1, None)), ("cluster 1/13", (1, 0, None)),
+    ):  # fmt: skip
+        for sample, answered in enumerate(answers):
+            if answered is not None:
+                key = {"part": "facts", "tokens": 4096, "facts": 1, "sample": sample, "prompt": 1, "code": str(sample)}
+                found.append({**key, "name": name, "answered": bool(answered)})
+    found.append({"part": "text", "tokens": 4096, "sample": 0, "name": "spec 1/13", "refused": "too little"})
+    for name, seconds in (("model alone", 0.01), ("DynamicCache", 0.2), ("disk-swap 1/13", 0.1)):
+        quartiles = [seconds, seconds]
+        speed = {"median_seconds": seconds, "quartiles": quartiles}
+        found.append({"part": "speed", "tokens": 4096, "name": name, **speed})
+    found.append({"part": "long", "tokens": 2560, "name": "cluster 1/13", "kl": 0.03, "perplexity": 1.0})
+    return found
+
+
+def test_a_cell_is_the_mean_of_its_rows() -> None:
+    summary = summarised(rows())
+    cells = {(cell["tokens"], cell["name"]): cell for cell in summary["cells"]}
+    own = cells[4096, "disk-swap 1/13"]
+    assert (own["cache"], own["memory"], own["found"], own["known"], own["seconds"]) == ("disk-swap", "1/13", 2, 2, 0.1)
+    assert own["kl"] == pytest.approx(0.15) and own["layer_mass"] == pytest.approx([0.55, 0.9])
+    assert (own["worst"], own["worst_layer"]) == (pytest.approx(0.55), 0)
+    assert cells[4096, "cluster 1/13"]["found"] == 1 and cells[4096, "spec 1/13"]["refused"]
+    assert cells[4096, "DynamicCache"]["kl"] == 0 and cells[2560, "cluster 1/13"]["long_kl"] == 0.03
+    assert (4096, "model alone") not in cells
+    promised = {row["figure"]: row["met"] for row in summary["must_reach"]}
+    assert promised["disk-swap at 1/13: of DynamicCache's 2 answers"] is True
+    assert promised["cluster at 1/13: of DynamicCache's 2 answers"] is False
+    assert promised["disk-swap at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is True
+    assert promised["cluster at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is False
+    assert promised["spec at 1/13: of DynamicCache's 0 answers"] is None
+
+
+def test_tables_for_people_and_for_the_choice() -> None:
+    summary = summarised(rows())
+    text = markdown(summary)
+    line = next(line for line in text.splitlines() if line.startswith("| disk-swap"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0100", "0.700", "0.55", "2 of 2", "100", ""]
+    assert "## 4,096 tokens" in text and any("refused" in line for line in text.splitlines() if "| spec" in line)
+    kept = shipped(summary)["cells"]
+    assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "spec", "DynamicCache"}
+    assert json.loads(json.dumps(kept, allow_nan=False)) == kept
+    assert next(cell for cell in kept if cell["cache"] == "disk-swap")["seconds"] == 0.1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_front_joins_what_nothing_beats() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    draw_front(summarised(rows()), rows(), figure)
+    left, middle, right = figure.axes
+    front = {axes: next(line for line in axes.lines if line.get_label() == "best") for axes in figure.axes}
+    assert list(front[left].get_ydata()) == [pytest.approx(0.15), 1e-4]  # disk-swap, then DynamicCache
+    assert list(front[middle].get_ydata()) == [100.0]
+    assert list(front[right].get_ydata()) == [10.0]
+
+
+# --- kvpress ------------------------------------------------------------------------------------------------------
+
+STUB = """
+import contextlib
+class SnapKVPress:
+    def __init__(self, compression_ratio):
+        assert compression_ratio == 0.75
+    @contextlib.contextmanager
+    def __call__(self, model):
+        yield
+"""
+
+
+def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A press that drops nothing says what `DynamicCache` says, tokens at their places; the process ends with it."""
+    (tmp_path / "kvpress.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model = long_model()
+    context = prefill(model, IDS[:, :40])
+    cache = DynamicCache(config=model.config)
+    replay(cache, model, context)
+    wanted = follow(model, cache, IDS[:, 40:50])
+    with KVPress(sys.executable, model) as press:
+        logits, held = press.follow("SnapKVPress", "1/4", IDS[:, :40], IDS[:, 40:50])
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        assert held == 2 * sum(keys.nbytes for keys in context.keys)
+        said, _ = press.answer("SnapKVPress", "1/4", IDS, 40, 6, [])
+        greedy = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, IDS.shape[1] :]
+        assert said == greedy.tolist()
+        assert press.answer("SnapKVPress", "1/4", IDS, 40, 6, said[1:2])[0] == said[: said.index(said[1]) + 1]
+        process, folder = press._process, Path(press._folder.name)
+        with pytest.raises(RuntimeError, match="kvpress ended with 1 at NoPress"):
+            press.follow("NoPress", "1/4", IDS[:, :40], IDS[:, 40:50])
+    assert process.poll() is not None and not folder.exists()
+
+
+# --- the whole -----------------------------------------------------------------------------------------------------
+
+
+def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
+    """Rows of each part for each cache that fits, and none twice; files as asked for."""
+    parser = argparse.ArgumentParser()
+    fidelity.arguments(parser)
+    options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "300"]
+    options += ["--memory", "9/10", "1/100", "--caches", "disk-swap", "cluster", "random", "window"]
+    options += ["--parts", "text", "facts", "long", "speed", "--markdown", str(tmp_path / "table.md")]
+    given = parser.parse_args([*options, "--shipped", str(tmp_path / "table.json")])
+    given.path = str(tmp_path)
+    measured, loaded = Rows(say=lambda line: None), {"model": long_model(), "tokenizer": words()}
+    fidelity.run(given, measured, **loaded)
+    texts = {row["name"]: row for row in measured.where(part="text")}
+    assert set(texts) == {f"{name} {memory}" for name in given.caches for memory in given.memory}
+    for name in ("disk-swap 1/100", "cluster 1/100", "random 1/100"):
+        assert "memory" in texts[name]["refused"]
+    for name in ("disk-swap 9/10", "cluster 9/10", "random 9/10", "window 9/10"):
+        assert texts[name].get("kl", -1) >= 0 and texts[name]["peak_share"] <= 0.9, texts[name]
+        assert len(texts[name]["layer_mass"]) == long_model().config.num_hidden_layers
+    assert texts["disk-swap 9/10"]["mass"] > texts["random 9/10"]["mass"]
+    assert {row["name"] for row in measured.where(part="facts", facts=4)} >= {"DynamicCache"}
+    assert {row["name"] for row in measured.where(part="speed")} > {"DynamicCache", "disk-swap 9/10", "cluster 9/10"}
+    before = list(measured.rows)
+    summary = fidelity.run(given, measured, **loaded)
+    assert measured.rows == before
+    assert "disk-swap" in (tmp_path / "table.md").read_text()
+    assert json.loads((tmp_path / "table.json").read_text()) == shipped(summary)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["table.json", "table.md"]
+
+
+def test_contenders_are_all_caches_and_their_floors() -> None:
+    parser = argparse.ArgumentParser()
+    fidelity.arguments(parser)
+    found = fidelity.contenders(parser.parse_args([]))
+    assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.FLOORS, *fidelity.FIXED}
+    assert found["spec 1/6.5"] == {"cache": "spec", "memory": "1/6.5"}
