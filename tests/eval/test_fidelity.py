@@ -189,7 +189,7 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     for name in ("disk-swap 1/100", "cluster 1/100", "random 1/100"):
         assert "memory" in texts[name]["refused"]
     for name in ("disk-swap 9/10", "cluster 9/10", "random 9/10", "window 9/10"):
-        assert texts[name].get("kl", -1) >= 0 and texts[name]["peak_share"] <= 0.9, texts[name]
+        assert texts[name].get("kl", -1) > -1e-6 and texts[name]["peak_share"] <= 0.9, texts[name]
         assert len(texts[name]["layer_mass"]) == long_model().config.num_hidden_layers
     assert texts["disk-swap 9/10"]["mass"] > texts["random 9/10"]["mass"]
     assert {row["name"] for row in measured.where(part="facts", facts=4)} >= {"DynamicCache"}
