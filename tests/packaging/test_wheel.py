@@ -74,8 +74,8 @@ def test_the_console_of_the_wheel(built: dict[str, Path], tmp_path: Path) -> Non
     """Beside what this environment has: every name is there, of the wheel, and the console plans."""
     installed, empty = tmp_path / "installed", tmp_path / "empty"
     empty.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--no-compile", "--target", str(installed)]
-    subprocess.run([*pip, str(built["wheel"])], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "--target", str(installed), str(built["wheel"])], check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     names = f"import hf_offload_cache as h; print(h.__file__); [getattr(h, name) for name in {exported!r}]"
     said = asked(environment, [sys.executable, "-c", names], empty)
