@@ -235,7 +235,7 @@ def _long(
         rows.add(**key, name=name, **row)
 
 
-LONG_BUDGETS = ("1/4", "1/6.5", "1/13")
+LONG_BUDGETS = ("1/4", "1/13")
 
 
 def _speed(
