@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report how it is used
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # and listen on all addresses, and not on loopback alone
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # and listen on more than loopback
 
 import ray
 from rich.console import Console
@@ -21,8 +21,8 @@ from rich.table import Table
 
 from hf_offload_cache import answer_documents
 
-FIRST = ["What is the access code of the north greenhouse?", "Who keeps the keys?"]
-SECOND = ["What is this text about?"]
+FIRST = ["What is the access code of the north greenhouse?", "What is this text about?"]
+SECOND = ["Who is named in this text?"]
 PAGES = 6
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,9 +175,11 @@ def answer_documents(
     }
     one_each = dataset.repartition(target_num_rows_per_block=1)
     given = {"model": model, "cache": cache, "memory": memory, **options}
-    return one_each.map_batches(
-        AnswerDocuments, batch_size=1, batch_format="pyarrow", fn_constructor_kwargs=given, **arguments
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `max_task_retries` goes with 2.64, which is not supported
+        return one_each.map_batches(
+            AnswerDocuments, batch_size=1, batch_format="pyarrow", fn_constructor_kwargs=given, **arguments
+        )
 
 
 def _check(
