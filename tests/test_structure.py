@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 
 ROOMS = (
     "testing",
+    "batch",
     "console",
     "interop",
     "streaming",

@@ -1,0 +1,118 @@
+"""The answers to several questions about one document, which is prefilled once, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..console.answer import check_length, generate_answer
+from ..console.prefill import prefill
+from ..console.prompt import document_part, question_part
+from ..core.offload_cache import OffloadCache
+from ..errors import ConfigError, ContextError, CorruptRecordError
+from .recipe import Recipe
+from .shared_contexts import Found, SharedContexts
+
+
+class DocumentError(ValueError):
+    """A document has no text, or nothing is asked about it."""
+
+
+@dataclass(frozen=True)
+class DocumentAnswers:
+    """Of one document. Seconds, bytes."""
+
+    answers: list[str]
+    context: str
+    """Where the document's keys and values came from: "prefilled", "opened" (saved before) or "streamed"."""
+    notes: list[str]
+    """Why a shared context was not used, or not left for others."""
+    document_tokens: int
+    new_tokens: int
+    seconds: float
+    """All that this document took."""
+    peak_memory_bytes: int
+    """The most that its caches held together. Of several questions those before the last are answered by forks, beside
+    what holds the document."""
+    full_kv_bytes: int
+    """What `DynamicCache` would have held at the end of the longest of them."""
+    disk_bytes: int
+
+
+class Answering:
+    """For the thread that runs the model. Holds nothing between two documents.
+
+    Args:
+        contexts: where contexts are shared; None: they are not.
+        max_new_tokens: of an answer, which is greedy.
+        prefill_chunk: tokens a call of the model.
+    """
+
+    def __init__(
+        self, tokenizer: Any, recipe: Recipe, contexts: SharedContexts | None = None, max_new_tokens: int = 64,
+        prefill_chunk: int = 1024,
+    ) -> None:  # fmt: skip
+        for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self._tokenizer, self._recipe, self._contexts = tokenizer, recipe, contexts
+        self._new, self._chunk = max_new_tokens, prefill_chunk
+
+    def __call__(self, document: Any, questions: Any) -> DocumentAnswers:
+        """Raises `DocumentError`, `PromptTooLongError`, and what a cache raises: `BudgetError`, `StoreError`."""
+        begun = time.perf_counter()
+        ids, asked = self._prompts(document, questions)
+        longest = ids.shape[1] + max(one.shape[1] for one in asked)
+        check_length(self._recipe.model, longest, self._new)
+        most = longest + self._new
+        found = Found() if self._contexts is None else self._contexts.take(ids, most)
+        if found.cache is not None:
+            try:
+                with found.cache as cache:
+                    if found.damaged:
+                        self._keep(ids, cache, found)
+                    return self._answer(ids, asked, cache, found, begun)
+            except (ContextError, CorruptRecordError) as error:  # it was damaged where only a step reads it
+                found = Found(damaged=True, notes=[*found.notes, f"the shared context is not used: {error}"])
+        with self._recipe.make(most) as cache:
+            prefill(self._recipe.model, ids, cache, self._chunk)
+            self._keep(ids, cache, found)
+            return self._answer(ids, asked, cache, found, begun)
+
+    def _prompts(self, document: Any, questions: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Ids (1, T) of the document, and (1, t) of each question behind it."""
+        if not isinstance(document, str) or not document.strip():
+            raise DocumentError(f"the document must be a text, got {document!r}")
+        several = [questions] if isinstance(questions, str) else list(questions if questions is not None else [])
+        if not several or not all(isinstance(one, str) and one.strip() for one in several):
+            raise DocumentError(f"questions must be a text or a list of texts, one at least, got {questions!r}")
+        device = self._recipe.model.device
+        ids = document_part(self._tokenizer, document).to(device)
+        return ids, [question_part(self._tokenizer, one).to(device) for one in several]
+
+    def _keep(self, ids: torch.Tensor, cache: OffloadCache, found: Found) -> None:
+        if self._contexts is not None:
+            found.notes += self._contexts.keep(ids, cache, replace=found.damaged)
+
+    def _answer(
+        self, ids: torch.Tensor, asked: Sequence[torch.Tensor], base: OffloadCache, found: Found, begun: float
+    ) -> DocumentAnswers:
+        model, texts, new, peak, full, disk = self._recipe.model, [], 0, 0, 0, 0
+        for left, question in zip(range(len(asked) - 1, -1, -1), asked, strict=True):
+            beside = base.report().memory_bytes if left else 0
+            with base.fork() if left else contextlib.nullcontext(base) as own:
+                prompt = torch.cat([ids, question], 1)
+                answer = generate_answer(model, self._tokenizer, prompt, own, self._new, self._chunk)
+                report = own.report()
+            texts.append(answer.text)
+            new += answer.new_tokens
+            peak = max(peak, beside + report.peak_memory_bytes)
+            full, disk = max(full, report.full_kv_bytes), max(disk, report.disk_bytes)
+        return DocumentAnswers(
+            texts, found.origin, found.notes, ids.shape[1], new, time.perf_counter() - begun, peak, full, disk
+        )

@@ -1,0 +1,210 @@
+"""Questions about many documents, on several workers: Ray Data is the engine, this is what its workers call.
+
+    import ray
+    from hf_offload_cache import answer_documents
+
+    documents = ray.data.read_parquet("documents")  # columns "document" and "questions"
+    answer_documents(documents, memory="1/13", contexts="s3://bucket/contexts", concurrency=8).write_parquet("answers")
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console.named_cache import check_fields, offloading_class
+from ..errors import BudgetError, ConfigError, PromptError, StoreFullError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from ray.data import Dataset
+
+    from .document_answers import DocumentAnswers
+
+COLUMNS = (
+    "answers", "context", "context_note", "document_tokens", "new_tokens", "seconds", "peak_memory_bytes",
+    "full_kv_bytes", "disk_bytes", "error",
+)  # fmt: skip
+"""What a row has beside what it had."""
+_INSTALL = "pip install 'hf-offload-cache[ray]'"
+
+
+class AnswerDocuments:
+    """A class for `Dataset.map_batches`: each row is a document with one question or several, and gets its answers.
+
+    A worker loads the model once. Each document is prefilled once, into a cache of its own, and each question is
+    answered greedily by a fork of that. With `contexts` that is left for others, under a name which is a digest of
+    model, fields and tokens: who gets another question about the document, in this job or a later one, opens it or has
+    it streamed, and prefills nothing.
+
+    Args:
+        model: a hub name or a folder; None: the default model from its package; or a function that returns model and
+            tokenizer, which a worker calls.
+        cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), or "module:Class".
+        memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
+            document, its longest question and the answer ("1/13"); None: what `fields` come to.
+        document, questions: columns; that of questions has a text or a list of them.
+        contexts: where contexts are shared: a folder, or any URL of fsspec's. Contexts are saved in a folder ("file:"
+            or a path, which may be mounted), and published elsewhere. Whoever may write there decides what is answered,
+            unless they are encrypted (field `encryption_key`). Nothing there is ever removed.
+        options: of the file system of `contexts`.
+        level: what is kept of keys and values that are streamed, as of `publish_context`.
+        max_new_tokens, prefill_chunk: of an answer, and of a call of the model.
+        path: folder on a worker's disk for what its caches write; None: its temporary folder.
+        errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
+            it on the disk or the device) is in its row; "raise": it ends the job.
+        dtype, device: of the model; None: CUDA where there is one.
+        fields: of the cache's configuration.
+
+    Called with a table of pyarrow's, or columns by name, it returns a table with these columns beside its own:
+    `answers` (a list), `context` ("prefilled", "opened", "streamed"), `context_note` (why a shared context was not
+    used, or this one not shared), `document_tokens`, `new_tokens`, `seconds`, `peak_memory_bytes`, `full_kv_bytes`,
+    `disk_bytes`, `error`. Of a row with an error all others are null. A row that is computed a second time, since its
+    worker died, has the same answers.
+
+    Raises `ConfigError`, `ImportError` where pyarrow is missing, and as loading the model and the cache do.
+    """
+
+    def __init__(
+        self,
+        model: str | Callable[[], tuple[Any, Any]] | None = None,
+        cache: str = "disk-swap",
+        *,
+        memory: int | str | None = None,
+        document: str = "document",
+        questions: str = "questions",
+        contexts: str | None = None,
+        options: dict[str, Any] | None = None,
+        level: str = "lossless",
+        max_new_tokens: int = 64,
+        prefill_chunk: int = 1024,
+        path: str | Path | None = None,
+        errors: str = "row",
+        dtype: str = "auto",
+        device: str | None = None,
+        **fields: Any,
+    ) -> None:
+        from ..console.load_model import load
+        from .document_answers import Answering
+        from .recipe import Recipe
+        from .shared_contexts import shared_contexts
+
+        _pyarrow()
+        _check(cache, memory, path, errors, fields)
+        self._columns, self._raises = (document, questions), errors == "raise"
+        loaded, tokenizer = model() if callable(model) else load(model, dtype, device)
+        recipe = Recipe(loaded, offloading_class(cache), memory, path, fields)
+        shared = None if contexts is None else shared_contexts(contexts, recipe, level, options)
+        self._answering = Answering(tokenizer, recipe, shared, max_new_tokens, prefill_chunk)
+
+    def __call__(self, batch: pyarrow.Table | Mapping[str, Any]) -> pyarrow.Table:
+        """The rows of a batch, one after the other. Raises `ConfigError` for columns that are missing, or there
+        already."""
+        arrow = _pyarrow()
+        if not isinstance(batch, arrow.Table):
+            batch = arrow.table({name: list(column) for name, column in batch.items()})
+        for name in self._columns:
+            if name not in batch.column_names:
+                raise ConfigError(f"there is no column {name!r} among {', '.join(batch.column_names)}: name it")
+        if taken := [name for name in COLUMNS if name in batch.column_names]:
+            raise ConfigError(f"there is a column {taken[0]!r} already: rename it, the answers have one of that name")
+        asked = zip(*(batch.column(name).to_pylist() for name in self._columns), strict=True)
+        rows = [self._row(document, questions) for document, questions in asked]
+        for name, kind in _types(arrow).items():
+            batch = batch.append_column(name, arrow.array([row.get(name) for row in rows], kind))
+        return batch
+
+    def _row(self, document: Any, questions: Any) -> dict[str, Any]:
+        import torch
+
+        from ..console.answer import PromptTooLongError
+        from .document_answers import DocumentError
+
+        own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreFullError, torch.OutOfMemoryError)
+        try:
+            return _as_row(self._answering(document, questions))
+        except own as error:
+            if self._raises:
+                raise
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def answer_documents(
+    dataset: Dataset,
+    model: str | Callable[[], tuple[Any, Any]] | None = None,
+    cache: str = "disk-swap",
+    *,
+    memory: int | str | None = None,
+    concurrency: int | tuple[int, int] = 1,
+    retries: int = 3,
+    ray_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """`dataset` with answers, by `AnswerDocuments` on `concurrency` workers; nothing runs before it is consumed.
+
+    A worker is given one document at a time. One that dies, by a signal or for want of memory, is started again by Ray,
+    and its document is given out again; all else goes on.
+
+    Args:
+        model, cache, memory, options: of `AnswerDocuments`.
+        concurrency: workers, or the fewest and the most of them.
+        retries: how often a document is given out again whose worker died, before the job fails; -1: without end. What
+            waits for such a worker counts, too.
+        ray_options: of `map_batches`: `num_gpus=1`, say. Workers claim no CPU of Ray, so that those that read documents
+            have one on the smallest machine; with `num_cpus=4` they do, and compute with as many threads.
+
+    Raises `ConfigError` for a cache or a field that there is not, and `ImportError` where Ray is missing.
+    """
+    known = inspect.signature(AnswerDocuments).parameters
+    fields = {name: value for name, value in options.items() if name not in known}
+    _check(cache, memory, options.get("path"), options.get("errors", "row"), fields)
+    try:
+        from ray.data import ActorPoolStrategy
+    except ImportError as error:
+        raise ImportError(f"answer_documents needs the package ray with its data part: {_INSTALL}") from error
+    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
+    arguments: dict[str, Any] = {
+        "compute": ActorPoolStrategy(min_size=least, max_size=most),
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": retries,
+        **(ray_options or {}),
+    }
+    one_each = dataset.repartition(target_num_rows_per_block=1)
+    given = {"model": model, "cache": cache, "memory": memory, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `max_task_retries` goes with 2.64, which is not supported
+        return one_each.map_batches(
+            AnswerDocuments, batch_size=1, batch_format="pyarrow", fn_constructor_kwargs=given, **arguments
+        )
+
+
+def _check(
+    cache: str, memory: int | str | None, path: str | Path | None, errors: str, fields: dict[str, Any]
+) -> None:
+    offloading_class(cache)
+    check_fields(cache, fields, path, memory)
+    if errors not in ("row", "raise"):
+        raise ConfigError(f"errors must be 'row' or 'raise', got {errors!r}")
+
+
+def _as_row(found: DocumentAnswers) -> dict[str, Any]:
+    return {**vars(found), "context_note": "; ".join(found.notes) or None}
+
+
+def _types(arrow: Any) -> dict[str, Any]:
+    """Of each of `COLUMNS`: said, since a block of nulls alone would have none."""
+    kinds = dict.fromkeys(COLUMNS, arrow.int64())
+    kinds |= dict.fromkeys(("context", "context_note", "error"), arrow.string())
+    return {**kinds, "answers": arrow.list_(arrow.string()), "seconds": arrow.float64()}
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(f"AnswerDocuments needs the package pyarrow: {_INSTALL}") from error
+    return pyarrow

@@ -1,0 +1,65 @@
+"""How the caches of many documents are made, and what a document's context is called."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..contexts.configuration import fields_in_states
+from ..contexts.prefixes import model_digest, prefix_name
+from ..contexts.prompts import encode
+from ..core.offload_cache import OffloadCache
+from ..model.fingerprint import full_fingerprint
+from ..stores.encryption import load_key
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One for all documents of a worker. Whoever gets a cache closes it."""
+
+    model: Any
+    cls: type[OffloadCache]
+    memory: int | str | None = None
+    path: str | Path | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, most: int) -> OffloadCache:
+        """An empty cache for one sequence of up to `most` tokens. Raises as the class does, and `for_budget`."""
+        if self.memory is None:
+            return self.cls(self.model, path=self.path, **self.fields)
+        return self.cls.for_budget(self.model, self.memory, most, path=self.path, **self.fields)
+
+    def open(self, directory: Path, most: int) -> OffloadCache:
+        """What was saved in `directory`, with room for `most` tokens. Raises as `OffloadCache.open`."""
+        stored = fields_in_states(self.cls.config_class)
+        own = {name: value for name, value in self.fields.items() if name not in stored}
+        if self.memory is not None:
+            own["max_context"] = most
+        return self.cls.open(directory, self.model, memory=self.memory, path=self.path, **own)
+
+    @functools.cached_property
+    def key(self) -> bytes | None:
+        """Of `encryption_key`; None: nothing is encrypted."""
+        given = self.fields.get("encryption_key")
+        return None if given is None else load_key(given)
+
+    @functools.cached_property
+    def _of_model(self) -> str:
+        return model_digest(full_fingerprint(self.model))
+
+    def name(self, ids: torch.Tensor, level: str | None = None) -> str:
+        """32 hex digits, equal for equal ids (1, T) of an equal model, in a cache of this class of which what decides
+        what is stored was asked for alike. With a key nobody without it can tell the name from the ids.
+
+        Of what was asked for and not of what came of it, since a budget is of all tokens, and a later question may be
+        longer. `level`: what is kept of keys and values.
+        """
+        stored = {"exact", *self.cls.config_class.stored_format}
+        asked = {name: repr(value) for name, value in sorted(self.fields.items()) if name in stored}
+        asked |= {"memory": repr(self.memory), "level": repr(level)}
+        return prefix_name(self.cls.__name__, self._of_model, asked, encode(ids, None), self.key)

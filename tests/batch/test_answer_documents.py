@@ -1,0 +1,363 @@
+"""What a worker does with the rows that it is given: answers, figures, errors, and contexts that are shared."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from long_llama import long_model
+from many_documents import NEW, expected, text
+from words import words
+
+from hf_offload_cache import AnswerDocuments, answer_documents
+from hf_offload_cache.batch import document_answers
+from hf_offload_cache.batch.document_answers import DocumentError
+from hf_offload_cache.batch.ray_data import COLUMNS
+from hf_offload_cache.batch.shared_contexts import PublishedContexts, SavedContexts
+from hf_offload_cache.console.answer import PromptTooLongError
+from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, StoreFullError
+from hf_offload_cache.registry import CACHES
+from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
+
+SMALL: dict[str, Any] = {"num_recent": 8, "group_size": 4, "max_new_tokens": NEW}
+EXACT: dict[str, Any] = {**SMALL, "exact": True}
+SPARSE: dict[str, Any] = {**SMALL, "num_selected": 40}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """No thread, no descriptor, no file beside the contexts; but for a moment threads of transfers that have ended."""
+    long_model()
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    gc.collect()
+    for _ in range(100):
+        if threading.active_count() <= threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
+    assert {path.name for path in tmp_path.iterdir()} <= {"contexts", "key", "other key"}
+
+
+def worker(folder: Path, cache: str = "disk-swap", **options: Any) -> AnswerDocuments:
+    return AnswerDocuments(lambda: (long_model(), words()), cache, path=folder, **{**EXACT, **options})
+
+
+def document(seed: int = 0, length: int = 560) -> str:
+    return text(long_model(), length, seed)
+
+
+def questions(*seeds: int) -> list[str]:
+    return [text(long_model(), 7 + seed, seed) for seed in seeds]
+
+
+def asked(seed: int, *of: int) -> dict[str, Any]:
+    """A batch of one row."""
+    return {"document": [document(seed)], "questions": [questions(*of)]}
+
+
+def only(answered: pa.Table) -> dict[str, Any]:
+    (row,) = answered.to_pylist()
+    return row
+
+
+def place_of(kind: str, folder: Path) -> str:
+    return {"saved": (folder / "contexts").as_uri(), "published": "memory://contexts"}[kind]
+
+
+# --- answers and figures -------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_a_dynamic_cache(tmp_path: Path) -> None:
+    """Any column stays; of one with texts alone, a text is a question."""
+    several = pa.table(
+        {"name": ["a", "b"], "text": [document(1), document(2)], "asked": [questions(3, 4, 5), questions(6)]}
+    )
+    answers = worker(tmp_path, document="text", questions="asked")
+    found = answers(several).to_pylist()
+    for row in found:
+        assert row["answers"] == expected(long_model(), words(), row["text"], row["asked"])
+        assert row["new_tokens"] == NEW * len(row["asked"]) and row["document_tokens"] == 560
+        assert row["context"] == "prefilled" and row["context_note"] is None and row["error"] is None
+        longest = 560 + max(len(one.split()) for one in row["asked"]) + 2  # "Question:", "Answer:"
+        assert row["full_kv_bytes"] == (longest + NEW - 1) * 3 * 2 * 2 * 16 * 4
+        assert 0 < row["peak_memory_bytes"] < 4 * row["full_kv_bytes"] and row["disk_bytes"] > row["full_kv_bytes"] // 2
+        assert row["seconds"] > 0
+    assert len({answer for row in found for answer in row["answers"]}) == 4
+    assert [row["name"] for row in found] == ["a", "b"]
+    single = answers({"text": np.array([document(1)]), "asked": np.array([questions(4)[0]])})
+    assert only(single)["answers"] == [found[0]["answers"][1]]
+    assert single.column_names == ["text", "asked", *COLUMNS]
+
+
+@pytest.mark.parametrize("kind", ["saved", "published"])
+@pytest.mark.parametrize("name", list(CACHES))
+def test_a_shared_context_gives_what_a_prefill_does(name: str, kind: str, tmp_path: Path) -> None:
+    """Where a cache selects, too; for a question that nobody had asked, by another worker."""
+    contexts = place_of(kind, tmp_path)
+    alone = only(worker(tmp_path, name, **{**SPARSE, "exact": False})(asked(1, 5, 6)))
+    first = worker(tmp_path, name, contexts=contexts, **{**SPARSE, "exact": False})
+    assert only(first(asked(1, 7)))["context"] == "prefilled"
+    second = worker(tmp_path, name, contexts=contexts, **{**SPARSE, "exact": False})
+    row = only(second(asked(1, 5, 6)))
+    assert (row["answers"], row["context_note"]) == (alone["answers"], None)
+    assert row["context"] == {"saved": "opened", "published": "streamed"}[kind]
+    assert only(second(asked(2, 5)))["context"] == "prefilled"
+
+
+def test_a_budget_is_of_each_document(tmp_path: Path) -> None:
+    """And a later question may be longer than the one that a context was made for."""
+    contexts = place_of("saved", tmp_path)
+    sizes = {"num_recent": 32, "group_size": None, "exact": False, "memory": "1/2"}
+    rows = {"document": [document(1, 1500), document(2, 1900)], "questions": [questions(9), questions(9)]}
+    found = worker(tmp_path, contexts=contexts, **sizes)(rows).to_pylist()
+    assert {row["context"] for row in found} == {"prefilled"}
+    longer = {**rows, "questions": [[text(long_model(), 200, 3)], questions(4)]}
+    for row in [*found, *worker(tmp_path, contexts=contexts, **sizes)(longer).to_pylist()]:
+        assert row["peak_memory_bytes"] <= (row["full_kv_bytes"] + 2 * 3 * 2 * 2 * 16 * 4) // 2
+    assert row["context"] == "opened"
+    assert only(worker(tmp_path, contexts=contexts, **{**sizes, "memory": "2/3"})(
+        {name: column[:1] for name, column in rows.items()}
+    ))["context"] == "prefilled"  # fmt: skip
+
+
+def test_fields_that_fix_what_is_stored_have_contexts_of_their_own(tmp_path: Path) -> None:
+    shared = {"contexts": place_of("saved", tmp_path), "exact": False, "num_selected": 40}
+    for fields, origin in (
+        ({}, "prefilled"), ({"num_selected": 20}, "opened"), ({"group_size": 8}, "prefilled"),
+        ({"exact": True}, "prefilled"), ({"exact": True, "verify": False}, "opened"),
+    ):  # fmt: skip
+        assert only(worker(tmp_path, **{**shared, **fields})(asked(1, 5)))["context"] == origin, fields
+
+
+# --- what is wrong with a row --------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_row_is_in_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [document(1), "", None, document(2, 8190), document(3), document(4), document(1)]
+    given = pa.table({"document": texts, "questions": [*([questions(5)] * 4), [], [" "], questions(5)]})
+    found = worker(tmp_path)(given).to_pylist()
+    errors = [row["error"] and row["error"].partition(":")[0] for row in found]
+    wrong = ["DocumentError", "DocumentError", "PromptTooLongError", "DocumentError", "DocumentError"]
+    assert errors == [None, *wrong, None]
+    assert found[0]["answers"] == found[-1]["answers"] != None  # noqa: E711
+    assert all(row[name] is None for row in found[1:-1] for name in COLUMNS[:-1])
+    assert "shorten the document by" in found[3]["error"]
+    none = worker(tmp_path)(given.slice(1, 1))
+    assert none.schema == worker(tmp_path)(given.slice(0, 1)).schema  # blocks of a data set have the same types
+    for place, kind in ((1, DocumentError), (3, PromptTooLongError)):
+        with pytest.raises(kind):
+            worker(tmp_path, errors="raise")(given.slice(place, 1))
+    small = worker(tmp_path, memory="1/90", exact=False)
+    assert only(small(asked(1, 5)))["error"].startswith("BudgetError: memory is")
+    with pytest.raises(BudgetError):
+        worker(tmp_path, memory="1/90", exact=False, errors="raise")(asked(1, 5))
+
+    def fails(error: BaseException) -> Any:
+        def prefill(*_: Any) -> None:
+            raise error
+
+        return prefill
+
+    monkeypatch.setattr(document_answers, "prefill", fails(StoreFullError(28, "no room")))
+    assert "no room" in only(worker(tmp_path)(asked(1, 5)))["error"]
+    monkeypatch.setattr(document_answers, "prefill", fails(StoreError(5, "the disk is broken")))
+    with pytest.raises(StoreError, match="broken"):  # which is no fault of the document's
+        worker(tmp_path)(asked(1, 5))
+
+
+def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in (
+        {"cache": "dynamic"}, {"cache": "disc-swap"}, {"num_selekted": 3}, {"errors": "pass"}, {"level": "good"},
+        {"max_new_tokens": 0}, {"contexts": "nothing://x"},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            worker(tmp_path, **{"contexts": "memory://x", **options})
+    (tmp_path / "contexts").touch()
+    with pytest.raises(StoreError, match="folder cannot be made"):
+        worker(tmp_path, contexts=str(tmp_path / "contexts"))
+    with pytest.raises(ConfigError, match="no column 'questions' among document, question: name it"):
+        worker(tmp_path)({"document": ["w5"], "question": ["w5"]})
+    with pytest.raises(ConfigError, match="a column 'error' already"):
+        worker(tmp_path)({"document": ["w5"], "questions": ["w5"], "error": [1]})
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(ImportError, match=r"hf-offload-cache\[ray\]"):
+        answer_documents(None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"hf-offload-cache\[ray\]"):
+        worker(tmp_path)
+
+
+# --- what is not to be trusted -------------------------------------------------------------------------------------
+
+
+def spoil(file: Path) -> None:
+    """Another byte in the middle of it."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.unlink()  # a cache that has it open keeps what it has
+    file.write_bytes(data)
+
+
+def of_another_text(context: Path, tmp_path: Path) -> None:
+    shutil.rmtree(context)
+    before = set(context.parent.iterdir())
+    worker(tmp_path, contexts=str(context.parent))(asked(2, 5))
+    (other,) = set(context.parent.iterdir()) - before
+    other.rename(context)
+
+
+SPOILT = {
+    "a record": lambda context, tmp: spoil(max(context.glob("*.records"))),
+    "every record": lambda context, tmp: [spoil(file) for file in context.glob("*.records")],
+    "a state": lambda context, tmp: spoil(max(context.glob("*.state"))),
+    "no record": lambda context, tmp: max(context.glob("*.records")).unlink(),
+    "half a manifest": lambda context, tmp: (context / "manifest.json").write_bytes(
+        (context / "manifest.json").read_bytes()[:900]
+    ),
+    "another text": of_another_text,
+}
+
+
+@pytest.mark.parametrize("what", list(SPOILT))
+def test_a_saved_context_that_is_damaged_is_made_anew(what: str, tmp_path: Path) -> None:
+    answers = worker(tmp_path, contexts=place_of("saved", tmp_path))
+    first = only(answers(asked(1, 5, 6)))
+    (context,) = (tmp_path / "contexts").iterdir()
+    SPOILT[what](context, tmp_path)
+    second, third = only(answers(asked(1, 5, 6))), only(answers(asked(1, 5, 6)))
+    assert (second["context"], third["context"]) == ("prefilled", "opened")
+    assert "is not used" in second["context_note"] and third["context_note"] is None
+    assert first["answers"] == second["answers"] == third["answers"]
+
+
+def test_what_is_no_context_stays_and_is_told(tmp_path: Path) -> None:
+    """A folder that some copying left half: nobody's to remove."""
+    answers = worker(tmp_path, contexts=place_of("saved", tmp_path))
+    first = only(answers(asked(1, 5)))
+    (context,) = (tmp_path / "contexts").iterdir()
+    (context / "manifest.json").unlink()
+    held = sorted(context.iterdir())
+    row = only(answers(asked(1, 5)))
+    assert row["context"] == "prefilled" and row["answers"] == first["answers"]
+    assert "is not a context" in row["context_note"] and "not shared" in row["context_note"]
+    assert sorted(context.iterdir()) == held
+
+
+def published_files() -> tuple[Any, str]:
+    """The file system, and the folder of the one context."""
+    system = fsspec.filesystem("memory")
+    (folder,) = system.ls("/contexts", detail=False)
+    return system, folder
+
+
+def test_half_of_a_published_context_is_none(tmp_path: Path) -> None:
+    """Its manifest comes last; without it, what is there is published anew."""
+    answers = worker(tmp_path, contexts=place_of("published", tmp_path))
+    first = only(answers(asked(1, 5)))
+    system, folder = published_files()
+    system.rm(f"{folder}/{NAME}")
+    for origin in ("prefilled", "streamed"):
+        row = only(answers(asked(1, 5)))
+        assert (row["context"], row["context_note"], row["answers"]) == (origin, None, first["answers"])
+
+
+def test_a_published_context_that_is_damaged_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = worker(tmp_path, contexts=place_of("published", tmp_path))
+    first = only(answers(asked(1, 5)))
+    system, folder = published_files()
+    manifest = system.cat(f"{folder}/{NAME}")
+
+    def again(origin: str, *told: str) -> None:
+        row = only(answers(asked(1, 5)))
+        assert (row["context"], row["answers"]) == (origin, first["answers"])
+        assert all(one in (row["context_note"] or "") for one in told) and bool(told) == bool(row["context_note"])
+
+    system.pipe(f"{folder}/{NAME}", manifest[: len(manifest) // 2])
+    again("prefilled", "is not used")
+    again("streamed")
+    other = StreamManifest.parse(manifest, "")
+    system.pipe(f"{folder}/{NAME}", other.model_copy(update={"prefixes": ("0" * 40,)}).dumped())
+    again("prefilled", "another text")
+    again("streamed")
+    cells = [cell.name for row in other.cells for cell in row if cell is not None]
+    for name in cells:
+        system.pipe(f"{folder}/{name}", b"another size")
+    again("streamed", "could not be had")
+    again("streamed")
+    for name in cells:
+        system.rm(f"{folder}/{name}")
+    again("streamed", "could not be had")
+    again("streamed")
+
+
+# --- several at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "of"), [("saved", SavedContexts), ("published", PublishedContexts)])
+def test_two_that_leave_the_same_are_both_right(
+    kind: str, of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins and ends while the first one is about to leave its own."""
+    contexts, keep, between = place_of(kind, tmp_path), of.keep, []
+
+    def late(self: Any, ids: torch.Tensor, cache: Any, *, replace: bool) -> Any:
+        if not between:
+            between.append(None)
+            between.append(only(worker(tmp_path, contexts=contexts)(asked(1, 5))))
+        return keep(self, ids, cache, replace=replace)
+
+    monkeypatch.setattr(of, "keep", late)
+    row = only(worker(tmp_path, contexts=contexts)(asked(1, 5)))
+    assert row["context"] == between[1]["context"] == "prefilled"
+    assert row["answers"] == between[1]["answers"] and row["context_note"] is between[1]["context_note"] is None
+    third = only(worker(tmp_path, contexts=contexts)(asked(1, 5)))
+    assert third["context"] != "prefilled" and third["answers"] == row["answers"] and third["context_note"] is None
+
+
+@pytest.mark.parametrize("kind", ["saved", "published"])
+def test_encrypted_contexts_are_found_with_their_key(kind: str, tmp_path: Path) -> None:
+    for place, name in enumerate(("key", "other key")):
+        (tmp_path / name).write_bytes(bytes([place]) * 32)
+        (tmp_path / name).chmod(0o600)
+
+    def origin(**key: Any) -> str:
+        row = only(worker(tmp_path, contexts=place_of(kind, tmp_path), **key)(asked(1, 5)))
+        assert row["error"] is None and row["context_note"] is None
+        return row["context"]
+
+    mine, other = ({"encryption_key": str(tmp_path / name)} for name in ("key", "other key"))
+    assert origin(**mine) == "prefilled" != origin(**mine)
+    assert origin(**other) == origin() == "prefilled"
+    assert origin(**mine) != "prefilled" != origin(**other)
+
+
+def test_a_place_that_fails_costs_a_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is told; the answer is right."""
+    answers = worker(tmp_path, contexts=place_of("published", tmp_path))
+    first = only(answers(asked(1, 5)))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "not yours")
+
+    for method in ("_open", "exists", "pipe_file"):
+        monkeypatch.setattr(MemoryFileSystem, method, fails)
+    row = only(answers(asked(1, 5)))
+    assert row["context"] == "prefilled" and row["answers"] == first["answers"] and row["error"] is None
+    assert "could not be had" in row["context_note"] and "not shared" in row["context_note"]

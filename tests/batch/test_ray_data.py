@@ -1,0 +1,92 @@
+"""Two workers of Ray's: one dies in the midst of a document, and a second job opens what either has prefilled."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import COMMON, build
+from local_ray import listening, local_ray
+from many_documents import DIES_AT, NEW, dies_once, expected, is_gone, text
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import words
+
+from hf_offload_cache import answer_documents
+from hf_offload_cache.errors import ConfigError
+
+pytestmark = pytest.mark.alone
+"""Ray gives up on its own processes where they take half a minute to start."""
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with local_ray() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 1024}))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    model.save_pretrained(found)
+    words().save_pretrained(found)
+    return found
+
+
+def rows_of(model: Any, seed: int) -> list[dict[str, Any]]:
+    """Six documents with two questions each, other ones for each seed."""
+    ends = {3: " " + DIES_AT}
+    return [
+        {
+            "name": place,
+            "document": text(model, 300 + place, place) + ends.get(place, ""),
+            "questions": [text(model, 9, seed + place), text(model, 20, seed + 50 + place)],
+        }
+        for place in range(6)
+    ]
+
+
+def test_a_worker_that_dies_loses_its_turn_and_a_second_job_prefills_nothing(
+    ray: Any, model: Any, folder: Path, tmp_path: Path
+) -> None:
+    mark, contexts = tmp_path / "mark", tmp_path / "contexts"
+    options = {
+        "contexts": contexts.as_uri(), "max_new_tokens": NEW, "prefill_chunk": 64, "path": str(tmp_path), "exact": True,
+        "num_recent": 8, "group_size": 4,
+    }  # fmt: skip
+
+    def job(seed: int, workers: int) -> list[dict[str, Any]]:
+        asked = rows_of(model, seed)
+        loads = functools.partial(dies_once, str(folder), str(mark))
+        # One block, of which a worker that dies would lose all: what is opened again would not be "prefilled".
+        documents = ray.data.from_items(asked, override_num_blocks=1)
+        answered = answer_documents(documents, loads, concurrency=workers, **options)
+        found = sorted(answered.take_all(), key=lambda row: row["name"])
+        assert [row["name"] for row in found] == list(range(6)) and {row["error"] for row in found} == {None}
+        for row, given in zip(found, asked, strict=True):
+            assert row["answers"] == expected(model, words(), given["document"], given["questions"])
+        return found
+
+    first = job(100, workers=2)
+    assert is_gone(mark) and int(mark.read_text()) != os.getpid()
+    assert {row["context"] for row in first} == {"prefilled"} and {row["context_note"] for row in first} == {None}
+    assert len(list(contexts.iterdir())) == 6
+    assert listening(psutil.Process()) == {"127.0.0.1"}
+    assert {row["context"] for row in job(300, workers=1)} == {"opened"}
+    assert {path.name for path in tmp_path.iterdir()} == {"mark", "contexts"}
+
+
+def test_what_is_wrong_is_told_before_a_worker_starts(ray: Any) -> None:
+    documents = ray.data.from_items([{"document": "w5", "questions": "w6"}])
+    for wrong in ({"cache": "disc-swap"}, {"num_selekted": 4}, {"memory": "a lot"}, {"errors": "ignore"}):
+        with pytest.raises(ConfigError):
+            answer_documents(documents, **wrong)
