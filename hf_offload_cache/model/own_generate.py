@@ -33,8 +33,9 @@ MakeCache = Callable[[Request], AbstractContextManager[Any]]
 class OwnGenerate(MethodOnModel):
     """In the place of a model's `generate`, until `take_off`. A copy of the model has a plain one again.
 
-    A call that names `past_key_values` or a `cache_implementation`, or that wants no cache, is left as it is. What is
-    returned holds no `past_key_values`: the cache is closed by then.
+    A call that names `past_key_values` or a `cache_implementation`, that wants no cache, or that looks for candidates
+    (of an assistant, or of this model exiting early) is left as it is. What is returned otherwise holds no
+    `past_key_values`: the cache is closed by then.
     """
 
     name = "generate"
@@ -102,7 +103,8 @@ def _through(
     if kind == "hybrid" == getattr(default, "cache_implementation", None):
         kind = None  # what checkpoints say that were saved years ago: transformers makes a dynamic one of it
     own = kwargs.get("past_key_values") is not None or kind is not None
-    if make is None or own or asked("use_cache") is False:
+    # what an assistant returns goes on in its next call
+    if make is None or own or asked("use_cache") is False or asked("is_assistant"):
         return method(*args, **kwargs)
     with make(_request(args, kwargs, asked)) as cache:
         found = method(*args, **{**kwargs, "past_key_values": cache})

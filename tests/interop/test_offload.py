@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from harness import COMMON, build, prompt
+from harness import COMMON, assistant_of, build, fresh, prompt
 from long_llama import long_model
 from transformers import (
     DynamicCache,
@@ -262,12 +263,39 @@ def test_every_model_is_offloaded_and_none_afterwards(tmp_path: Path) -> None:
         GenerationMixin.generate = plain
 
 
-def test_an_assistant_keeps_its_own_cache(tmp_path: Path) -> None:
-    own, ids = model(), prompt(model(), 1, 40)
+@pytest.mark.parametrize("whose", ["the model's", "both", "all"])
+def test_an_assistant_keeps_its_own_cache(whose: str, tmp_path: Path) -> None:
+    """Its calls are no requests, and go on with what the one before held."""
+    own, ids, seen = fresh("llama"), prompt(model(), 1, 40), []
+    assistant = assistant_of("llama")
     expected = generated(own, ids)
-    with offload_all(path=tmp_path, exact=True) as done:
-        assert torch.equal(generated(own, ids, assistant_model=copy.deepcopy(own)), expected)
-    assert done.requests == 1
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("past_key_values"))
+        return type(assistant).generate(assistant, *args, **kwargs)
+
+    assistant.generate = watched
+    try:
+        with contextlib.ExitStack() as stack:
+            fields: dict[str, Any] = {"path": tmp_path, "exact": True}
+            of_assistant = stack.enter_context(offload(assistant, **fields)) if whose == "both" else None
+            done = stack.enter_context(offload_all(**fields) if whose == "all" else offload(own, **fields))
+            assert torch.equal(generated(own, ids, assistant_model=assistant), expected)
+        assert done.requests == 1 and (of_assistant is None or of_assistant.requests == 0)
+        assert len(seen) > 1 and [type(cache) for cache in seen] == [type(None), *[DynamicCache] * (len(seen) - 1)]
+    finally:
+        del assistant.generate
+
+
+@pytest.mark.parametrize("whose", ["the model's", "all"])
+@pytest.mark.parametrize("options", [{"assistant_early_exit": 1}, {"assistant_model": None}], ids=["early", "itself"])
+def test_a_model_that_is_its_own_assistant(whose: str, options: dict[str, Any], tmp_path: Path) -> None:
+    own, ids = fresh("llama"), prompt(model(), 1, 40)
+    options = {name: own if value is None else value for name, value in options.items()}
+    expected = generated(own, ids, **options)
+    with offload_all(path=tmp_path, exact=True) if whose == "all" else offload(own, path=tmp_path, exact=True) as done:
+        assert torch.equal(generated(own, ids, **options), expected)
+    assert done.requests == 1 and done.report is not None and done.report.tokens >= 40 + NEW - 1
 
 
 def test_a_model_that_has_no_place_for_it_is_left_alone(tmp_path: Path) -> None:
