@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
-import shutil
+import atexit
+import contextlib
 import sys
-from pathlib import Path
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 from .arguments import add_cache_argument, add_field_argument
+
+if TYPE_CHECKING:
+    from ..interop.offload import Offloading
 
 
 def add(verbs: Any) -> None:
@@ -25,6 +27,8 @@ def add(verbs: Any) -> None:
     add_field_argument(parser)
     add = parser.add_argument
     add("--memory", metavar="SIZE", help="the most that a request's cache may hold: 300MiB, bytes, or 1/13 of the full")
+    add("--floor", metavar="SIZE", help="what a sequence may hold where that share is too little (default: 64MiB)")
+    add("--strict", action="store_true", help="such a request is an error")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
     add("-m", dest="module", action="store_true", help="PROGRAM is a module")
     add("program", metavar="PROGRAM")
@@ -33,46 +37,44 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """What the program exits with. Raises the library's errors for a wrong request, before it begins."""
-    from ..errors import ConfigError
-    from ..interop.offload import offload_all
-    from . import named_cache
+    """What the program exits with. Raises the library's errors for a wrong request, before it begins.
 
-    name = arguments.cache or named_cache.default_for(None)
+    Threads that the program leaves behind, and that Python waits for, are offloaded until they end: the closing lines
+    come then, as the process exits.
+    """
+    from ..interop.offload import FLOOR, offload_all
+    from . import named_cache
+    from .program import as_main, check_module, find_program, run_program
+
+    name, module = arguments.cache or named_cache.default_for(None), arguments.module
     fields = dict(arguments.fields)
     named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory)
-    if arguments.module:
-        place = arguments.program
-    else:
-        found = arguments.program if Path(arguments.program).is_file() else shutil.which(arguments.program)
-        if found is None:
-            raise ConfigError(f"there is no program {arguments.program!r}: name a command, a file, or -m and a module")
-        place = found
-        if not _is_python(place):
-            raise ConfigError(f"program {place!r} is no Python script: only those run in this process")
-    before = sys.argv, sys.path[:]
-    sys.argv = [place, *arguments.rest]
-    sys.path.insert(0, os.getcwd() if arguments.module else str(Path(place).resolve().parent))
-    with offload_all(name, memory=arguments.memory, path=arguments.path, **fields) as done:
+    place = arguments.program if module else find_program(arguments.program)
+    before = _waited_for()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_main(place, arguments.rest, module=module))
+        if module:
+            check_module(place)
+        limits = {"memory": arguments.memory, "floor": arguments.floor or FLOOR, "strict": arguments.strict}
+        done = stack.enter_context(offload_all(name, path=arguments.path, **limits, **fields))
+        stack.callback(_say, done)
         try:
-            if arguments.module:
-                runpy.run_module(place, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(place, run_name="__main__")
-        except SystemExit as exit:
-            return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+            return run_program(place, module=module)
         finally:
-            sys.argv, sys.path[:] = before
-            print(f"{done.requests} requests were offloaded", file=sys.stderr)
-            if done.report is not None:
-                print(f"the latest one:\n{done.report}", file=sys.stderr)
-    return 0
+            if _waited_for() - before:
+                atexit.register(stack.pop_all().close)
 
 
-def _is_python(place: str) -> bool:
-    if place.endswith(".py"):
-        return True
-    with open(place, "rb") as file:
-        first = file.readline(200)
-    return first.startswith(b"#!") and b"python" in first
+def _waited_for() -> set[threading.Thread]:
+    """The threads that Python waits for before it exits, but this one."""
+    return {one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()}
+
+
+def _say(done: Offloading) -> None:
+    plain = ""
+    if done.requests_left_plain:
+        plain = f", {done.requests_left_plain} were left plain (short ones, or of models with nothing to offload)"
+    print(f"{done.requests} requests were offloaded{plain}", file=sys.stderr)
+    if done.report is not None:
+        print(f"the latest one:\n{done.report}", file=sys.stderr)

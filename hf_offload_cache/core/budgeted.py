@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..config import OffloadConfig, parse_memory, parse_size
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..memory.fit import fit_stream
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
+from ..model.place import no_place
 from ..stores.engines import resolve_engine
 from .offload_layer import OffloadLayer
 from .planned import LayerKind, plan_cache, search
@@ -57,6 +58,8 @@ class Budgeted:
         for name, value in (("max_context", max_context), ("max_batch", max_batch)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if (why := no_place(model)) is not None:
+            raise UnsupportedModelError(why)
         geometry = Geometry.of(model)
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))

@@ -19,6 +19,7 @@ from ..model import attach
 from ..model.attachable import Attachable
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
+from ..model.place import no_place
 from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
@@ -62,11 +63,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     ) -> None:
         inner = inner_model(model)
         self.config = load_config(self.config_class, config, fields, inner)
-        if inner.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"model {type(inner).__name__} is an encoder-decoder: this cache serves decoder-only models; "
-                "use transformers' EncoderDecoderCache"
-            )
+        if (why := no_place(model)) is not None:
+            raise UnsupportedModelError(why)
         self.check_budget(inner)
         self.shared = Shared(self.config, path)
         self.storage: Storage = self.shared.storage

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config import parse_size
 from ..core.offload_cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.inner_model import inner_model
 from ..model.own_generate import OwnGenerate, Request, every_generate
+from ..model.place import generates_by_parts, has_own_generate, no_place, nothing_to_offload
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
+from .request_cache import FLOOR, request_cache
 
 
 @dataclass
@@ -25,13 +29,20 @@ class Offloading:
 
     requests: int = 0
     """That have ended, each with a cache of its own."""
+    requests_left_plain: int = 0
+    """That have ended with transformers' own cache, since ours was of no use: short ones (see `request_cache`), and
+    within `offload_all` those of models with nothing to offload."""
     report: CacheReport | None = None
-    """Of the latest of them."""
+    """Of the latest of `requests`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def _note(self, report: CacheReport) -> None:
         with self._lock:
             self.requests, self.report = self.requests + 1, report
+
+    def _note_plain(self) -> None:
+        with self._lock:
+            self.requests_left_plain += 1
 
 
 @contextlib.contextmanager
@@ -40,6 +51,8 @@ def offload(
     cache: str | type[OffloadCache] = "disk-swap",
     *,
     memory: int | str | None = None,
+    floor: int | str = FLOOR,
+    strict: bool = False,
     path: str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
@@ -48,25 +61,34 @@ def offload(
 
     Args:
         model: a `PreTrainedModel`, or PEFT's or `torch.compile`'s wrapper of one. It is as it was after the `with`; of
-            two that do not end in turn a method stays that does nothing of its own.
+            two that do not end in turn a method stays that does nothing of its own. Where its `generate` calls that of
+            a model within it (BLIP-2's language model), that one's calls are the requests.
         cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), "module:Class", or a class.
         memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
             prompt and all that may be generated ("1/13"), of each request; None: what `fields` come to.
+        floor: what each sequence of a request may hold all the same where its share is less than any cache needs; a
+            request whose full KV is no more than that has transformers' own cache, as `requests_left_plain` counts.
+        strict: such a request raises `BudgetError`.
         path: folder on the disk to use; None: the temporary folder.
         fields: of the cache's configuration.
 
-    Yields what is known of the requests. Raises `ConfigError` for a name or a field that there is not, before anything
-    is replaced; `generate` then raises as the cache does, `BudgetError` for a memory that does not do among others.
+    Yields what is known of the requests. Raises `ConfigError` for a name or a field that there is not, and
+    `UnsupportedModelError` for a model that has no place for a cache, before anything is replaced; `generate` then
+    raises as the cache does, `BudgetError` for a memory that does not do among others, before the model runs.
     """
-    cls, inner, done = _checked(cache, fields), inner_model(model), Offloading()
-
-    def make(request: Request) -> AbstractContextManager[OffloadCache]:
-        return _made(cls, model, request, done, memory, path, fields)
-
-    ours = OwnGenerate(inner, vars(inner).get("generate"), make)
+    inner, way = inner_model(model), _Way(_checked(cache, fields, floor), memory, floor, strict, path, fields)
+    why = no_place(model)
+    if why is not None and not generates_by_parts(inner):
+        raise UnsupportedModelError(why)
+    if has_own_generate(inner):  # it may call this class's or a part's, past what lies on the model itself
+        parts = weakref.WeakSet(module for module in inner.modules() if hasattr(module, "generate"))
+        with every_generate(lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext()):
+            yield way.done
+        return
+    ours = OwnGenerate(inner, vars(inner).get("generate"), functools.partial(way.cache, model))
     inner.__dict__["generate"] = ours
     try:
-        yield done
+        yield way.done
     finally:
         ours.stop()
         if vars(inner).get("generate") is ours:
@@ -78,45 +100,66 @@ def offload_all(
     cache: str | type[OffloadCache] = "disk-swap",
     *,
     memory: int | str | None = None,
+    floor: int | str = FLOOR,
+    strict: bool = False,
     path: str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
     """As `offload`, for every model of this process, whoever loads it and when: a server's, say. A model that has no
-    place for such a cache (an encoder-decoder) is left alone, after a warning."""
-    cls, done = _checked(cache, fields), Offloading()
+    place for such a cache (an encoder-decoder, a prefix of PEFT's), or nothing to offload (Mamba, RWKV, sliding windows
+    alone), is left alone, after one warning."""
+    way = _Way(_checked(cache, fields, floor), memory, floor, strict, path, fields)
+    warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
-        with contextlib.ExitStack() as stack:
-            try:
-                own = stack.enter_context(_made(cls, model, request, done, memory, path, fields))
-            except UnsupportedModelError as error:
-                warnings.warn(f"{type(model).__name__} keeps its own cache: {error}", stacklevel=2)
-                yield None
-                return
-            yield own
+        why = nothing_to_offload(model)
+        if why is None:
+            with way.cache(model, request) as own:
+                yield own
+            return
+        if model not in warned:
+            warned.add(model)
+            warnings.warn(f"{type(model).__name__} keeps its own cache: {why}", stacklevel=2)
+        yield None
+        way.done._note_plain()
 
     with every_generate(make):
-        yield done
+        yield way.done
 
 
-def _checked(cache: str | type[OffloadCache], fields: dict[str, Any]) -> type[OffloadCache]:
+def _checked(cache: str | type[OffloadCache], fields: dict[str, Any], floor: int | str) -> type[OffloadCache]:
     cls = cache_class(cache) if isinstance(cache, str) else cache
     if not (isinstance(cls, type) and issubclass(cls, OffloadCache)):
         raise ConfigError(f"cache must be a name, or a class of an offloading cache, got {cache!r}")
     cls.config_class.load(None, dict(fields))
+    parse_size(floor, "floor")
     return cls
 
 
-@contextlib.contextmanager
-def _made(
-    cls: type[OffloadCache], model: Any, request: Request, done: Offloading, memory: int | str | None,
-    path: str | Path | None, fields: dict[str, Any],
-) -> Iterator[OffloadCache]:  # fmt: skip
-    if memory is None:
-        own = cls(model, path=path, **fields)
-    else:
-        own = cls.for_budget(model, memory, request.tokens, request.rows, path=path, **fields)
-    with own:
-        yield own
-        done._note(own.report())
+@dataclass(frozen=True)
+class _Way:
+    """How requests get their caches."""
+
+    cls: type[OffloadCache]
+    memory: int | str | None
+    floor: int | str
+    strict: bool
+    path: str | Path | None
+    fields: dict[str, Any]
+    done: Offloading = field(default_factory=Offloading)
+
+    @contextlib.contextmanager
+    def cache(self, model: Any, request: Request) -> Iterator[OffloadCache | None]:
+        """One for this request, closed and counted in the end; None where it is better without."""
+        own = request_cache(
+            self.cls, model, request.tokens, request.rows,
+            memory=self.memory, floor=self.floor, strict=self.strict, path=self.path, **self.fields,
+        )  # fmt: skip
+        if own is None:
+            yield None
+            self.done._note_plain()
+            return
+        with own:
+            yield own
+            self.done._note(own.report())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .method_on_model import MethodOnModel
+from .peft_adapters import prompt_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,18 +24,19 @@ class Request(NamedTuple):
     rows: int
     """Sequences, beams included."""
     tokens: int
-    """Of a sequence: the prompt, what is generated, and candidates that may be dropped."""
+    """Of a sequence: the prompt, an adapter's virtual tokens, what is generated, and candidates that may be dropped."""
 
 
 MakeCache = Callable[[Request], AbstractContextManager[Any]]
-"""A cache for one request, closed on leaving."""
+"""A cache for one request, closed on leaving; None: the call is left as it is."""
 
 
 class OwnGenerate(MethodOnModel):
     """In the place of a model's `generate`, until `take_off`. A copy of the model has a plain one again.
 
-    A call that names `past_key_values` or a `cache_implementation`, or that wants no cache, is left as it is. What is
-    returned holds no `past_key_values`: the cache is closed by then.
+    A call that names `past_key_values` or a `cache_implementation`, that wants no cache, or that looks for candidates
+    (of an assistant, or of this model exiting early) is left as it is. What is returned otherwise holds no
+    `past_key_values`: the cache is closed by then.
     """
 
     name = "generate"
@@ -102,16 +104,21 @@ def _through(
     if kind == "hybrid" == getattr(default, "cache_implementation", None):
         kind = None  # what checkpoints say that were saved years ago: transformers makes a dynamic one of it
     own = kwargs.get("past_key_values") is not None or kind is not None
-    if make is None or own or asked("use_cache") is False:
+    # what an assistant returns goes on in its next call
+    if make is None or own or asked("use_cache") is False or asked("is_assistant"):
         return method(*args, **kwargs)
-    with make(_request(args, kwargs, asked)) as cache:
+    with make(_request(model, args, kwargs, asked)) as cache:
+        if cache is None:
+            return method(*args, **kwargs)
         found = method(*args, **{**kwargs, "past_key_values": cache})
     if getattr(found, "past_key_values", None) is not None:
         found.past_key_values = None
     return found
 
 
-def _request(args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str], Any]) -> Request:
+def _request(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str], Any]
+) -> Request:
     given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
     shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
     rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True)) if shapes else (1, 1)
@@ -121,4 +128,6 @@ def _request(args: tuple[Any, ...], kwargs: dict[str, Any], asked: Callable[[str
     looked_up = asked("prompt_lookup_num_tokens") or 0
     assisted = kwargs.get("assistant_model") is not None or asked("assistant_early_exit") is not None
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
-    return Request(rows, int(end + ahead + 1))
+    adapter = prompt_adapter(model, model)
+    virtual = 0 if adapter is None else adapter.num_virtual_tokens
+    return Request(rows, int(end + ahead + 1 + virtual))

@@ -17,6 +17,29 @@ _MAKING = ("task_type", "init_lora_weights", "loftq_config", "eva_config", "cord
 _IGNORED = frozenset((*_SOURCE, *_MAKING, "runtime_config"))
 
 
+# Those that are put into a cache which PEFT makes, in the place of the one that a caller gave.
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def prompt_adapter(model: Any, inner: torch.nn.Module) -> Any | None:
+    """PEFT's configuration of the adapter that is a prompt (prompt tuning, prefix tuning, ...), where it acts now.
+
+    `model`: PEFT's wrapper, or the model in it, which shows while the wrapper's `generate` runs. None: there is none.
+    """
+    wrapper = model
+    if model is inner:
+        method = vars(inner).get("prepare_inputs_for_generation")
+        wrapper = getattr(getattr(method, "given", method), "__self__", None)
+    config = getattr(wrapper, "active_peft_config", None)
+    acts = getattr(config, "is_prompt_learning", False) and not getattr(wrapper, "_adapters_disabled", False)
+    return config if acts else None
+
+
+def is_prefix(config: Any) -> bool:
+    """Whether what `prompt_adapter` found consists of keys and values, and not of embeddings."""
+    return str(getattr(config.peft_type, "value", config.peft_type)) in _PREFIXES
+
+
 def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
     """PEFT's adapters as they act now. Weights of layers are among the model's own, those of soft prompts are not."""
     layers = list(_adapted(inner))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,126 @@ def test_a_module_runs(program: Path, tiny: Path, monkeypatch: Any, capsys: pyte
     monkeypatch.chdir(program.parent)
     assert cli.main(["run", "-m", "serve", str(tiny), "0"]) == 0
     assert "answer" in capsys.readouterr().out
+
+
+LEFT_BEHIND = """
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+def serve():
+    threading.main_thread().join()
+    import beside
+    found = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=False)
+    print("answer", found[0, 40:].tolist(), beside.NAME)
+threading.Thread(target=serve).start()
+idle = ThreadPoolExecutor(1)
+idle.submit(int).result()
+sys.exit("the main thread ends")
+"""
+
+
+def test_threads_that_outlive_the_main_one_are_offloaded(program: Path, tiny: Path, tmp_path: Path) -> None:
+    """Until they end; an idle worker of a pool keeps nobody waiting. A text to exit with is said, and is code 1."""
+    program.write_text(LEFT_BEHIND)
+    (program.parent / "beside.py").write_text("NAME = 'beside'")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    expected = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=False)[0, 40:].tolist()
+    own = ["-m", "hf_offload_cache.console.main", "run", "--set", "exact=true", "--path", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, *own, str(program), str(tiny)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert f"answer {expected} beside" in ended.stdout
+    assert "the main thread ends\n" in ended.stderr and "Traceback" not in ended.stderr
+    assert "1 requests were offloaded\n" in ended.stderr and "full KV" in ended.stderr
+
+
+@pytest.mark.parametrize(("code", "exits", "said"), [("'a text'", 1, "a text\n"), ("None", 0, ""), ("True", 1, "")])
+def test_what_a_program_exits_with(
+    code: str, exits: int, said: str, program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program.write_text(f"import sys\nsys.exit({code})")
+    assert cli.main(["run", str(program)]) == exits
+    assert capsys.readouterr().err == f"{said}0 requests were offloaded\n"
+
+
+def test_requests_that_were_left_plain_are_told(
+    program: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["run", "--memory", "1/13"]
+    assert cli.main([*own, str(program), str(tiny), "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "answer" in out and "0 requests were offloaded, 1 were left plain (" in err
+    for strict in (["--strict"], ["--floor", "1KiB"]):
+        assert cli.main([*own, *strict, str(program), str(tiny), "0"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and "BudgetError" in err
+
+
+WRAPPERS: dict[str, str] = {
+    "pip": """#!/bin/sh
+'''exec' "/a path/that is/long/bin/python3" "$0" "$@"
+' '''
+""",
+    "uv": """#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
+""",
+    "buildout": """#!/bin/sh
+"exec" "/a/path/python3" "$0" "$@"
+""",
+    "env": "#!/usr/bin/env python3\n",
+}
+
+
+@pytest.mark.parametrize("kind", list(WRAPPERS))
+def test_a_command_runs_as_installers_write_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = tmp_path / "serve-it"
+    command.write_text(WRAPPERS[kind] + "import sys\nprint('served', __name__, sys.argv)\nsys.exit(3)\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["run", "serve-it", "--port", "1"]) == 3
+    assert f"served __main__ {[str(command), '--port', '1']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("no_such_module", "there is no module 'no_such_module'"),
+        ("package.no_such", "there is no module 'package.no_such'"),
+        ("no_such.module", "there is no module 'no_such.module'"),
+        ("package", "there is no module 'package.__main__'"),
+        ("alone.py", "there is no module 'alone.py'"),
+        (".alone", "there is no module '.alone'"),
+    ],
+)
+def test_a_module_that_is_not_there_is_one_line(
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As none of a package that is no program; what one imports itself is its own trouble."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "alone.py").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import no_such_module_within")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.argv), list(sys.path)
+    importlib.invalidate_caches()
+    try:
+        assert cli.main(["run", "-m", module]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+        with pytest.raises(ModuleNotFoundError, match="no_such_module_within"):
+            cli.main(["run", "-m", "broken.part"])
+    finally:
+        for name in ("package", "alone", "broken"):
+            sys.modules.pop(name, None)
+    assert (sys.argv, sys.path) == before
 
 
 @pytest.mark.parametrize(

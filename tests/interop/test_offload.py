@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from harness import COMMON, build, prompt
+import transformers
+from harness import COMMON, assistant_of, build, fresh, prompt, tiny
 from long_llama import long_model
 from transformers import (
     DynamicCache,
@@ -28,7 +32,8 @@ from transformers import (
 from words import words
 
 from hf_offload_cache import ClusterCache, DiskSwapCache, offload, offload_all
-from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.errors import BudgetError, ConfigError, ContextMismatchError, UnsupportedModelError
+from hf_offload_cache.interop.request_cache import request_cache
 from hf_offload_cache.registry import CACHES
 
 NEW = 12
@@ -225,6 +230,105 @@ def test_adapters(tmp_path: Path) -> None:
     assert done.requests == 1
 
 
+def test_adapters_that_are_switched_between_requests(tmp_path: Path) -> None:
+    """And off, and merged: each request is of those that act when it begins; a cache of one's own that began with
+    another is of that one."""
+    ids = prompt(model(), 1, 40)
+    adapted = peft.get_peft_model(fresh("llama"), lora(0), adapter_name="first")
+    torch.manual_seed(1)
+    adapted.add_adapter("second", lora(1))
+    adapted.eval()
+
+    def answers() -> list[list[int]]:
+        found = []
+        for name in ("first", "second", "first"):
+            adapted.set_adapter(name)
+            found.append(adapted.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0].tolist())
+        with adapted.disable_adapter():
+            found.append(adapted.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0].tolist())
+        return found
+
+    expected = answers()
+    assert expected[0] == expected[2] and len({tuple(one) for one in expected}) == 3
+    for handed in (adapted, adapted.get_base_model()):
+        with offload(handed, path=tmp_path, exact=True) as done:
+            assert answers() == expected
+        assert done.requests == 4
+    begun = {}
+    for name in ("first", "second"):
+        adapted.set_adapter(name)
+        with DiskSwapCache(adapted, path=tmp_path, exact=True) as cache:
+            adapted.generate(input_ids=ids, max_new_tokens=2, past_key_values=cache)
+            begun[name] = cache.adapters
+            cache.save(tmp_path / name)
+    assert (begun["first"]["adapters"], begun["second"]["adapters"]) == ('["first"]', '["second"]')
+    with pytest.raises(ContextMismatchError, match=r"adapters was .*first.*, here it is .*second"):
+        DiskSwapCache.open(tmp_path / "first", adapted)
+
+
+def lora(seed: int) -> peft.LoraConfig:
+    torch.manual_seed(seed)
+    return peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+PROMPTS: dict[str, peft.PeftConfig] = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7),
+    "encoder": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=7, encoder_hidden_size=16),
+}
+
+
+def prompted(config: peft.PeftConfig) -> Any:
+    """With virtual tokens that matter."""
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(fresh("llama"), copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in adapted.prompt_encoder.parameters():
+            parameter.normal_()
+    return adapted
+
+
+@pytest.mark.parametrize("name", list(PROMPTS))
+def test_adapters_that_are_prompts(name: str, tmp_path: Path) -> None:
+    """Their tokens are of the request, and of its budget."""
+    adapted, ids = prompted(PROMPTS[name]), prompt(model(), 2, 40)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    expected = adapted.generate(**options)
+    assert not torch.equal(expected, generated(fresh("llama"), ids))
+    base = adapted.get_base_model()
+    for make in (functools.partial(offload, adapted), functools.partial(offload, base), offload_all):
+        with make(memory="1MiB", path=tmp_path, exact=True) as done:
+            assert torch.equal(adapted.generate(**options), expected)
+        assert done.requests == 1 and done.report is not None and done.report.tokens == 40 + 7 + NEW - 1
+
+
+@pytest.mark.parametrize("memory", [None, "1MiB"])
+def test_a_prefix_is_refused_before_anything_runs(memory: str | None, tmp_path: Path) -> None:
+    """PEFT puts it into a cache of its own. Where the model in the wrapper was named, when it is asked for; and not
+    while it is switched off."""
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
+    adapted, ids = prompted(prefix), prompt(model(), 1, 40)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    expected, calls = adapted.generate(**options), []
+    hook = adapted.get_base_model().model.register_forward_hook(lambda *_: calls.append(1))
+    for made in (lambda: offload(adapted, path=tmp_path, memory=memory), lambda: DiskSwapCache(adapted)):
+        with pytest.raises(UnsupportedModelError, match="adapter of PREFIX_TUNING"), made():
+            pass
+    with offload(adapted.get_base_model(), path=tmp_path, memory=memory) as done:
+        with pytest.raises(UnsupportedModelError, match="adapter of PREFIX_TUNING"):
+            adapted.generate(**options)
+        assert not calls
+        with adapted.disable_adapter():
+            adapted.generate(**options)
+        assert done.requests == 1
+    hook.remove()
+    with adapted.disable_adapter(), DiskSwapCache(adapted) as cache:
+        adapted.generate(**options, past_key_values=cache)
+        assert cache.tokens == 40 + NEW - 1
+    with offload_all(path=tmp_path, memory=memory) as done, pytest.warns(UserWarning, match="PREFIX_TUNING"):
+        assert torch.equal(adapted.generate(**options), expected)
+    assert (done.requests, done.requests_left_plain) == (0, 1)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_pipeline_that_gets_a_list(batch: int, tmp_path: Path) -> None:
     """One cache a call, of as many rows as the batch."""
@@ -262,20 +366,171 @@ def test_every_model_is_offloaded_and_none_afterwards(tmp_path: Path) -> None:
         GenerationMixin.generate = plain
 
 
-def test_an_assistant_keeps_its_own_cache(tmp_path: Path) -> None:
-    own, ids = model(), prompt(model(), 1, 40)
+@pytest.mark.parametrize("whose", ["the model's", "both", "all"])
+def test_an_assistant_keeps_its_own_cache(whose: str, tmp_path: Path) -> None:
+    """Its calls are no requests, and go on with what the one before held."""
+    own, ids, seen = fresh("llama"), prompt(model(), 1, 40), []
+    assistant = assistant_of("llama")
     expected = generated(own, ids)
-    with offload_all(path=tmp_path, exact=True) as done:
-        assert torch.equal(generated(own, ids, assistant_model=copy.deepcopy(own)), expected)
-    assert done.requests == 1
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("past_key_values"))
+        return type(assistant).generate(assistant, *args, **kwargs)
+
+    assistant.generate = watched
+    try:
+        with contextlib.ExitStack() as stack:
+            fields: dict[str, Any] = {"path": tmp_path, "exact": True}
+            of_assistant = stack.enter_context(offload(assistant, **fields)) if whose == "both" else None
+            done = stack.enter_context(offload_all(**fields) if whose == "all" else offload(own, **fields))
+            assert torch.equal(generated(own, ids, assistant_model=assistant), expected)
+        assert done.requests == 1 and (of_assistant is None or of_assistant.requests == 0)
+        assert len(seen) > 1 and [type(cache) for cache in seen] == [type(None), *[DynamicCache] * (len(seen) - 1)]
+    finally:
+        del assistant.generate
 
 
-def test_a_model_that_has_no_place_for_it_is_left_alone(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("whose", ["the model's", "all"])
+@pytest.mark.parametrize("options", [{"assistant_early_exit": 1}, {"assistant_model": None}], ids=["early", "itself"])
+def test_a_model_that_is_its_own_assistant(whose: str, options: dict[str, Any], tmp_path: Path) -> None:
+    own, ids = fresh("llama"), prompt(model(), 1, 40)
+    options = {name: own if value is None else value for name, value in options.items()}
+    expected = generated(own, ids, **options)
+    with offload_all(path=tmp_path, exact=True) if whose == "all" else offload(own, path=tmp_path, exact=True) as done:
+        assert torch.equal(generated(own, ids, **options), expected)
+    assert done.requests == 1 and done.report is not None and done.report.tokens >= 40 + NEW - 1
+
+
+# --- models without a place ----------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 199, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 1, "d_ff": 32}
-    own = T5ForConditionalGeneration(T5Config(vocab_size=199, decoder_start_token_id=0, **sizes)).eval()
-    ids = torch.arange(5, 15)[None]
+    return T5ForConditionalGeneration(T5Config(vocab_size=199, decoder_start_token_id=0, **sizes))
+
+
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=8))
+
+
+def rwkv() -> Any:
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**SIZES, attention_hidden_size=32))
+
+
+def gpt() -> Any:
+    config = transformers.OpenAIGPTConfig(vocab_size=199, n_embd=32, n_layer=2, n_head=2)
+    return transformers.OpenAIGPTLMHeadModel(config)
+
+
+NO_PLACE: dict[str, tuple[Any, str]] = {
+    "encoder-decoder": (t5, "T5.* is an encoder-decoder"),
+    "a state alone": (mamba, "Mamba.* takes no past_key_values"),
+    "a state of its own": (rwkv, "Rwkv.* takes no past_key_values"),
+    "no cache": (gpt, "OpenAIGPT.* takes no past_key_values"),
+}
+
+
+def without_an_end(build: Any) -> Any:
+    torch.manual_seed(0)
+    own = build().eval()
+    own.generation_config.eos_token_id, own.generation_config.pad_token_id = None, 0
+    return own
+
+
+@pytest.mark.parametrize("memory", [None, "1/13"])
+@pytest.mark.parametrize("name", list(NO_PLACE))
+def test_a_model_that_has_no_place_for_it_is_left_alone(name: str, memory: str | None, tmp_path: Path) -> None:
+    """By `offload_all`, and refused by who names it; no attribute is left."""
+    build, said = NO_PLACE[name]
+    own, ids = without_an_end(build), torch.arange(5, 25)[None]
+    expected, before = generated(own, ids), dict(vars(own))
+    with offload_all(path=tmp_path, memory=memory) as done, pytest.warns(UserWarning, match="keeps its own") as caught:
+        assert torch.equal(generated(own, ids), expected) and torch.equal(generated(own, ids), expected)
+    assert (done.requests, done.requests_left_plain) == (0, 2)
+    assert len(caught) == 1 and re.search(said, str(caught[0].message))
+    with pytest.raises(UnsupportedModelError, match=said), offload(own, path=tmp_path, memory=memory):
+        pass
+    with pytest.raises(UnsupportedModelError, match=said):
+        DiskSwapCache(own) if memory is None else DiskSwapCache.for_budget(own, memory, 100)
+    assert vars(own) == before
+
+
+def test_windows_alone_are_left_alone(tmp_path: Path) -> None:
+    own, ids = tiny("mistral_sliding"), prompt(model(), 1, 40)
     expected = generated(own, ids)
-    with offload_all(path=tmp_path) as done, pytest.warns(UserWarning, match="T5.* keeps its own"):
+    with offload_all(path=tmp_path) as done, pytest.warns(UserWarning, match="no full-attention layer") as caught:
         assert torch.equal(generated(own, ids), expected)
-    assert done.requests == 0
+    assert (done.requests, done.requests_left_plain, len(caught)) == (0, 1, 1)
+
+
+# --- short requests ------------------------------------------------------------------------------------------------
+
+ENTRY = 2 * COMMON["num_hidden_layers"] * 2 * 16 * 4
+"""Bytes of the tiny model's keys and values of a token."""
+
+
+def test_a_short_request_does_not_fail_for_its_share(tmp_path: Path) -> None:
+    """It has transformers' own cache, whose `past_key_values` its caller gets; and no more than the floor."""
+    own, ids = model(), prompt(model(), 2, 40)
+    expected = generated(own, ids)
+    full = 2 * (40 + NEW + 1) * ENTRY
+    with offload(own, memory="1/13", path=tmp_path) as done:
+        found = generated(own, ids, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected) and type(found.past_key_values) is DynamicCache
+    assert (done.requests, done.requests_left_plain, done.report) == (0, 1, None)
+    with offload(own, memory="1/13", floor=full // 2, path=tmp_path) as done:
+        generated(own, ids)
+    assert (done.requests, done.requests_left_plain) == (0, 1)
+    for refused in ({"floor": full // 2 - 1}, {"strict": True}):
+        said = pytest.raises(BudgetError, match=rf"memory is {full // 13:,} bytes.*2 x {40 + NEW + 1} tokens need")
+        with offload(own, memory="1/13", path=tmp_path, **refused) as done, said:
+            generated(own, ids)
+        assert (done.requests, done.requests_left_plain) == (0, 0)
+
+
+def test_a_share_that_does_not_do_becomes_the_floor(tmp_path: Path) -> None:
+    """Where the full KV does not fit in that; one that does is kept."""
+    own, ids = long_model(), prompt(long_model(), 1, 1500)
+    full = (1500 + NEW + 1) * ENTRY
+    said = pytest.warns(UserWarning, match="memory='1/13' of a short request .* 400KiB a sequence")
+    with offload(own, memory="1/13", floor="400KiB", path=tmp_path) as done, said:
+        generated(own, ids)
+    assert (done.requests, done.requests_left_plain) == (1, 0) and done.report is not None
+    assert done.report.memory_budget == 400 * 2**10 > full // 13
+    assert done.report.peak_memory_bytes <= done.report.memory_budget
+    with offload(own, memory="1/2", floor="1GiB", path=tmp_path) as done:
+        generated(own, ids)
+    assert done.requests == 1 and done.report is not None and done.report.memory_budget == full // 2
+
+
+def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
+    """A request whose full KV fits in it needs no cache of ours; another is an error, whatever the floor."""
+    own, ids = model(), prompt(model(), 1, 40)
+    full = (40 + NEW + 1) * ENTRY
+    with offload(own, memory=full, path=tmp_path) as done:
+        generated(own, ids)
+    assert (done.requests, done.requests_left_plain) == (0, 1)
+    with offload(own, memory=full - 1, path=tmp_path), pytest.raises(BudgetError):
+        generated(own, ids)
+    with offload(own, memory=full, strict=True, path=tmp_path), pytest.raises(BudgetError):
+        generated(own, ids)
+
+
+def test_a_floor_is_a_size() -> None:
+    with pytest.raises(ConfigError, match="floor must be"), offload(model(), memory="1/13", floor="1/2"):
+        pass
+
+
+def test_a_cache_for_a_request() -> None:
+    """What `offload` gives a request, for who runs the model himself."""
+    own = model()
+    assert request_cache(DiskSwapCache, own, 60, memory="1/13") is None
+    with request_cache(DiskSwapCache, own, 60, 2, memory="1MiB") as cache:
+        assert isinstance(cache, DiskSwapCache)
+        assert (cache.config.memory, cache.config.max_context, cache.config.max_batch) == (2**20, 60, 2)
+    with request_cache(ClusterCache, own, 60, num_selected=80) as cache:
+        assert type(cache) is ClusterCache and cache.config.num_selected == 80 and cache.config.memory is None
+    with pytest.raises(BudgetError):
+        request_cache(DiskSwapCache, own, 60, memory="1/13", strict=True)

@@ -38,6 +38,7 @@ from long_models import long_fresh
 from packaging.version import Version
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
+from vision_models import gemma3_vl, qwen2_5_vl
 
 from hf_offload_cache import DiskSwapCache, detach
 from hf_offload_cache.errors import CacheClosedError, PromptError, SeamLostError, UnsupportedModelError
@@ -122,49 +123,6 @@ def test_accelerate_offload(place: str, tmp_path: Path) -> None:
         accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert model.model.layers[0].self_attn.q_proj.weight.device.type == "meta"
     check(model)
-
-
-def _text_config(**fields: Any) -> dict[str, Any]:
-    return {**harness.COMMON, "num_hidden_layers": 4, "head_dim": 16, **fields}
-
-
-def qwen2_5_vl() -> Any:
-    """A tiny Qwen2.5-VL: positions of three dimensions."""
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=_text_config(
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        ),
-        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
-        image_token_id=195,
-        video_token_id=196,
-        vision_start_token_id=197,
-        vision_end_token_id=198,
-    )
-    return harness.build(transformers.Qwen2_5_VLForConditionalGeneration, config)
-
-
-def gemma3_vl() -> Any:
-    """A tiny Gemma 3 with a vision tower: sliding and full layers in the text model."""
-    config = transformers.Gemma3Config(
-        text_config=_text_config(
-            query_pre_attn_scalar=16,
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        ),
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
-        image_token_index=195,
-        boi_token_index=196,
-        eoi_token_index=197,
-    )
-    return harness.build(transformers.Gemma3ForConditionalGeneration, config)
 
 
 @pytest.mark.parametrize("build", [qwen2_5_vl, gemma3_vl])
