@@ -46,17 +46,20 @@ class AnswerDocuments:
         cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), or "module:Class".
         memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
             document, its longest question and the answer ("1/13"); None: what `fields` come to.
-        document, questions: columns; that of questions has a text or a list of them.
+        document: the column that has a text.
+        questions: the column that has what is asked of it, a text or a list of them.
         contexts: where contexts are shared: a folder, or any URL of fsspec's. Contexts are saved in a folder ("file:"
             or a path, which may be mounted), and published elsewhere. Whoever may write there decides what is answered,
             unless they are encrypted (field `encryption_key`). Nothing there is ever removed.
         options: of the file system of `contexts`.
         level: what is kept of keys and values that are streamed, as of `publish_context`.
-        max_new_tokens, prefill_chunk: of an answer, and of a call of the model.
+        max_new_tokens: of an answer.
+        prefill_chunk: tokens of a call of the model.
         path: folder on a worker's disk for what its caches write; None: its temporary folder.
         errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
             it on the disk or the device) is in its row; "raise": it ends the job.
-        dtype, device: of the model; None: CUDA where there is one.
+        dtype: of the model; "auto": as it is stored.
+        device: of the model; None: CUDA where there is one.
         fields: of the cache's configuration.
 
     Called with a table of pyarrow's, or columns by name, it returns a table with these columns beside its own:
@@ -149,12 +152,15 @@ def answer_documents(
     and its document is given out again; all else goes on.
 
     Args:
-        model, cache, memory, options: of `AnswerDocuments`.
+        model: as of `AnswerDocuments`.
+        cache: likewise.
+        memory: likewise.
         concurrency: workers, or the fewest and the most of them.
         retries: how often a document is given out again whose worker died, before the job fails; -1: without end. What
             waits for such a worker counts, too.
         ray_options: of `map_batches`: `num_gpus=1`, say. Workers claim no CPU of Ray, so that those that read documents
             have one on the smallest machine; with `num_cpus=4` they do, and compute with as many threads.
+        options: all others of `AnswerDocuments`.
 
     Raises `ConfigError` for a cache or a field that there is not, and `ImportError` where Ray is missing.
     """

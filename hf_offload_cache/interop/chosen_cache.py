@@ -34,7 +34,8 @@ def offload_cache(
     Args:
         model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one.
         memory: the most that it may hold: bytes, "300MiB", or a share of the full KV such as "1/13".
-        max_context, max_batch: tokens a sequence, those that are generated included, and sequences.
+        max_context: tokens a sequence, those that are generated included.
+        max_batch: sequences, beams included.
         goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those whose
             perplexity is within 5% of its.
         hint: "long-prompt", or "long-output" where most of what is held will have been generated.

@@ -41,6 +41,7 @@ WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
 TEXT = (ROOT / "examples" / "document.txt").read_text()[:4500]
 
 SKIPPED = {
+    "docs/batch-inference.md": ["starts Ray, which takes half a minute; the block below has what its workers do"],
     "docs/streaming.md": ["needs an object store and a web server; the block below it does the same with a folder"],
     "docs/tuning.md": ["needs a file that tuning wrote, which takes minutes", "tuning takes minutes"],
 }
