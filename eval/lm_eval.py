@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,17 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
+from transformers import BitsAndBytesConfig
 
 from hf_offload_cache import offload
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
 from hf_offload_cache.errors import ConfigError
 
 from .continuations import Continuations, Scored
+from .model_arguments import BITS, sort_arguments
 
 TASKS = Path(__file__).parent / "tasks"
-_OWN = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 
 
 @register_model("hf-offload")
@@ -41,25 +41,32 @@ class OffloadLM(HFLM):
         cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
         memory: the most that a cache may hold, of each request: "300MiB", bytes, "1/13" of the full cache.
         path: folder on the disk to use.
-        others: arguments of `hf`, and fields of the cache ("exact=True").
+        others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True").
     """
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
         path: str | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        theirs = {name: value for name, value in others.items() if name in _OWN}
-        self.fields = {name: value for name, value in others.items() if name not in _OWN}
+        theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory)
         self.cache_name, self.memory, self.path = cache, memory, path
+        if theirs.get("device") is None:
+            theirs["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained is None:
-            dtype = theirs.pop("dtype", None)
-            chosen = None if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-            pretrained, theirs["tokenizer"] = load_default_model(chosen)
-        super().__init__(pretrained, **theirs)
+            dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
+            pretrained, theirs["tokenizer"] = load(None, dtype, theirs["device"])
+        super().__init__(pretrained, **theirs, **loading)
         adapters = getattr(self.model, "peft_config", None) or {}
         if cache != DYNAMIC and any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
             raise ConfigError("peft: an adapter that is a prompt is put in anew by each forward: use cache=dynamic")
+
+    def _create_model(self, *args: Any, quantization_config: Any = None, **kwargs: Any) -> None:
+        """transformers has no `load_in_4bit` any more, but a configuration of it."""
+        bits = {name: kwargs.pop(name) for name in BITS & kwargs.keys()}
+        if bits:
+            quantization_config = BitsAndBytesConfig(**bits)
+        super()._create_model(*args, quantization_config=quantization_config, **kwargs)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None

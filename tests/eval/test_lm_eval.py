@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from long_llama import SPARSE, long_model
@@ -40,6 +41,13 @@ def plain(**options: Any) -> Any:
 
 def ours(tmp_path: Path, **options: Any) -> Any:
     return OffloadLM(long_model(), tokenizer=words(), path=str(tmp_path), **{**OPTIONS, **options})
+
+
+def close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> bool:
+    return all(
+        own[0] == pytest.approx(theirs[0], abs=1e-4) and own[1] == theirs[1]
+        for own, theirs in zip(found, expected, strict=True)
+    )
 
 
 LENGTHS = ((700, 3), (90, 5))
@@ -128,6 +136,60 @@ def test_a_budget_is_of_each_request(tmp_path: Path) -> None:
         ours(tmp_path, memory=1000).loglikelihood(asked, disable_tqdm=True)
     info = lm.get_model_info()
     assert (info["cache"], info["cache_memory"], info["cache_fields"]) == ("disk-swap", "1/2", {})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model and its tokenizer, to be loaded by name."""
+    folder = tmp_path_factory.mktemp("model")
+    long_model().save_pretrained(folder)
+    words().save_pretrained(folder)
+    return str(folder)
+
+
+def test_what_from_pretrained_takes_goes_to_the_model(saved: str, tmp_path: Path) -> None:
+    """And what is an attribute of its configuration; fields go to the cache, hf's own arguments to hf."""
+    lm = OffloadLM(saved, path=str(tmp_path), device="cpu", dtype="bfloat16", trust_remote_code=True, num_selected=40,
+                   attn_implementation="eager", use_safetensors=True, rms_norm_eps=0.5, max_length=2000)  # fmt: skip
+    config = lm.model.config
+    assert (config._attn_implementation, config.rms_norm_eps, lm.model.dtype) == ("eager", 0.5, torch.bfloat16)
+    assert lm.fields == {"num_selected": 40}
+    found = lm.loglikelihood(instances("loglikelihood", CHOICES), disable_tqdm=True)
+    assert all(score < 0 for score, _ in found)
+
+
+def test_weights_of_four_bits(saved: str, tmp_path: Path) -> None:
+    """transformers has no argument of the old name; the scores are those of the model as transformers loads it."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    options = {"device": "cpu", "max_length": 2000}
+    lm = OffloadLM(saved, path=str(tmp_path), load_in_4bit=True, bnb_4bit_quant_type="nf4", exact=True, **options)
+    assert isinstance(lm.model.model.layers[0].mlp.up_proj, bitsandbytes.nn.Linear4bit)
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=bits)
+    asked = instances("loglikelihood", CHOICES[3:])
+    expected = HFLM(model, tokenizer=words(), **options).loglikelihood(asked, disable_tqdm=True)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
+
+
+def test_the_default_model_goes_where_it_is_told() -> None:
+    lm = OffloadLM(device="meta", dtype="bfloat16")
+    assert (lm.model.device.type, lm.model.dtype, lm.device.type) == ("meta", torch.bfloat16, "meta")
+
+
+@pytest.mark.parametrize(("wrong", "hint"), [
+    ({"num_selekted": 3}, "did you mean 'num_selected'"), ({"load_in_4bits": True}, "did you mean 'load_in_4bit'"),
+    ({"colour": "blue"}, "neither a field of cache=disk-swap"), ({"cache": "dynamic", "num_selected": 3}, "neither"),
+])  # fmt: skip
+def test_what_nobody_takes_is_refused(wrong: dict[str, Any], hint: str, saved: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        OffloadLM(saved, **wrong)
+
+
+def test_what_decides_how_a_model_is_loaded_needs_a_name() -> None:
+    for wrong in ({"attn_implementation": "eager"}, {"peft": "a folder"}, {"load_in_4bit": True}):
+        for model in (None, long_model()):
+            with pytest.raises(ConfigError, match="give pretrained=NAME"):
+                OffloadLM(model, **wrong)
 
 
 def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
