@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +17,38 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_offload_cache import offload
 from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
 from hf_offload_cache.errors import ConfigError
 
-from .continuations import Continuations, Scored
+from .continuations import Asked, Continuations, Needed, Scored
 from .model_arguments import BITS, sort_arguments
 
 TASKS = Path(__file__).parent / "tasks"
+_LOGGER = logging.getLogger(__name__)
 
 
 @register_model("hf-offload")
 class OffloadLM(HFLM):
     """As lm-eval's `hf`, with the KV cache of each request offloaded.
 
-    A context is prefilled into a cache once, and each continuation scored through a fork of it; of a cache that selects
-    the first score comes of a step that selects, too, since the context's last token is decoded and not prefilled.
-    Contexts that begin alike share what they have in common.
+    A context is prefilled into a cache once, and its continuations are scored through forks of that, `batch_size` of
+    them at a time; of a cache that selects the first score comes of a step that selects, too, since the context's last
+    token is decoded and not prefilled. Where everything is attended to, contexts that begin alike share what they have
+    in common.
 
     Args:
         pretrained: as of `hf`; None: the default model from its package.
         cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
-        memory: the most that a cache may hold, of each request: "300MiB", bytes, "1/13" of the full cache.
+        memory: the most that a cache may hold, of each request, or batch of them: "300MiB", bytes, "1/13" of the full
+            cache.
         path: folder on the disk to use.
-        others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True").
+        others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True"). Of
+            `batch_size`, "auto" is 1.
     """
 
     def __init__(
@@ -51,12 +58,21 @@ class OffloadLM(HFLM):
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory)
         self.cache_name, self.memory, self.path = cache, memory, path
+        self.report: Any = None
+        if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
+            _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
+            theirs["batch_size"] = 1
         if theirs.get("device") is None:
             theirs["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained is None:
             dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
             pretrained, theirs["tokenizer"] = load(None, dtype, theirs["device"])
         super().__init__(pretrained, **theirs, **loading)
+        layers = DynamicCache(config=self.model.config).layers
+        self._has_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        self._plain = cache == DYNAMIC or not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        if self._plain and cache != DYNAMIC:
+            _LOGGER.warning("%s keeps a state alone: there is nothing to offload", type(self.model).__name__)
         adapters = getattr(self.model, "peft_config", None) or {}
         if cache != DYNAMIC and any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
             raise ConfigError("peft: an adapter that is a prompt is put in anew by each forward: use cache=dynamic")
@@ -68,12 +84,16 @@ class OffloadLM(HFLM):
             quantization_config = BitsAndBytesConfig(**bits)
         super()._create_model(*args, quantization_config=quantization_config, **kwargs)
 
+    # --- log likelihoods ---------------------------------------------------------------------------------------
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Scored]:
-        if self.cache_name == DYNAMIC:
+        if self._plain:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-        continuations = Continuations(self._cache, self._logits, exact=bool(self.fields.get("exact")))
+        selects = offloading_class(self.cache_name).selects and not self.fields.get("exact")
+        pieces = not selects and not self._has_state
+        continuations = Continuations(self._cache, self._logits, pieces=pieces, batch=int(self.batch_size))
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         found: list[Scored] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:
@@ -84,31 +104,32 @@ class OffloadLM(HFLM):
                 bar.update()
         return found
 
-    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _fitting(self, context: list[int], continuation: list[int]) -> Asked:
         """What the model has room for, the last of it, as `hf` cuts it."""
         both = (*context, *continuation)[-(self.max_length + 1) :]
         return both[: -len(continuation)], both[-len(continuation) :]
 
-    def _cache(self, tokens: int) -> Any:
+    def _cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
         if self.memory is None:
             return cls(self.model, path=self.path, **self.fields)
-        return cls.for_budget(self.model, self.memory, tokens, path=self.path, **self.fields)
+        return cls.for_budget(self.model, self.memory, needed.tokens, needed.rows, path=self.path, **self.fields)
 
-    def _logits(self, ids: Sequence[int], cache: Any, *, wanted: bool) -> torch.Tensor:
-        """Log probabilities (t, vocabulary) behind each of these ids, or of the last alone."""
-        asked = torch.tensor([ids], device=self.device, dtype=torch.long)
+    def _logits(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
             keep = {} if wanted else {"logits_to_keep": 1}
-            logits = self.model(input_ids=asked, past_key_values=cache, use_cache=True, **keep).logits[0]
+            given = ids.to(self.device)
+            logits: torch.Tensor = self.model(input_ids=given, past_key_values=cache, use_cache=True, **keep).logits
         return logits.log_softmax(-1, dtype=self.softmax_dtype)
 
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        if self.cache_name == DYNAMIC:
-            return super()._model_generate(*args, **kwargs)
+    # --- texts -------------------------------------------------------------------------------------------------
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
+        if self._plain:
+            return super()._model_generate(context, max_length, stop, **options)
         with offload(self.model, self.cache_name, memory=self.memory, path=self.path, **self.fields) as done:
-            found = super()._model_generate(*args, **kwargs)
+            found = super()._model_generate(context, max_length, stop, **options)
         self.report = done.report
         return found
 
