@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from transformers import BitsAndBytesConfig, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_offload_cache import offload
+from hf_offload_cache.config import parse_memory
 from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
-from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
 
 from .continuations import Asked, Continuations, Needed, Scored
 from .model_arguments import BITS, sort_arguments
@@ -47,17 +49,21 @@ class OffloadLM(HFLM):
         memory: the most that a cache may hold, of each request, or batch of them: "300MiB", bytes, "1/13" of the full
             cache.
         path: folder on the disk to use.
+        strict: a request that is too short for a share of it to hold any such cache raises `BudgetError`. Else it has
+            transformers' own cache, as one has whose full cache is within `memory`; how many had is said.
         others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True"). Of
             `batch_size`, "auto" is 1.
     """
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
-        path: str | None = None, **others: Any,
+        path: str | None = None, strict: bool = False, **others: Any,
     ) -> None:  # fmt: skip
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory)
-        self.cache_name, self.memory, self.path = cache, memory, path
+        self.cache_name, self.memory, self.path, self.strict = cache, memory, path, strict
+        self.requests = self.plain_requests = 0
+        """Those that were answered, and those of them that had transformers' own cache for being short."""
         self.report: Any = None
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
@@ -111,9 +117,24 @@ class OffloadLM(HFLM):
 
     def _cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
+        self.requests += needed.requests
         if self.memory is None:
             return cls(self.model, path=self.path, **self.fields)
-        return cls.for_budget(self.model, self.memory, needed.tokens, needed.rows, path=self.path, **self.fields)
+        try:
+            return cls.for_budget(self.model, self.memory, needed.tokens, needed.rows, path=self.path, **self.fields)
+        except BudgetError:
+            if not self._may_be_plain(needed.tokens, needed.rows):
+                raise
+        self.plain_requests += needed.requests
+        return nullcontext(DynamicCache(config=self.model.config))
+
+    def _may_be_plain(self, tokens: int, rows: int) -> bool:
+        """Whether a request that no cache has room for is to be answered all the same: it is short, as shares of it
+        are, or within the budget as it is."""
+        if self.memory is None or self.strict:
+            return False
+        full = Geometry.of(self.model).full_kv_bytes(tokens, rows)
+        return "/" in str(self.memory) or full <= parse_memory(self.memory, full)
 
     def _logits(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
         mixed = self.mixed_precision_dtype
@@ -128,15 +149,42 @@ class OffloadLM(HFLM):
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
         if self._plain:
             return super()._model_generate(context, max_length, stop, **options)
-        with offload(self.model, self.cache_name, memory=self.memory, path=self.path, **self.fields) as done:
-            found = super()._model_generate(context, max_length, stop, **options)
-        self.report = done.report
+        self.requests += len(context)
+        try:
+            with offload(self.model, self.cache_name, memory=self.memory, path=self.path, **self.fields) as done:
+                found = super()._model_generate(context, max_length, stop, **options)
+        except BudgetError:
+            if not self._may_be_plain(max_length, len(context)):
+                raise
+        else:
+            self.report = done.report
+            return found
+        self.plain_requests += len(context)
+        return super()._model_generate(context, max_length, stop, **options)
+
+    # --- what is said ------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().loglikelihood(*args, **kwargs))
+
+    def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().loglikelihood_rolling(*args, **kwargs))
+
+    def generate_until(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().generate_until(*args, **kwargs))
+
+    def _told(self, found: Any) -> Any:
+        if self.plain_requests:
+            _LOGGER.warning(
+                "%d of %d requests so far were too short for memory=%s, and had transformers' own cache; strict=True "
+                "refuses them", self.plain_requests, self.requests, self.memory,
+            )  # fmt: skip
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """And which cache it was."""
+        """And which cache it was, and how many requests were too short for it."""
         own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
-        return {**super().get_model_info(), **own}
+        return {**super().get_model_info(), **own, "cache_plain_requests": self.plain_requests}
 
 
 def main() -> None:

@@ -226,6 +226,32 @@ def test_a_budget_is_of_each_request_or_batch(tmp_path: Path, monkeypatch: pytes
     assert (info["cache"], info["cache_memory"], info["cache_fields"]) == ("disk-swap", "1/2", {})
 
 
+def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact, quiet = plain(), {"disable_tqdm": True}
+    scored = instances("loglikelihood", [(text(40, 3), " w5 w6"), (text(40, 3), " w7"), (text(1900, 3), " w6 w8")])
+    asked = instances("generate_until", [(text(length, 3), {"max_gen_toks": 5}) for length in (40, 1900)])
+    lm = ours(tmp_path, memory="1/3")
+    assert close(lm.loglikelihood(scored, **quiet)[:2], exact.loglikelihood(scored[:2], **quiet))
+    assert "2 of 3 requests" in caplog.text and "memory=1/3" in caplog.text
+    assert lm.generate_until(asked, **quiet)[0] == exact.generate_until(asked[:1], **quiet)[0]
+    assert "3 of 5 requests" in caplog.text and lm.get_model_info()["cache_plain_requests"] == 3
+    strict = ours(tmp_path, memory="1/3", strict=True)
+    for own, requests in ((strict.loglikelihood, scored), (strict.generate_until, asked)):
+        with pytest.raises(BudgetError):
+            own(requests, **quiet)
+
+
+def test_requests_within_bytes_as_they_are_are_answered_plainly_and_no_others(tmp_path: Path) -> None:
+    lm = ours(tmp_path, memory=Geometry.of(long_model()).full_kv_bytes(42, 1))
+    short, longer = (instances("loglikelihood", [(text(length, 3), " w6 w8")]) for length in (40, 41))
+    expected = plain().loglikelihood(short, disable_tqdm=True)
+    assert close(lm.loglikelihood(short, disable_tqdm=True), expected) and lm.plain_requests == 1
+    with pytest.raises(BudgetError):
+        lm.loglikelihood(longer, disable_tqdm=True)
+
+
 def test_a_batch_that_is_to_be_found_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = instances("loglikelihood", CHOICES)
     lm = ours(tmp_path, batch_size="auto:4", exact=True)
