@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 from transformers import BitsAndBytesConfig, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -187,11 +188,23 @@ class OffloadLM(HFLM):
         return {**super().get_model_info(), **own, "cache_plain_requests": self.plain_requests}
 
 
+class _OurTasks(TaskManager):
+    """Knows the tasks beside this file, and those that a user includes, which come first where they have a name of
+    ours."""
+
+    def __init__(self, *args: Any, include_path: Any = None, **kwargs: Any) -> None:
+        given = include_path if isinstance(include_path, list | tuple) else [include_path] if include_path else []
+        super().__init__(*args, include_path=[TASKS, *given], **kwargs)
+
+
 def main() -> None:
     """lm-eval's own, which finds the tasks beside this file, too."""
-    if not any(one.startswith("--include_path") for one in sys.argv[1:]) and len(sys.argv) > 1:
-        sys.argv += ["--include_path", str(TASKS)]
-    cli_evaluate()
+    theirs = lm_eval.tasks.TaskManager
+    lm_eval.tasks.TaskManager = _OurTasks  # its commands have place for one folder, the user's
+    try:
+        cli_evaluate()
+    finally:
+        lm_eval.tasks.TaskManager = theirs
 
 
 if __name__ == "__main__":
