@@ -2,78 +2,140 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 Scored = tuple[float, bool]
 """Log probability of a continuation, and whether each of its tokens is the most probable one."""
-Asked = tuple[tuple[int, ...], tuple[int, ...]]
+Tokens = tuple[int, ...]
+Asked = tuple[Tokens, Tokens]
 """Ids of a context, one at least, and of a continuation."""
 _LEAST_SHARED = 256
 """Tokens from which on it pays to fork what contexts have in common."""
 
 
-class Logits(Protocol):
-    """Runs ids behind what a cache holds; log probabilities (t, vocabulary), those `wanted`, or the last alone."""
+class Needed(NamedTuple):
+    """What a cache is made for."""
 
-    def __call__(self, ids: Sequence[int], cache: Any, *, wanted: bool) -> torch.Tensor: ...
+    tokens: int
+    """Of the longest sequence."""
+    rows: int
+    """The most sequences at a time."""
+    requests: int
+    """Continuations that are scored through it and its forks."""
+
+
+class Logits(Protocol):
+    """Runs ids (B, t) behind what a cache holds; log probabilities (B, t, vocabulary), those `wanted`, or (B, 1,
+    vocabulary), the last alone."""
+
+    def __call__(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor: ...
 
 
 class Continuations:
     """In the thread that runs the model.
 
+    A context goes through the model once, at batch 1; its continuations are scored through forks of what it left, up to
+    `batch` of them at once, as rows that share the history.
+
+    What a cache that selects learns of a context depends on the pieces in which that comes, and so does the state of
+    some models. Only where neither is there do contexts that begin alike share what they have in common: no score
+    depends on what else was asked.
+
     Args:
-        make: a cache for so many tokens.
-        exact: a cache attends to everything: a continuation goes through the model in one piece. Else token by token,
-            as it is generated, since no cache selects for several tokens at once.
+        make: a cache; closed on leaving.
+        pieces: what comes of a text does not depend on the pieces in which it goes through the model: a continuation
+            does in one. Else token by token, as it is generated: no cache selects for several tokens at once.
+        batch: the most continuations at a time.
     """
 
-    def __init__(self, make: Callable[[int], Any], logits: Logits, *, exact: bool) -> None:
-        self._make, self._logits, self._exact = make, logits, exact
+    def __init__(
+        self, make: Callable[[Needed], AbstractContextManager[Any]], logits: Logits, *, pieces: bool, batch: int = 1
+    ) -> None:
+        self._make, self._logits, self._pieces, self._batch = make, logits, pieces, batch
 
     def scored(self, asked: Sequence[Asked]) -> Iterator[tuple[int, Scored]]:
         """Place in `asked`, and score, in the order in which they are done."""
-        places = defaultdict[tuple[int, ...], list[int]](list)
+        places = defaultdict[Tokens, list[int]](list)
         for place, (context, _) in enumerate(asked):
             places[context].append(place)
-        for contexts, shared in runs(sorted(places)):
-            longest = max(len(context) + len(asked[place][1]) for context in contexts for place in places[context])
-            with self._make(longest) as base:
+        batches = {context: self._batches(context, own, asked) for context, own in places.items()}
+        alone = ([[context], 0] for context in sorted(places))
+        for contexts, shared in runs(sorted(places)) if self._pieces else alone:
+            each = [place for context in contexts for place in places[context]]
+            needed = Needed(
+                max(sum(map(len, asked[place])) for place in each),
+                max(len(rows) for context in contexts for rows in batches[context]),
+                len(each),
+            )
+            with self._make(needed) as base:
                 self._prefill(contexts[0][:shared], base)
                 for context in contexts:
                     with _own(base, alone=len(contexts) == 1) as own:
                         self._prefill(context[shared:-1], own)
-                        for place in places[context]:
-                            with _own(own, alone=len(places[context]) == 1) as each:
-                                yield place, self._score(context[-1], asked[place][1], each)
+                        for rows in batches[context]:
+                            with _own(own, alone=len(batches[context]) == 1) as cache:
+                                yield from self._scores(rows, asked, cache, held=len(context) > 1)
 
-    def _prefill(self, ids: Sequence[int], cache: Any) -> None:
+    def _batches(self, context: Tokens, places: list[int], asked: Sequence[Asked]) -> list[dict[Tokens, list[int]]]:
+        """By what is given to the model behind a context but its last token, the places that are scored by it: all
+        whose continuations differ in their last token alone. Those of one length together, since a batch is as long as
+        its longest."""
+        rows = defaultdict[Tokens, list[int]](list)
+        for place in places:
+            rows[(context[-1], *asked[place][1][:-1])].append(place)
+        ordered = sorted(rows, key=lambda given: (len(given), given))
+        return [
+            {given: rows[given] for given in ordered[start : start + self._batch]}
+            for start in range(0, len(ordered), self._batch)
+        ]
+
+    def _prefill(self, ids: Tokens, cache: Any) -> None:
         if ids:
-            self._logits(ids, cache, wanted=False)
+            self._logits(_padded([ids]), cache, wanted=False)
 
-    def _score(self, last: int, continuation: Sequence[int], cache: Any) -> Scored:
-        """Of a continuation behind a context's last token, which the cache does not hold yet."""
-        given = (last, *continuation[:-1])
-        if self._exact:
-            logits = self._logits(given, cache, wanted=True)
-        else:
-            logits = torch.cat([self._logits([one], cache, wanted=True) for one in given])
-        tokens = torch.tensor(continuation, device=logits.device)
-        found = logits.gather(1, tokens[:, None])
-        return float(found.sum()), bool((logits.argmax(-1) == tokens).all())
+    def _scores(
+        self, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, held: bool
+    ) -> Iterator[tuple[int, Scored]]:
+        """Of the continuations behind the one row that the cache has `held` anything of. Shorter rows end with what
+        nobody asks for."""
+        if len(rows) > 1 and held:
+            cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))  # the only one that layers with a state have
+        places = [place for own in rows.values() for place in own]
+        row_of = torch.tensor([row for row, own in enumerate(rows.values()) for _ in own], dtype=torch.long)
+        ids, targets = _padded(list(rows)), _padded([asked[place][1] for place in places])
+        found, best = [], []
+        for start, piece in enumerate([ids] if self._pieces else ids.split(1, 1)):
+            logits = self._logits(piece, cache, wanted=True)
+            own, following = row_of.to(logits.device), targets[:, start : start + piece.shape[1]].to(logits.device)
+            found.append(logits[own[:, None], torch.arange(piece.shape[1], device=logits.device), following])
+            best.append(logits.argmax(-1)[own] == following)
+        every, most = torch.cat(found, 1).cpu(), torch.cat(best, 1).cpu()
+        for place, own, probable in zip(places, every, most, strict=True):
+            count = len(asked[place][1])
+            yield place, (float(own[:count].sum()), bool(probable[:count].all()))
+
+
+def _padded(rows: Sequence[Tokens]) -> torch.Tensor:
+    """(B, t) of rows; the last token of a shorter one again and again."""
+    longest = max(map(len, rows))
+    return torch.tensor([(*row, *row[-1:] * (longest - len(row))) for row in rows], dtype=torch.long)
 
 
 def _own(cache: Any, *, alone: bool) -> AbstractContextManager[Any]:
     """A fork that is closed on leaving; where nobody else needs the cache, the cache itself."""
-    found: AbstractContextManager[Any] = nullcontext(cache) if alone else cache.fork()
-    return found
+    if alone:
+        return nullcontext(cache)
+    twin = copy.deepcopy(cache)
+    return closing(twin) if hasattr(twin, "close") else nullcontext(twin)
 
 
-def runs(contexts: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+def runs(contexts: Sequence[Tokens]) -> Iterator[tuple[list[Tokens], int]]:
     """Neighbours of sorted contexts that begin alike, and how many tokens all of them do, each less its last token."""
     first = 0
     while first < len(contexts):

@@ -5,68 +5,101 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
+from transformers import BitsAndBytesConfig, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_offload_cache import offload
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
 from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.interop.request_cache import request_cache
 
-from .continuations import Continuations, Scored
+from .continuations import Asked, Continuations, Needed, Scored
+from .model_arguments import BITS, sort_arguments
 
 TASKS = Path(__file__).parent / "tasks"
-_OWN = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+_LOGGER = logging.getLogger(__name__)
 
 
 @register_model("hf-offload")
 class OffloadLM(HFLM):
     """As lm-eval's `hf`, with the KV cache of each request offloaded.
 
-    A context is prefilled into a cache once, and each continuation scored through a fork of it; of a cache that selects
-    the first score comes of a step that selects, too, since the context's last token is decoded and not prefilled.
-    Contexts that begin alike share what they have in common.
+    A context is prefilled into a cache once, and its continuations are scored through forks of that, `batch_size` of
+    them at a time; of a cache that selects the first score comes of a step that selects, too, since the context's last
+    token is decoded and not prefilled. Where everything is attended to, contexts that begin alike share what they have
+    in common.
 
     Args:
         pretrained: as of `hf`; None: the default model from its package.
         cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
-        memory: the most that a cache may hold, of each request: "300MiB", bytes, "1/13" of the full cache.
+        memory: the most that a cache may hold, of each request, or batch of them: "300MiB", bytes, "1/13" of the full
+            cache.
         path: folder on the disk to use.
-        others: arguments of `hf`, and fields of the cache ("exact=True").
+        strict: a request that is too short for a share of it to hold any such cache raises `BudgetError`. Else it has
+            64 MiB a sequence, or transformers' own cache where that is less (`request_cache`); how many had is said.
+        others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True"). Of
+            `batch_size`, "auto" is 1.
     """
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
-        path: str | None = None, **others: Any,
+        path: str | None = None, strict: bool = False, **others: Any,
     ) -> None:  # fmt: skip
-        theirs = {name: value for name, value in others.items() if name in _OWN}
-        self.fields = {name: value for name, value in others.items() if name not in _OWN}
+        theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory)
-        self.cache_name, self.memory, self.path = cache, memory, path
+        self.cache_name, self.memory, self.path, self.strict = cache, memory, path, strict
+        self.requests = self.plain_requests = 0
+        """Those that were answered, and those of them that had transformers' own cache for being short."""
+        self.report: Any = None
+        if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
+            _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
+            theirs["batch_size"] = 1
+        if theirs.get("device") is None:
+            theirs["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained is None:
-            dtype = theirs.pop("dtype", None)
-            chosen = None if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-            pretrained, theirs["tokenizer"] = load_default_model(chosen)
-        super().__init__(pretrained, **theirs)
+            dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
+            pretrained, theirs["tokenizer"] = load(None, dtype, theirs["device"])
+        super().__init__(pretrained, **theirs, **loading)
+        layers = DynamicCache(config=self.model.config).layers
+        self._has_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        self._plain = cache == DYNAMIC or not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        if self._plain and cache != DYNAMIC:
+            _LOGGER.warning("%s keeps a state alone: there is nothing to offload", type(self.model).__name__)
         adapters = getattr(self.model, "peft_config", None) or {}
         if cache != DYNAMIC and any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
             raise ConfigError("peft: an adapter that is a prompt is put in anew by each forward: use cache=dynamic")
 
+    def _create_model(self, *args: Any, quantization_config: Any = None, **kwargs: Any) -> None:
+        """transformers has no `load_in_4bit` any more, but a configuration of it."""
+        bits = {name: kwargs.pop(name) for name in BITS & kwargs.keys()}
+        if bits:
+            quantization_config = BitsAndBytesConfig(**bits)
+        super()._create_model(*args, quantization_config=quantization_config, **kwargs)
+
+    # --- log likelihoods ---------------------------------------------------------------------------------------
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Scored]:
-        if self.cache_name == DYNAMIC:
+        if self._plain:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-        continuations = Continuations(self._cache, self._logits, exact=bool(self.fields.get("exact")))
+        selects = offloading_class(self.cache_name).selects and not self.fields.get("exact")
+        pieces = not selects and not self._has_state
+        continuations = Continuations(self._cache, self._logits, pieces=pieces, batch=int(self.batch_size))
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         found: list[Scored] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:
@@ -77,45 +110,86 @@ class OffloadLM(HFLM):
                 bar.update()
         return found
 
-    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _fitting(self, context: list[int], continuation: list[int]) -> Asked:
         """What the model has room for, the last of it, as `hf` cuts it."""
         both = (*context, *continuation)[-(self.max_length + 1) :]
         return both[: -len(continuation)], both[-len(continuation) :]
 
-    def _cache(self, tokens: int) -> Any:
+    def _cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
-        if self.memory is None:
-            return cls(self.model, path=self.path, **self.fields)
-        return cls.for_budget(self.model, self.memory, tokens, path=self.path, **self.fields)
+        self.requests += needed.requests
+        own = request_cache(
+            cls, self.model, needed.tokens, needed.rows, memory=self.memory, strict=self.strict, path=self.path,
+            **self.fields,
+        )  # fmt: skip
+        if own is not None:
+            return own
+        self.plain_requests += needed.requests
+        return nullcontext(DynamicCache(config=self.model.config))
 
-    def _logits(self, ids: Sequence[int], cache: Any, *, wanted: bool) -> torch.Tensor:
-        """Log probabilities (t, vocabulary) behind each of these ids, or of the last alone."""
-        asked = torch.tensor([ids], device=self.device, dtype=torch.long)
+    def _logits(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
             keep = {} if wanted else {"logits_to_keep": 1}
-            logits = self.model(input_ids=asked, past_key_values=cache, use_cache=True, **keep).logits[0]
+            given = ids.to(self.device)
+            logits: torch.Tensor = self.model(input_ids=given, past_key_values=cache, use_cache=True, **keep).logits
         return logits.log_softmax(-1, dtype=self.softmax_dtype)
 
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        if self.cache_name == DYNAMIC:
-            return super()._model_generate(*args, **kwargs)
-        with offload(self.model, self.cache_name, memory=self.memory, path=self.path, **self.fields) as done:
-            found = super()._model_generate(*args, **kwargs)
-        self.report = done.report
+    # --- texts -------------------------------------------------------------------------------------------------
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
+        if self._plain:
+            return super()._model_generate(context, max_length, stop, **options)
+        self.requests += len(context)
+        limits = {"memory": self.memory, "strict": self.strict, "path": self.path}
+        with offload(self.model, self.cache_name, **limits, **self.fields) as done:
+            found = super()._model_generate(context, max_length, stop, **options)
+        self.plain_requests += len(context) * done.requests_left_plain
+        self.report = done.report or self.report
+        return found
+
+    # --- what is said ------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().loglikelihood(*args, **kwargs))
+
+    def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().loglikelihood_rolling(*args, **kwargs))
+
+    def generate_until(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().generate_until(*args, **kwargs))
+
+    def _told(self, found: Any) -> Any:
+        if self.plain_requests:
+            _LOGGER.warning(
+                "%d of %d requests so far were too short for memory=%s, and had transformers' own cache; strict=True "
+                "refuses them", self.plain_requests, self.requests, self.memory,
+            )  # fmt: skip
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """And which cache it was."""
+        """And which cache it was, and how many requests were too short for it."""
         own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
-        return {**super().get_model_info(), **own}
+        return {**super().get_model_info(), **own, "cache_plain_requests": self.plain_requests}
+
+
+class _OurTasks(TaskManager):
+    """Knows the tasks beside this file, and those that a user includes, which come first where they have a name of
+    ours."""
+
+    def __init__(self, *args: Any, include_path: Any = None, **kwargs: Any) -> None:
+        given = include_path if isinstance(include_path, list | tuple) else [include_path] if include_path else []
+        super().__init__(*args, include_path=[TASKS, *given], **kwargs)
 
 
 def main() -> None:
     """lm-eval's own, which finds the tasks beside this file, too."""
-    if not any(one.startswith("--include_path") for one in sys.argv[1:]) and len(sys.argv) > 1:
-        sys.argv += ["--include_path", str(TASKS)]
-    cli_evaluate()
+    theirs = lm_eval.tasks.TaskManager
+    lm_eval.tasks.TaskManager = _OurTasks  # its commands have place for one folder, the user's
+    try:
+        cli_evaluate()
+    finally:
+        lm_eval.tasks.TaskManager = theirs
 
 
 if __name__ == "__main__":

@@ -9,15 +9,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from long_llama import SPARSE, long_model
+from long_llama import SOME, SPARSE, long_model
+from walk import tiny_model
 from words import words
 
-from eval.continuations import Continuations, runs
+from eval.continuations import Asked, Continuations, Needed, runs
 from eval.lm_eval import OffloadLM
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.registry import CACHES
 
 OPTIONS: dict[str, Any] = {"max_length": 2000, "device": "cpu"}
@@ -42,31 +45,110 @@ def ours(tmp_path: Path, **options: Any) -> Any:
     return OffloadLM(long_model(), tokenizer=words(), path=str(tmp_path), **{**OPTIONS, **options})
 
 
+def likeliest(document: str) -> str:
+    """The word that the model would go on with."""
+    ids = torch.tensor([words()(document)["input_ids"]])
+    with torch.no_grad():
+        return f" w{int(long_model()(ids).logits[0, -1].argmax())}"
+
+
 LENGTHS = ((700, 3), (90, 5))
 CHOICES = [(text(length, step), f" {text(size, 7 * size)}") for length, step in LENGTHS for size in (1, 2, 5)]
 """Three continuations of a long context, and of a short one."""
+ALIKE = [(text(700, 3), end) for end in (" w7 w8", " w7 w9", " w11", " w7 w8", f" {text(9, 4)}")]
+"""More of the long one: two that differ in their last word, one of another length, one once more."""
 
 
-@pytest.mark.parametrize("name", list(CACHES))
-def test_exact_scores_are_the_plain_ones(name: str, tmp_path: Path) -> None:
-    asked = instances("loglikelihood", [*CHOICES, (text(400, 3) + " w9 w8", " w7"), ("", " w5 w6")])
+def close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> bool:
+    return all(
+        own[0] == pytest.approx(theirs[0], abs=1e-4) and own[1] == theirs[1]
+        for own, theirs in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in CACHES), ("disk-swap", 3), ("cluster", 8)])
+def test_exact_scores_are_the_plain_ones(name: str, batch: int, tmp_path: Path) -> None:
+    document = text(400, 3) + " w9 w8"
+    asked = instances("loglikelihood", [*CHOICES, *ALIKE, (document, likeliest(document)), ("", " w5 w6")])
     expected = plain().loglikelihood(asked, disable_tqdm=True)
-    found = ours(tmp_path, cache=name, exact=True).loglikelihood(asked, disable_tqdm=True)
-    for own, theirs in zip(found, expected, strict=True):
-        assert own[0] == pytest.approx(theirs[0], abs=1e-4) and own[1] == theirs[1]
+    lm = ours(tmp_path, cache=name, exact=True, batch_size=batch)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected) and expected[-2][1]
     rolling = instances("loglikelihood_rolling", [(text(300, 3),), (text(2500, 5),)])  # the second in windows
-    expected, lm = plain().loglikelihood_rolling(rolling, disable_tqdm=True), ours(tmp_path, cache=name, exact=True)
+    expected = plain().loglikelihood_rolling(rolling, disable_tqdm=True)
     assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", list(CACHES))
+def test_a_batch_has_the_scores_of_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cache selects, and in fewer forwards: one for each token of the longest of a batch. Five rows go behind
+    the long context, of one, two, two, five and nine tokens, and three behind the short one."""
+    asked = instances("loglikelihood", [*CHOICES, *ALIKE])
+    alone = ours(tmp_path, cache=name, **SOME).loglikelihood(asked, disable_tqdm=True)
+    shapes = forwards(monkeypatch)
+    batched = ours(tmp_path, cache=name, batch_size=5, **SOME).loglikelihood(asked, disable_tqdm=True)
+    assert close(batched, alone)
+    steps = [rows for rows, tokens in shapes if tokens <= 2]  # one cache adds a token of its own, once without another
+    assert {rows: steps.count(rows) - (name == "spec") for rows in steps} == {5: 9, 3: 5}
+    assert not close(batched, ours(tmp_path, exact=True).loglikelihood(asked, disable_tqdm=True))
+
+
+@pytest.mark.parametrize("name", ["Lfm2", "Jamba", "Gemma3Text"])
+def test_states_and_windows_go_with_a_batch(name: str, tmp_path: Path) -> None:
+    """Convolutions; a state that goes on in steps of one token alone; windows."""
+    model = tiny_model(getattr(transformers, f"{name}Config"))
+    document, *questions = (list(torch.randint(5, 60, (count,)).tolist()) for count in (300, 20, 30))
+    asked = [(None, document + question, end) for question in questions for end in ([5], [6, 7], [6, 8], [9, 9, 9])]
+    asked.append((None, [7, 5], [6, 7]))
+    options = {"tokenizer": words(), **OPTIONS}
+    expected = HFLM(model, **options)._loglikelihood_tokens(asked, disable_tqdm=True)
+    lm = OffloadLM(model, path=str(tmp_path), exact=True, batch_size=4, **options)
+    assert close(lm._loglikelihood_tokens(asked, disable_tqdm=True), expected)
+
+
+def test_a_model_that_keeps_a_state_alone_is_plain(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(transformers.MambaConfig)
+    asked = [(None, [7, 5, 9], [6, 7]), (None, [7, 5, 9], [8])]
+    lm = OffloadLM(model, tokenizer=words(), **OPTIONS)
+    expected = HFLM(model, tokenizer=words(), **OPTIONS)._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert lm._loglikelihood_tokens(asked, disable_tqdm=True) == expected
+    assert "nothing to offload" in caplog.text
+
+
+@pytest.mark.parametrize("name", list(CACHES))
+def test_a_score_does_not_depend_on_what_else_was_asked(name: str, tmp_path: Path) -> None:
+    """A neighbour begins with the same tokens; what is learnt of them is not what is learnt of the whole context."""
+    document = text(640, 3)
+    own, neighbour = (f"{document} {text(200, seed)}" for seed in (7, 11))
+    lm = ours(tmp_path, cache=name, **SOME)
+    (alone,) = lm.loglikelihood(instances("loglikelihood", [(own, " w5 w6 w9")]), disable_tqdm=True)
+    both = [(neighbour, " w5 w6"), (own, " w5 w6 w9"), (neighbour + " w8", " w5 w6")]
+    assert lm.loglikelihood(instances("loglikelihood", both), disable_tqdm=True)[1] == alone
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
 def test_exact_texts_are_the_plain_ones(batch: int, tmp_path: Path) -> None:
     options = {"max_gen_toks": 9, "until": ["w4"], "do_sample": False}
-    asked = instances("generate_until", [(text(length, length), options) for length in (300, 301, 80)])
+    asked = instances("generate_until", [(text(length, length), options) for length in (300, 301, 80, 12, 1)])
     expected = plain(batch_size=batch).generate_until(asked, disable_tqdm=True)
     lm = ours(tmp_path, batch_size=batch, exact=True)
     assert lm.generate_until(asked, disable_tqdm=True) == expected
-    assert lm.report is not None and lm.report.tokens > 80
+    assert lm.report is not None and lm.report.tokens > 1
+
+
+def test_a_batch_of_texts_has_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all its rows, padded ones too; each batch has a cache of its own."""
+    asked = instances("generate_until", [(text(length, 3), {"max_gen_toks": 5}) for length in (1500, 1400, 1300)])
+    lm, peaks, of_batch = ours(tmp_path, memory="1/3", batch_size=2), [], OffloadLM._model_generate
+
+    def noted(self: OffloadLM, context: torch.Tensor, max_length: int, *args: Any, **kwargs: Any) -> Any:
+        found = of_batch(self, context, max_length, *args, **kwargs)
+        full = Geometry.of(self.model).full_kv_bytes(max_length, len(context))
+        peaks.append((len(context), self.report.peak_memory_bytes * 3 / full))
+        return found
+
+    monkeypatch.setattr(OffloadLM, "_model_generate", noted)
+    assert len(lm.generate_until(asked, disable_tqdm=True)) == 3
+    assert [rows for rows, _ in peaks] == [2, 1] and all(0.2 < share <= 1 for _, share in peaks)
 
 
 def test_dynamic_is_plain(tmp_path: Path) -> None:
@@ -75,28 +157,33 @@ def test_dynamic_is_plain(tmp_path: Path) -> None:
     assert lm.loglikelihood(asked, disable_tqdm=True) == plain().loglikelihood(asked, disable_tqdm=True)
 
 
-def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Told the tokens of each forward of more than one."""
-    counts: list[int] = []
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Told the rows and tokens of each forward."""
+    shapes: list[tuple[int, int]] = []
     forward = type(long_model()).forward
 
     def counted(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if input_ids.shape[1] > 1:
-            counts.append(input_ids.shape[1])
+        shapes.append((input_ids.shape[0], input_ids.shape[1]))
         return forward(self, input_ids, **kwargs)
 
     monkeypatch.setattr(type(long_model()), "forward", counted)
-    return counts
+    return shapes
 
 
-def test_a_context_is_prefilled_once_and_what_is_shared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two questions of three answers each about one document, and one about another."""
-    document, counts = text(400, 3), prefilled(monkeypatch)
+@pytest.mark.parametrize("fields", [{"exact": True}, SPARSE])
+def test_a_context_is_prefilled_once_and_what_is_shared_once(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two questions of three answers each about one document, and one about another; where a cache selects, nothing is
+    shared but a context's own."""
+    document, shapes = text(400, 3), forwards(monkeypatch)
     asked = [(f"{document} {text(20, seed)}", f" w{answer}") for seed in (7, 11) for answer in (5, 6, 9)]
-    lm = ours(tmp_path, cache="disk-swap", **SPARSE)
+    lm = ours(tmp_path, cache="disk-swap", **fields)
     lm.loglikelihood(instances("loglikelihood", [*asked, (text(90, 5), " w5 w6")]), disable_tqdm=True)
     shared = 400 + _common_words(text(20, 7), text(20, 11))
-    assert sorted(counts) == sorted([shared, 419 - shared, 419 - shared, 89])
+    whole = [419, 419] if fields is SPARSE else [shared, 419 - shared, 419 - shared]
+    assert sorted(tokens for _, tokens in shapes if tokens > 2) == sorted([*whole, 89])
+    assert len(shapes) == len(whole) + 1 + (4 if fields is SPARSE else 3)  # answers differ in their last token
 
 
 def _common_words(one: str, other: str) -> int:
@@ -120,14 +207,112 @@ def test_scores_go_through_the_selection(tmp_path: Path) -> None:
     assert max(abs(own[0] - theirs[0]) for own, theirs in zip(found[:3], exact[:3], strict=True)) > 1e-3
 
 
-def test_a_budget_is_of_each_request(tmp_path: Path) -> None:
-    asked = instances("loglikelihood", [(text(1200, 3), " w5"), (text(1200, 3), " w6 w7")])
-    lm = ours(tmp_path, memory="1/2")
-    assert all(score < 0 for score, _ in lm.loglikelihood(asked, disable_tqdm=True))
+def test_a_budget_is_of_each_request_or_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = instances("loglikelihood", [(text(1200, 3), end) for end in (" w5", " w6 w7", " w7 w7", " w8 w7")])
+    lm, planned, made = ours(tmp_path, memory="1/2"), [], DiskSwapCache.for_budget
+
+    def noted(*args: Any, **kwargs: Any) -> DiskSwapCache:
+        planned.append(args[1:])
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(DiskSwapCache, "for_budget", noted)
+    for batch in (1, 3):
+        lm = ours(tmp_path, memory="1/2", batch_size=batch)
+        assert all(score < 0 for score, _ in lm.loglikelihood(asked, disable_tqdm=True))
+    assert planned == [("1/2", 1202, 1), ("1/2", 1202, 3)]
     with pytest.raises(BudgetError):
         ours(tmp_path, memory=1000).loglikelihood(asked, disable_tqdm=True)
     info = lm.get_model_info()
     assert (info["cache"], info["cache_memory"], info["cache_fields"]) == ("disk-swap", "1/2", {})
+
+
+def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact, quiet = plain(), {"disable_tqdm": True}
+    scored = instances("loglikelihood", [(text(40, 3), " w5 w6"), (text(40, 3), " w7"), (text(1900, 3), " w6 w8")])
+    asked = instances("generate_until", [(text(length, 3), {"max_gen_toks": 5}) for length in (40, 1900)])
+    lm = ours(tmp_path, memory="1/3")
+    assert close(lm.loglikelihood(scored, **quiet)[:2], exact.loglikelihood(scored[:2], **quiet))
+    assert "2 of 3 requests" in caplog.text and "memory=1/3" in caplog.text
+    assert lm.generate_until(asked, **quiet)[0] == exact.generate_until(asked[:1], **quiet)[0]
+    assert "3 of 5 requests" in caplog.text and lm.get_model_info()["cache_plain_requests"] == 3
+    strict = ours(tmp_path, memory="1/3", strict=True)
+    for own, requests in ((strict.loglikelihood, scored), (strict.generate_until, asked)):
+        with pytest.raises(BudgetError):
+            own(requests, **quiet)
+
+
+def test_requests_within_bytes_as_they_are_are_answered_plainly_and_no_others(tmp_path: Path) -> None:
+    lm = ours(tmp_path, memory=Geometry.of(long_model()).full_kv_bytes(42, 1))
+    short, longer = (instances("loglikelihood", [(text(length, 3), " w6 w8")]) for length in (40, 41))
+    expected = plain().loglikelihood(short, disable_tqdm=True)
+    assert close(lm.loglikelihood(short, disable_tqdm=True), expected) and lm.plain_requests == 1
+    with pytest.raises(BudgetError):
+        lm.loglikelihood(longer, disable_tqdm=True)
+
+
+def test_a_batch_that_is_to_be_found_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = instances("loglikelihood", CHOICES)
+    lm = ours(tmp_path, batch_size="auto:4", exact=True)
+    assert lm.batch_size == 1 and "batch_size=auto is 1" in caplog.text
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
+    as_hf = OffloadLM(long_model(), cache="dynamic", tokenizer=words(), batch_size="auto", **OPTIONS)
+    assert as_hf.batch_size == "auto"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model and its tokenizer, to be loaded by name."""
+    folder = tmp_path_factory.mktemp("model")
+    long_model().save_pretrained(folder)
+    words().save_pretrained(folder)
+    return str(folder)
+
+
+def test_what_from_pretrained_takes_goes_to_the_model(saved: str, tmp_path: Path) -> None:
+    """And what is an attribute of its configuration; fields go to the cache, hf's own arguments to hf."""
+    lm = OffloadLM(saved, path=str(tmp_path), device="cpu", dtype="bfloat16", trust_remote_code=True, num_selected=40,
+                   attn_implementation="eager", use_safetensors=True, rms_norm_eps=0.5, max_length=2000)  # fmt: skip
+    config = lm.model.config
+    assert (config._attn_implementation, config.rms_norm_eps, lm.model.dtype) == ("eager", 0.5, torch.bfloat16)
+    assert lm.fields == {"num_selected": 40}
+    found = lm.loglikelihood(instances("loglikelihood", CHOICES), disable_tqdm=True)
+    assert all(score < 0 for score, _ in found)
+
+
+def test_weights_of_four_bits(saved: str, tmp_path: Path) -> None:
+    """transformers has no argument of the old name; the scores are those of the model as transformers loads it."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    options = {"device": "cpu", "max_length": 2000}
+    lm = OffloadLM(saved, path=str(tmp_path), load_in_4bit=True, bnb_4bit_quant_type="nf4", exact=True, **options)
+    assert isinstance(lm.model.model.layers[0].mlp.up_proj, bitsandbytes.nn.Linear4bit)
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=bits)
+    asked = instances("loglikelihood", CHOICES[3:])
+    expected = HFLM(model, tokenizer=words(), **options).loglikelihood(asked, disable_tqdm=True)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
+
+
+def test_the_default_model_goes_where_it_is_told() -> None:
+    lm = OffloadLM(device="meta", dtype="bfloat16")
+    assert (lm.model.device.type, lm.model.dtype, lm.device.type) == ("meta", torch.bfloat16, "meta")
+
+
+@pytest.mark.parametrize(("wrong", "hint"), [
+    ({"num_selekted": 3}, "did you mean 'num_selected'"), ({"load_in_4bits": True}, "did you mean 'load_in_4bit'"),
+    ({"colour": "blue"}, "neither a field of cache=disk-swap"), ({"cache": "dynamic", "num_selected": 3}, "neither"),
+])  # fmt: skip
+def test_what_nobody_takes_is_refused(wrong: dict[str, Any], hint: str, saved: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        OffloadLM(saved, **wrong)
+
+
+def test_what_decides_how_a_model_is_loaded_needs_a_name() -> None:
+    for wrong in ({"attn_implementation": "eager"}, {"peft": "a folder"}, {"load_in_4bit": True}):
+        for model in (None, long_model()):
+            with pytest.raises(ConfigError, match="give pretrained=NAME"):
+                OffloadLM(model, **wrong)
 
 
 def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
@@ -153,14 +338,24 @@ def test_neighbours_share_what_they_have_in_common() -> None:
 
 
 def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
-    calls: list[int] = []
+    """Rows of a batch begin with it; what differs in its last token is one row."""
+    shapes: list[tuple[int, ...]] = []
 
-    def logits(ids: Any, cache: Any, *, wanted: bool) -> torch.Tensor:
-        calls.append(len(ids))
+    def logits(ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
+        shapes.append(tuple(ids.shape))
         with torch.no_grad():
-            found: torch.Tensor = long_model()(torch.tensor([ids]), past_key_values=cache).logits[0].log_softmax(-1)
+            found: torch.Tensor = long_model()(ids, past_key_values=cache).logits.log_softmax(-1)
         return found
 
-    found = Continuations(lambda tokens: DiskSwapCache(long_model(), path=tmp_path), logits, exact=False)
-    scores = dict(found.scored([((3,), (4, 5)), ((3,), (6,)), ((3,), (4, 5))]))
-    assert calls == [1] * 5 and scores[0] == scores[2]
+    def make(needed: Needed) -> DiskSwapCache:
+        assert needed == (4, min(batch, 2), 4)
+        return DiskSwapCache(long_model(), path=tmp_path)
+
+    asked: list[Asked] = [((3,), (4, 5, 7)), ((3,), (6,)), ((3,), (4, 5, 7)), ((3,), (4, 5, 8))]
+    every = []
+    for batch, expected in ((1, [(1, 1)] * 4), (2, [(2, 1)] * 3)):
+        found = dict(Continuations(make, logits, pieces=False, batch=batch).scored(asked))
+        assert shapes == expected and found[0] == found[2] != found[3]
+        every.append([found[place] for place in range(4)])
+        shapes.clear()
+    assert close(*every)

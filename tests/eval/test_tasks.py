@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lm_eval
+import lm_eval.tasks
 import pytest
+import torch
 from lm_eval.tasks import TaskManager
+from long_llama import long_model
+from words import words
 
 from eval import lm_eval as ours
 from eval.lm_eval import TASKS
@@ -89,9 +94,53 @@ def test_lm_eval_runs_them_all(tmp_path: Path) -> None:
     assert all(0 <= found["results"][name]["recall,none"] <= 1 for name in RECALL)
 
 
-def test_the_command_line_finds_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(sys, "argv", ["lm_eval", "validate", "--tasks", "needle_single,document_qa"]):
-        with mock.patch.object(sys, "exit"):
-            ours.main()
-        assert sys.argv[-2:] == ["--include_path", str(TASKS)]
-    assert "All tasks found and valid" in capsys.readouterr().out
+OWN_TASK = """
+task: passages
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/passages.jsonl}, cache_dir: FOLDER/cache}
+test_split: test
+output_type: generate_until
+doc_to_text: "Answer the question.\\n\\n{{context}}\\n\\nQuestion: {{question}}\\nAnswer:"
+doc_to_target: "{{answers}}"
+process_results: !function metrics.begins
+generation_kwargs: {max_gen_toks: 6, temperature: 1, do_sample: false, until: ["w4"]}
+filter_list:
+  - name: first
+    filter: [{function: regex, regex_pattern: "(w[0-9]+)"}, {function: take_first}]
+metric_list:
+  - {metric: begins, aggregation: mean, higher_is_better: true}
+metadata: {version: 5.0}
+"""
+"""As lm-eval's LongBench has its tasks, and a filter: texts, a metric of its own, and nothing from a network."""
+METRIC = """
+def begins(doc, results):
+    return {"begins": float(results[0] in doc["answers"])}
+"""
+
+
+def test_the_command_line_has_ours_and_those_that_are_included(tmp_path: Path) -> None:
+    """A folder of one's own beside ours; what the filter leaves is what the model goes on with."""
+    rows = [" ".join(f"w{5 + step * place % 180}" for place in range(300)) for step in (3, 7)]
+    model = tmp_path / "model"
+    long_model().save_pretrained(model)
+    words().save_pretrained(model)
+    ids = torch.tensor([words()(f"Answer the question. {row} Question: w5 Answer:")["input_ids"] for row in rows])
+    with torch.no_grad():
+        following = long_model()(ids).logits[:, -1].argmax(-1).tolist()
+    answers = [[f"w{following[0]}"], ["w1000"]]
+    lines = [{"context": row, "question": "w5", "answers": own} for row, own in zip(rows, answers, strict=True)]
+    (tmp_path / "passages.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "passages.yaml").write_text(OWN_TASK.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "metrics.py").write_text(METRIC)
+    arguments = [
+        "lm_eval", "--model", "hf-offload", "--model_args", f"pretrained={model},exact=True,path={tmp_path}",
+        "--tasks", "passages,needle_single", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "2",
+        "--metadata", '{"max_seq_lengths": [300], "samples": 1}', "--output_path", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    with mock.patch.object(sys, "argv", arguments):
+        ours.main()
+    (file,) = tmp_path.glob("out*.json")
+    found = json.loads(file.read_text())
+    assert found["results"]["passages"]["begins,first"] == 0.5
+    assert found["results"]["needle_single"]["recall,none"] == 0 and found["config"]["cache_fields"] == {"exact": True}
+    assert lm_eval.tasks.TaskManager is TaskManager
