@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=48, help="tokens decoded after a text, teacher-forced")
     parser.add_argument("--samples", type=int, default=2, help="texts of each length")
     parser.add_argument("--documents", type=int, default=8, help="of each length, with one fact, and with four")
-    parser.add_argument("--output", type=int, default=2048, help="tokens of a long output, teacher-forced")
+    parser.add_argument("--output", type=int, default=1024, help="tokens of a long output, teacher-forced")
     parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
     parser.add_argument("--caches", nargs="+", default=[*CACHES, *FLOORS, *FIXED], help="names of the registry, floors")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured now")
