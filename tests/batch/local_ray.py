@@ -23,6 +23,10 @@ _ENVIRONMENT = {
 }
 
 
+def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True)) - before
+
+
 @contextlib.contextmanager
 def local_ray(cpus: int = 2) -> Iterator[Any]:
     """The module, initialised. What it reads of the environment it reads when it is imported, here for the first time.
@@ -39,14 +43,22 @@ def local_ray(cpus: int = 2) -> Iterator[Any]:
         import ray.data
 
         try:
-            ray.init(
-                num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=folder,
-                object_store_memory=80 * 2**20, log_to_driver=False, logging_level="ERROR",
-            )  # fmt: skip
+            for attempt in range(3):  # half a minute each, which Ray leaves its processes to start
+                try:
+                    ray.init(
+                        num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=folder,
+                        object_store_memory=80 * 2**20, log_to_driver=False, logging_level="ERROR",
+                    )  # fmt: skip
+                    break
+                except Exception as error:
+                    if attempt == 2 or "timed out during startup" not in str(error):
+                        raise
+                    for one in started_since(before):
+                        one.kill()
             ray.data.DataContext.get_current().enable_progress_bars = False
             yield ray
         finally:
-            started = set(psutil.Process().children(recursive=True)) - before
+            started = started_since(before)
             ray.shutdown()
             _, alive = psutil.wait_procs(started, timeout=60)
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,8 +15,8 @@ from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.prompt import document_part, question_part
 
 NEW = 8
-DIES_AT = "w190 w191 w192"
-"""What the document ends in at which a worker dies."""
+DIES_AT = "w4"
+"""The last word of the document at which a worker dies, which is in no other."""
 
 
 def text(model: Any, length: int, seed: int) -> str:
@@ -36,10 +36,10 @@ def expected(model: Any, tokenizer: Any, document: str, questions: list[str]) ->
 
 
 def dies_once(folder: str, mark: str) -> tuple[Any, Any]:
-    """The model in `folder`, whose process is killed at the end of the document that ends in `DIES_AT`, unless there is
+    """The model in `folder`, whose process is killed within the document that ends in `DIES_AT`, unless there is
     a file `mark`, which then has its id."""
     model, tokenizer = load(folder)
-    last = tokenizer(DIES_AT.split()[-1], add_special_tokens=False)["input_ids"][0]
+    last = tokenizer(DIES_AT, add_special_tokens=False)["input_ids"][0]
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if bool((kwargs["input_ids"] == last).any()):
