@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import os
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,32 +32,91 @@ RECALL = (
 )  # fmt: skip
 FOUND = dict(zip(RECALL, (1, 1, 4, 4, 5, 10, 3, 24), strict=True))
 """Answers of each."""
+_TOKENIZER = functools.cache(load_default_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded once."""
+    monkeypatch.setattr(samples, "load_default_tokenizer", _TOKENIZER)
 
 
 def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
     return list(getattr(samples, name)(**arguments)["test"])
 
 
-@pytest.mark.parametrize("name", [*RECALL, "document_qa"])
-def test_texts_have_what_is_asked_for_and_are_as_long_as_asked(name: str) -> None:
-    tokenizer, arguments = load_default_tokenizer(), {"max_seq_lengths": [1024, 2048], "samples": 2, "seed": 3}
-    found = made(name, **arguments)
-    assert found == made(name, **arguments) and found != made(name, **{**arguments, "seed": 4})
-    assert [one["length"] for one in found] == [1024, 1024, 2048, 2048] and found[0]["input"] != found[1]["input"]
-    for one in found:
-        tokens = len(tokenizer(one["input"])["input_ids"])
-        assert 0.75 * one["length"] < tokens <= one["length"]  # what is left is less than a paragraph
+def has_what_is_asked_for(name: str, samples: list[dict[str, Any]]) -> None:
+    """As many tokens as asked, less those of a chat template, and less than a paragraph or a hundredth."""
+    tokenizer = _TOKENIZER()
+    for one in samples:
+        tokens = len(tokenizer(one["input"], verbose=False)["input_ids"])
+        assert one["length"] - 64 - max(30, one["length"] // 100) < tokens <= one["length"] - 64
         wanted = one["choices"] if name == "document_qa" else one["outputs"]
         assert all(answer in one["input"] for answer in wanted)
         assert len(set(wanted)) == (4 if name == "document_qa" else FOUND[name])
 
 
-def test_the_most_frequent_words_are_that() -> None:
-    for name in ("common_words", "frequent_words"):
-        (one,) = made(name, max_seq_lengths=[2048], samples=1)
-        words = one["input"].split("\n")[1].split()
-        seldom = max(words.count(word) for word in set(words) - set(one["outputs"]) if word.isalpha())
-        assert min(words.count(word) for word in one["outputs"]) >= seldom
+@pytest.mark.parametrize("name", [*RECALL, "document_qa"])
+def test_texts_have_what_is_asked_for_and_are_as_long_as_asked(name: str) -> None:
+    arguments = {"max_seq_lengths": [1024, 2048], "samples": 2, "seed": 3}
+    found = made(name, **arguments)
+    assert found == made(name, **arguments) and found != made(name, **{**arguments, "seed": 4})
+    assert [one["length"] for one in found] == [1024, 1024, 2048, 2048] and found[0]["input"] != found[1]["input"]
+    has_what_is_asked_for(name, found)
+
+
+@pytest.mark.slow
+def test_they_are_as_long_as_128k_tokens() -> None:
+    """Made once more, in a process with other hashes, they are the same."""
+    every, code = [*RECALL, "document_qa"], """
+import hashlib, sys
+from eval.tasks.long_context import samples
+for name in sys.argv[1:]:
+    (one,) = getattr(samples, name)(max_seq_lengths=[131_072], samples=1)["test"]
+    print(hashlib.sha256(one["input"].encode()).hexdigest())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, *every], capture_output=True, check=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": "5"}, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    for name, digest in zip(every, run.stdout.split()[-9:], strict=True):
+        found = made(name, max_seq_lengths=[131_072], samples=1)
+        has_what_is_asked_for(name, found)
+        assert hashlib.sha256(found[0]["input"].encode()).hexdigest() == digest
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(1024, 6, 1), (2048, 6, 1), (4096, 30, 3), (8192, 30, 3)])
+def test_common_words_are_there_as_often_whatever_the_length(length: int, often: int, seldom: int) -> None:
+    (one,) = made("common_words", max_seq_lengths=[length], samples=1)
+    counts = Counter(word for word in one["input"].split("\n")[1].split() if word.isalpha())
+    assert {counts.pop(word) for word in one["outputs"]} == {often} and set(counts.values()) == {seldom}
+    assert len(counts) * seldom > length / 24  # the longer the list, the more of them
+
+
+def test_frequent_words_are_as_often_as_a_zeta_distribution_has_it() -> None:
+    """And so there is one right answer."""
+    for one in made("frequent_words", max_seq_lengths=[1024, 4096], samples=3):
+        counts = Counter(one["input"].split("\n")[1].split())
+        (first, most), (second, more), (third, many), (_, fewer) = counts.most_common(4)
+        assert one["outputs"] == [first, second, third] and most > more > many > fewer
+        shares = [4 * more / most, 9 * many / most, 16 * fewer / most]
+        assert all(0.75 < share <= 1.01 for share in shares)  # whole numbers, rounded down
+
+
+def test_a_right_answer_is_not_cut() -> None:
+    """A sentence for each of what is asked for, one a line and numbered."""
+    tokenizer, metadata = _TOKENIZER(), {"max_seq_lengths": [2048], "samples": 1}
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+    of_one = {"common_words": "{}", "frequent_words": "{}", "variable_tracking": "{}"}
+    for name in RECALL:
+        (task,) = manager.load([name])["tasks"].values()
+        most, version = task.config.generation_kwargs["max_gen_toks"], task.config.metadata["version"]
+        for doc in task.test_docs():
+            said = [of_one.get(name, "The secret code of the northern greenhouse is {}.").format(answer)
+                    for answer in doc["outputs"]]  # fmt: skip
+            lines = [f"{number}. {line}" for number, line in enumerate(said, 1)]
+            answer = "\n".join(["Based on the text above, these are what you have asked for:", *lines])
+            assert len(tokenizer(answer)["input_ids"]) < most and version == 2.0
 
 
 def test_chains_are_apart() -> None:

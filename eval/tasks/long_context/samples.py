@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import string
 from collections.abc import Callable
@@ -26,49 +27,97 @@ Sample = dict[str, Any]
 Make = Callable[["Text", random.Random], Sample]
 
 
-class Text:
-    """Paragraphs to fill a prompt of so many tokens with."""
+class Tokens:
+    """Counts a model's tokens; those of the paragraphs to fill prompts with, once."""
 
-    def __init__(self, tokenizer: Any, tokens: int, shift: int) -> None:
-        self._tokenizer, self.tokens = tokenizer, tokens
-        paragraphs = haystack()
-        self._paragraphs = paragraphs[(at := shift % len(paragraphs)) :] + paragraphs[:at]
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.paragraphs = [(one, self.behind(one)) for one in haystack()]
 
-    def count(self, text: str) -> int:
+    def of(self, text: str) -> int:
         """Tokens of a text."""
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def behind(self, paragraph: str) -> int:
+        """Tokens of a paragraph that is not the first of its text."""
+        return self.of(f"\n\n{paragraph}")
+
+
+class Text:
+    """Paragraphs to fill a prompt of so many tokens with."""
+
+    def __init__(self, count: Tokens, tokens: int, shift: int) -> None:
+        self.count, self.tokens = count, tokens
+        paragraphs = count.paragraphs
+        self._paragraphs = paragraphs[(at := shift % len(paragraphs)) :] + paragraphs[:at]
+
     def around(self, planted: list[str], question: str, generator: random.Random) -> str:
-        """The prompt: text with each of these sentences somewhere in it, in their order, and the question."""
-        room = self.tokens - _TEMPLATE - self.count(question) - sum(self.count(one) + 2 for one in planted)
+        """The prompt: text with each of these sentences somewhere in it, in their order, and the question. What is left
+        of its tokens is less than any paragraph takes."""
+        room = self.tokens - _TEMPLATE - sum(map(self.count.behind, (*planted, question)))
         chosen: list[str] = []
-        for paragraph in itertools.cycle(self._paragraphs):
-            room -= self.count(paragraph) + 2
-            if room < 0:
+        shortest = min(size for _, size in self._paragraphs)
+        for paragraph, size in itertools.cycle(self._paragraphs):
+            if room < shortest:
                 break
-            chosen.append(paragraph)
-        places = sorted(generator.randint(0, len(chosen)) for _ in planted)
-        for place, sentence in sorted(zip(places, planted, strict=True), key=lambda one: one[0], reverse=True):
-            chosen.insert(place, sentence)
-        ordered = iter(planted)  # those at one place came in turned round
-        own = set(planted)
-        return "\n\n".join(next(ordered) if one in own else one for one in chosen) + f"\n\n{question}"
+            if size <= room:
+                chosen.append(paragraph)
+                room -= size
+        while True:
+            made = _planted(chosen, planted, random.Random(generator.random()))
+            prompt = "\n\n".join((*made, question))
+            if self.count.of(prompt) <= self.tokens - _TEMPLATE:
+                return prompt
+            chosen.pop()  # of a tokenizer for which a text has more tokens than its paragraphs
+
+    def listed(self, make: Callable[[int], str], question: str, guess: int) -> str:
+        """The prompt: a line of words and the question. `make` gives the line by some number of words, the same for the
+        same number and the longer the larger it is; it has as many as there is room for, less a hundredth."""
+        room = self.tokens - _TEMPLATE
+        number, most = guess, None
+        for _ in range(12):
+            prompt = f"{make(number)}\n\n{question}"
+            count = self.count.of(prompt)
+            if 0.99 * room <= count <= room:
+                return prompt
+            most = prompt if count <= room else most
+            number = max(1, int(number * 0.997 * room / count))
+        if most is None:
+            raise ValueError(f"max_seq_lengths: {self.tokens} tokens have no room for the words: ask for more")
+        return most
+
+
+def _planted(paragraphs: list[str], planted: list[str], generator: random.Random) -> list[str]:
+    """Paragraphs with each of these sentences somewhere among them, in their order."""
+    places = sorted(generator.randint(0, len(paragraphs)) for _ in planted)
+    found, start = [], 0
+    for place, sentence in zip(places, planted, strict=True):
+        found += [*paragraphs[start:place], sentence]
+        start = place
+    return found + paragraphs[start:]
 
 
 def _task(make: Make) -> Callable[..., dict[str, datasets.Dataset]]:
     @functools.wraps(make)
     def samples(**arguments: Any) -> dict[str, datasets.Dataset]:
-        name = arguments.get("tokenizer") or arguments.get("pretrained")
-        tokenizer = AutoTokenizer.from_pretrained(name) if isinstance(name, str) else load_default_tokenizer()
+        tokens_of = Tokens(_tokenizer(arguments))
         count, seed = int(arguments.get("samples", 20)), int(arguments.get("seed", 0))
         found = []
         for tokens in arguments.get("max_seq_lengths", [4096]):
             for index in range(count):
                 generator = random.Random(f"{make.__name__} {seed} {tokens} {index}")
-                found.append({**make(Text(tokenizer, tokens, 41 * index + 97 * seed), generator), "length": tokens})
+                found.append({**make(Text(tokens_of, tokens, 41 * index + 97 * seed), generator), "length": tokens})
         return {"test": datasets.Dataset.from_list(found)}
 
     return samples
+
+
+def _tokenizer(arguments: dict[str, Any]) -> Any:
+    name = arguments.get("tokenizer") or arguments.get("pretrained")
+    if not isinstance(name, str):
+        return load_default_tokenizer()
+    options = {one: arguments[one] for one in ("revision", "subfolder", "trust_remote_code") if one in arguments}
+    return AutoTokenizer.from_pretrained(name, **options)
 
 
 def _places(generator: random.Random, count: int) -> list[str]:
@@ -76,8 +125,8 @@ def _places(generator: random.Random, count: int) -> list[str]:
     return generator.sample(every, count)
 
 
-def _code(generator: random.Random) -> str:
-    return str(generator.randrange(10_000, 100_000))
+def _codes(generator: random.Random, count: int) -> list[str]:
+    return [str(code) for code in generator.sample(range(10_000, 100_000), count)]
 
 
 def _fact(place: str, code: str) -> str:
@@ -87,7 +136,7 @@ def _fact(place: str, code: str) -> str:
 @_task
 def needle_single(text: Text, generator: random.Random) -> Sample:
     """One fact, and a question for it."""
-    (place,), code = _places(generator, 1), _code(generator)
+    (place,), (code,) = _places(generator, 1), _codes(generator, 1)
     question = f"What is the secret code of the {place}? Answer with the number only."
     return {"input": text.around([_fact(place, code)], question, generator), "outputs": [code]}
 
@@ -95,7 +144,7 @@ def needle_single(text: Text, generator: random.Random) -> Sample:
 @_task
 def needle_multikey(text: Text, generator: random.Random) -> Sample:
     """Eight facts, and a question for one of them."""
-    facts = {place: _code(generator) for place in _places(generator, 8)}
+    facts = dict(zip(_places(generator, 8), _codes(generator, 8), strict=True))
     place = generator.choice(list(facts))
     question = f"What is the secret code of the {place}? Answer with the number only."
     planted = [_fact(*one) for one in facts.items()]
@@ -105,7 +154,7 @@ def needle_multikey(text: Text, generator: random.Random) -> Sample:
 @_task
 def needle_multivalue(text: Text, generator: random.Random) -> Sample:
     """Four facts of one place, all asked for."""
-    (place,), codes = _places(generator, 1), [_code(generator) for _ in range(4)]
+    (place,), codes = _places(generator, 1), _codes(generator, 4)
     planted = [f"Remember this: one of the secret codes of the {place} is {code}." for code in codes]
     question = f"What are the four secret codes of the {place}? Answer with the numbers only."
     return {"input": text.around(planted, question, generator), "outputs": codes}
@@ -114,7 +163,7 @@ def needle_multivalue(text: Text, generator: random.Random) -> Sample:
 @_task
 def needle_multiquery(text: Text, generator: random.Random) -> Sample:
     """Four facts of four places, all asked for."""
-    facts = {place: _code(generator) for place in _places(generator, 4)}
+    facts = dict(zip(_places(generator, 4), _codes(generator, 4), strict=True))
     asked = ", ".join(f"the {place}" for place in facts)
     question = f"What are the secret codes of {asked}? Answer with the numbers only."
     planted = [_fact(*one) for one in facts.items()]
@@ -125,13 +174,13 @@ def needle_multiquery(text: Text, generator: random.Random) -> Sample:
 def variable_tracking(text: Text, generator: random.Random) -> Sample:
     """A value is handed on from variable to variable, and another one beside it (RULER)."""
     names = ["".join(generator.sample(string.ascii_uppercase, 5)) for _ in range(10)]
-    chains, value, other = (names[:5], names[5:]), _code(generator), _code(generator)
+    chains, values = (names[:5], names[5:]), _codes(generator, 2)
     first, second = (
         [f"VAR {chain[0]} = {own}.", *(f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain))]
-        for chain, own in zip(chains, (value, other), strict=True)
+        for chain, own in zip(chains, values, strict=True)
     )
     planted = [sentence for pair in zip(first, second, strict=True) for sentence in pair]
-    question = f"Which five variables are assigned the value {value} in the text above? Answer with their names only."
+    question = f"Which five variables are assigned the value {values[0]} in the text? Answer with their names only."
     return {"input": text.around(planted, question, generator), "outputs": chains[0]}
 
 
@@ -141,46 +190,39 @@ def _words(generator: random.Random, count: int) -> list[str]:
     return list(dict.fromkeys("".join(generator.sample(syllables, 3)) for _ in range(2 * count)))[:count]
 
 
-def _room_for(text: Text) -> int:
-    """Words that a list has room for, or a few more: those beyond are left out."""
-    listed = " ".join(f"{number}. {word}" for number, word in enumerate(_words(random.Random(0), 100), 101))
-    return int(1.3 * text.tokens / text.count(listed) * 100)
-
-
-def _list_of(words: list[str], text: Text, question: str) -> str:
-    room, kept = text.tokens - _TEMPLATE - text.count(question), []
-    for number, word in enumerate(words, 1):
-        kept.append(f"{number}. {word}")
-    every = " ".join(kept)
-    while text.count(every) > room:
-        kept = kept[: len(kept) * 19 // 20]
-        every = " ".join(kept)
-    return f"Below is a numbered list of words.\n{every}\n\n{question}"
-
-
 @_task
 def common_words(text: Text, generator: random.Random) -> Sample:
-    """Ten words of a list are there several times as often as the others, the longer it is the more often (RULER)."""
-    every = _room_for(text)
-    words = _words(generator, 10 + every // 8)
-    often, seldom = words[:10], words[10:]
-    found = often * (every // 18) + [word for word in seldom for _ in range(3)]
-    generator.shuffle(found)
+    """Ten words are in a list thirty times each, the others, of which there are the more the longer it is, three times
+    (RULER, section 3); below 4,096 tokens, where this has no room, six times and once, as in its code."""
+    frequent, seldom = (30, 3) if text.tokens >= 4096 else (6, 1)
+    words, seed = _words(generator, 10 + text.tokens // 2), generator.random()
+    often = words[:10]
+
+    def listed(others: int) -> str:
+        found = often * frequent + words[10 : 10 + others] * seldom
+        random.Random(seed).shuffle(found)
+        numbered = " ".join(f"{number}. {word}" for number, word in enumerate(found, 1))
+        return f"Below is a numbered list of words.\n{numbered}"
+
     question = "What are the ten words that appear most often in the list? Answer with the words only."
-    return {"input": _list_of(found, text, question), "outputs": often}
+    return {"input": text.listed(listed, question, max(1, (text.tokens // 8 - 10 * frequent) // seldom)),
+            "outputs": often}  # fmt: skip
 
 
 @_task
 def frequent_words(text: Text, generator: random.Random) -> Sample:
-    """A list whose words are there as often as a zeta distribution has it (RULER)."""
-    every, words = _room_for(text), _words(generator, 100)
-    weights = [1 / rank**2 for rank in range(1, len(words) + 1)]
-    found = generator.choices(words, weights, k=every)
+    """The word of rank k of a zeta distribution of exponent 2 is there as often as this has it, to the whole number
+    (RULER, section 3): no two of the first four ranks are there equally often."""
+    words, seed = _words(generator, max(20, text.tokens // 50)), generator.random()
+
+    def listed(count: int) -> str:
+        ranks = zip(words, (int(count / rank**2 / (math.pi**2 / 6)) for rank in itertools.count(1)), strict=False)
+        found = [word for word, times in ranks for _ in range(times)]
+        random.Random(seed).shuffle(found)
+        return f"Below is a list of words.\n{' '.join(found)}"
+
     question = "What are the three words that appear most often in the list? Answer with the words only."
-    made = _list_of(found, text, question)
-    listed = made.split("\n")[1].split()
-    order = sorted(words, key=lambda word: -listed.count(word))
-    return {"input": made, "outputs": order[:3]}
+    return {"input": text.listed(listed, question, text.tokens // 4), "outputs": words[:3]}
 
 
 @_task
@@ -202,7 +244,7 @@ def document_qa(text: Text, generator: random.Random) -> Sample:
 @_task
 def long_generation(text: Text, generator: random.Random) -> Sample:
     """All facts of a text, one a line: a long answer over a long text."""
-    facts = {place: _code(generator) for place in _places(generator, 24)}
+    facts = dict(zip(_places(generator, 24), _codes(generator, 24), strict=True))
     planted = [f"The secret code of the {place} is {code}." for place, code in facts.items()]
     question = "List all the secret codes in the text above, one a line, each with its place."
     return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
