@@ -163,7 +163,7 @@ class CacheReport:
             table.add_row(name, value)
         for warning in self.warnings:
             table.add_row("[yellow]warning", warning)
-        console = Console(width=100)
+        console = Console(width=100, force_jupyter=False)  # in a notebook a capture shows an empty output, too
         with console.capture() as capture:
             console.print(table)
         return capture.get()
