@@ -45,7 +45,7 @@ class Continuations:
 
     What a cache that selects learns of a context depends on the pieces in which that comes, and so does the state of
     some models. Only where neither is there do contexts that begin alike share what they have in common: no score
-    depends on what else was asked.
+    depends on what else was asked, unless a budget is planned for the longest and the most of a batch.
 
     Args:
         make: a cache; closed on leaving.

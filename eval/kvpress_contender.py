@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -54,10 +55,15 @@ class KVPress:
     def _ask(self, press: str, share: Any, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
         job = {"press": press, "ratio": float(1 - Fraction(share)), "ids": ids[0].tolist(), **more}
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):  # it has ended: what follows says how
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise RuntimeError(f"kvpress ended with {code} at {press}, {share} of {ids.shape[1]} tokens")
+            raise RuntimeError(
+                f"kvpress ended with {code} at {press}, {share} of {ids.shape[1]} tokens: what it said is above; its "
+                "environment needs kvpress and a transformers that this takes"
+            )
         return json.loads(line)

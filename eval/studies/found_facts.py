@@ -97,4 +97,4 @@ def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _needle(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["prompt"], row["sample"], row["code"]
+    return row["prompt"], row["sample"], row["code"], row.get("facts")

@@ -66,7 +66,7 @@ class AnswerDocuments:
     `answers` (a list), `context` ("prefilled", "opened", "streamed"), `context_note` (why a shared context was not
     used, or this one not shared), `document_tokens`, `new_tokens`, `seconds`, `peak_memory_bytes`, `full_kv_bytes`,
     `disk_bytes`, `error`. Of a row with an error all others are null. A row that is computed a second time, since its
-    worker died, has the same answers.
+    worker died, has the same answers, unless a context was shared meanwhile that was fitted to another question.
 
     Raises `ConfigError`, `ImportError` where pyarrow is missing, and as loading the model and the cache do.
     """

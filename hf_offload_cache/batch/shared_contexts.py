@@ -95,7 +95,7 @@ class SavedContexts:
             cache = self.recipe.open(place, most)
         except BudgetError as error:
             return Found(notes=[f"the context in {place} does not fit: {error}"])
-        except (ContextError, CorruptRecordError, EncryptionKeyError) as error:
+        except (ContextError, CorruptRecordError, EncryptionKeyError, ConfigError) as error:
             return Found(damaged=True, notes=[_distrusted(place, error)])
         except StoreError as error:
             return Found(notes=[f"the context in {place} could not be read: {error}"])

@@ -125,13 +125,13 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     if memory is not None and fitting:
         held = [one for one in plans if one.name in fitting]
         chosen = recommended(held, cells, memory / full, arguments.context)
-        for wanted, one in chosen.items():
-            console.print(f"for {wanted}: {one.why.splitlines()[0]}", markup=False)
+        for wanted, found in chosen.items():
+            console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)
     if arguments.json is not None:
         values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         machine = {"free": {"memory": room, "disk": disk}, "fits": fitting, "path": folder}
         write_json(arguments.json, {**values, "plans": [one.to_dict() for one in plans], "machine": machine,
-                                    "chosen": {wanted: one.name for wanted, one in chosen.items()}})  # fmt: skip
+                                    "chosen": {wanted: found.name for wanted, found in chosen.items()}})  # fmt: skip
     return 0 if fitting else 1
 
 

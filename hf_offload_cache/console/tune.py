@@ -80,7 +80,7 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
         if given:
             raise ConfigError(f"{name} and --compare: all caches are measured, of one sequence: leave one of both out")
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
-    quick = {"samples": 1, "steps": 24} if arguments.quick else {}
+    quick: dict[str, Any] = {"samples": 1, "steps": 24} if arguments.quick else {}
     found = measure_caches(
         model, tokenizer, memory=arguments.memory, max_context=arguments.context, texts=text, path=arguments.path,
         **quick, **dict(arguments.fields),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..config import parse_memory
-from ..errors import BudgetError, UnsupportedModelError
+from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..model.dynamic_cache import dynamic_cache
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
@@ -44,8 +44,9 @@ def measure_caches(
     Args:
         model: a decoder-only `PreTrainedModel`.
         tokenizer: the model's; needed unless `texts` are token ids.
-        memory: bytes, "300MiB", or a share of the full KV of `max_context` tokens.
-        max_context: tokens of each text; the last `steps` of them are decoded, and the first 8 of these not timed.
+        memory: bytes, "300MiB", or a share of the full KV of a text.
+        max_context: tokens of each text, or as many as the longest has; the last `steps` of them are decoded, and the
+            first 8 of these not timed. `DynamicCache` holds them, too: this machine has to have memory for that.
         texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
         samples: stretches of text.
         path: folder on the disk to use; None: the temporary folder.
@@ -58,22 +59,25 @@ def measure_caches(
     """
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
+    if steps < 2:
+        raise ConfigError(f"steps must be at least 2, got {steps}: a perplexity is of tokens that follow another")
     geometry = Geometry.of(inner)
     if not geometry.layers:
         raise UnsupportedModelError(f"{type(inner).__name__} has no layer that could be offloaded: nothing to measure")
-    full = geometry.full_kv_bytes(max_context, 1)
+    stretches = windows(sample_ids(texts, tokenizer), samples, _FIRST + steps + 2, max_context)
+    held = len(stretches[0])
+    full = geometry.full_kv_bytes(held, 1)
     limit = parse_memory(memory, full)
     fields = resolve_engine(fields, path)
     fitted, refused = {}, []
     for name in CACHES:
         cls = cache_class(name)
         try:
-            fitted[name] = cls, cls.fit(geometry, limit, max_context, 1, fields)
+            fitted[name] = cls, cls.fit(geometry, limit, held, 1, fields)
         except BudgetError as error:
             refused.append(f"{name}: {error}")
     if not fitted:
         raise BudgetError(f"no cache fits {memory}: {'; '.join(refused)}")
-    stretches = windows(sample_ids(texts, tokenizer), samples, _FIRST + steps + 2, max_context)
     found: dict[str, list[tuple[float, float, list[float]]]] = {"DynamicCache": [], **{name: [] for name in fitted}}
     with Progress(1.0, progress) as bar:
         bar.begin("sample text: ", 1.0)
@@ -91,7 +95,7 @@ def measure_caches(
     cells = []
     for name, measured in found.items():
         distances, losses, times = zip(*measured, strict=True)
-        cell = {"cache": name, "tokens": len(stretches[0]), "memory": shares.get(name, "1")}
+        cell = {"cache": name, "tokens": held, "memory": shares.get(name, "1")}
         cell |= {"kl": statistics.mean(distances), "perplexity": math.exp(statistics.mean(losses))}
         cells.append({**cell, "seconds": statistics.median(one for run in times for one in run)})
     return {"cells": cells, "refused": refused}

@@ -29,7 +29,7 @@ class Chosen:
 
     plan: ComparedPlan
     why: str
-    """One sentence a cache: what was measured of it, or why it does not fit."""
+    """A line a cache, the chosen one first: what was measured of it, or why it does not fit."""
 
     @property
     def name(self) -> str:
@@ -55,8 +55,8 @@ def measured_caches(path: str | Path | None = None) -> list[Cell]:
     try:
         cells = json.loads(text)["cells"]
         for cell in cells:
-            _, _, _ = cell["cache"], math.log(cell["tokens"]), Fraction(cell["memory"])
-    except (ValueError, KeyError, TypeError) as error:
+            _check(cell)
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {error!r}: write it anew"
         ) from error
@@ -71,12 +71,13 @@ def which_cache(
 
     Args:
         plans: of every cache, by `compare_plans`, for this memory and context.
-        cells: of `measured_caches`. Of each cache that counts which is nearest in memory, then in context.
+        cells: of `measured_caches`. Those of one memory and context are compared: where most of the caches that fit
+            were measured, and of such places the one that is nearest in memory, then in context.
         memory: share of the full KV.
         context: tokens a sequence, answer included.
         goal: "fidelity": what finds most facts, and of those that find as many what is nearest to `DynamicCache`;
             "speed": the fastest of those whose perplexity is within 5% of `DynamicCache`'s, if there are some.
-        hint: "long-prompt", or "long-output": then what is nearest after thousands of tokens of output counts.
+        hint: "long-prompt", or "long-output": then what is nearest after a long output counts.
 
     Raises `ConfigError` for another goal or hint, `BudgetError` where no cache fits.
     """
@@ -87,14 +88,17 @@ def which_cache(
     if not fitting:
         reasons = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {reasons}")
-    nearest = {plan.name: _nearest(cells, plan.name, memory, context, goal, hint) for plan in fitting}
-    told = {name: cell for name, cell in nearest.items() if cell is not None}
-    best = min(told, key=lambda name: _rank(told[name], told, goal, hint)) if told else fitting[0].name
-    reasons = [f"{best}: {_sentence(nearest[best])}"]
+    names = [plan.name for plan in fitting]
+    needed = _needed(goal, hint)
+    told = _side_by_side([cell for cell in cells if all(field in cell for field in needed)], names, memory, context)
+    best = min(told, key=lambda name: _rank(told[name], told, goal, hint)) if told else names[0]
+    first = _sentence(told[best]) if told else f"the default, since nothing that tells {goal} was measured of any"
+    reasons = [f"{best}: {first}"]
     for plan in plans:
         if plan.name != best:
-            reason = _sentence(nearest[plan.name]) if plan.name in nearest else f"does not fit: {plan.refused}"
-            reasons.append(f"{plan.name}: {reason}")
+            unknown = "nothing was measured of it there"
+            known = _sentence(told[plan.name]) if plan.name in told else unknown
+            reasons.append(f"{plan.name}: {known if plan.plan is not None else f'does not fit: {plan.refused}'}")
     return Chosen(next(plan for plan in fitting if plan.name == best), "\n".join(reasons))
 
 
@@ -104,19 +108,24 @@ def _needed(goal: str, hint: str) -> tuple[str, ...]:
     return ("long_kl",) if hint == "long-output" else ("kl",)
 
 
-def _nearest(cells: list[Cell], name: str, memory: float, context: int, goal: str, hint: str) -> Cell | None:
-    own = [cell for cell in cells if cell["cache"] == name and all(field in cell for field in _needed(goal, hint))]
+def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: int) -> dict[str, Cell]:
+    """Cells of these caches, all of one memory and one context, by name: the nearest in memory, then in context, of
+    those that have most of the caches; caches are told apart by no other."""
+    found: dict[tuple[str, int], dict[str, Cell]] = {}
+    for cell in cells:
+        if cell["cache"] in names:
+            found.setdefault((cell["memory"], cell["tokens"]), {})[cell["cache"]] = cell
 
-    def distance(cell: Cell) -> tuple[float, float]:
-        apart = abs(math.log(Fraction(cell["memory"]) / memory)), abs(math.log(cell["tokens"] / context))
-        return round(apart[0], 2), apart[1]
+    def distance(point: tuple[str, int]) -> tuple[float, float, float]:
+        apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
+        return -len(found[point]), round(apart[0], 2), apart[1]
 
-    return min(own, key=distance, default=None)
+    return found[min(found, key=distance)] if found else {}
 
 
 def _rank(cell: Cell, others: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
     if goal == "speed":
-        return float(cell.get("perplexity", 1.0) > _ENOUGH), cell["seconds"]
+        return float(cell.get("perplexity", math.inf) > _ENOUGH), cell["seconds"]
     if hint == "long-output":
         return (cell["long_kl"],)
     shares = [share for share in map(_found, others.values()) if share is not None]
@@ -129,9 +138,18 @@ def _found(cell: Cell) -> float | None:
     return cell["found"] / cell["known"] if cell.get("known") else None
 
 
-def _sentence(cell: Cell | None) -> str:
-    if cell is None:
-        return "nothing was measured of it"
+def _check(cell: Cell) -> None:
+    """Raises `ValueError`, `KeyError` or `TypeError` for what is no cell."""
+    if not isinstance(cell["cache"], str) or not (cell["tokens"] > 0 and 0 < Fraction(cell["memory"]) <= 1):
+        raise ValueError(f"a cell of {cell['cache']!r}, {cell['tokens']!r} tokens and {cell['memory']!r}")
+    for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
+        if not (name not in cell or math.isfinite(cell[name])):
+            raise ValueError(f"{name} is {cell[name]!r}")
+    if "kl" in cell and "perplexity" not in cell:
+        raise ValueError("a distance without a perplexity")
+
+
+def _sentence(cell: Cell) -> str:
     parts = []
     if "kl" in cell:
         parts.append(f"KL {cell['kl']:.3g}, perplexity {cell['perplexity']:.3f} times DynamicCache's")

@@ -71,7 +71,7 @@ def rows() -> list[dict[str, Any]]:
     found = []
     for name, kl in (("disk-swap 1/13", 0.1), ("cluster 1/13", 0.2), ("window 1/13", 0.9)):
         for sample in range(2):
-            text = {"kl": kl + sample / 10, "perplexity": 1.0 + kl / 10, "top1": 0.9, "peak_share": 0.07}
+            text = {"kl": kl + sample / 10, "perplexity": 1.0 + kl / 11, "top1": 0.9, "peak_share": 0.07}
             text |= {"layer_mass": [0.5 + sample / 10, 0.9], "mass": 0.7}
             found.append({"part": "text", "tokens": 4096, "sample": sample, "name": name, **text})
     for name, answers in (
@@ -104,8 +104,9 @@ def test_a_cell_is_the_mean_of_its_rows() -> None:
     assert promised["disk-swap at 1/13: of DynamicCache's 2 answers"] is True
     assert promised["cluster at 1/13: of DynamicCache's 2 answers"] is False
     assert promised["disk-swap at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is True
+    assert promised["spec at 1/13, 4,096 tokens: perplexity over DynamicCache's: refused"] is False
     assert promised["cluster at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is False
-    assert promised["spec at 1/13: of DynamicCache's 0 answers"] is None
+    assert promised["spec at 1/13: of DynamicCache's 2 answers"] is False
 
 
 def test_tables_for_people_and_for_the_choice() -> None:
@@ -113,7 +114,7 @@ def test_tables_for_people_and_for_the_choice() -> None:
     text = markdown(summary)
     line = next(line for line in text.splitlines() if line.startswith("| disk-swap"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0100", "0.700", "0.55", "2 of 2", "100", ""]
+    assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0091", "0.700", "0.55", "2 of 2", "100", ""]
     assert "## 4,096 tokens" in text and any("refused" in line for line in text.splitlines() if "| spec" in line)
     kept = shipped(summary)["cells"]
     assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "spec", "DynamicCache"}

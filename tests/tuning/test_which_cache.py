@@ -71,20 +71,22 @@ def test_what_does_not_fit_is_not_chosen_and_said() -> None:
         which_cache(fitting(), cells, 1 / 13, 4096)
 
 
-def test_the_cell_that_is_nearest_in_memory_and_then_in_context_counts() -> None:
-    far = [cell("disk-swap", memory="1/4", kl=0.0), cell("disk-swap", tokens=1024, kl=0.0)]
-    cells = [*far, cell("disk-swap", kl=0.5), cell("cluster", kl=0.1), cell("cluster", memory="1/34", kl=9.0)]
+def test_caches_are_compared_in_one_memory_and_context() -> None:
+    """The nearest that most of them have: one that was refused in a smaller memory gains nothing by its larger one."""
+    cells = [cell("disk-swap", kl=0.02), cell("cluster", kl=0.01), cell("disk-swap", memory="1/34", kl=0.5)]
+    cells += [cell("disk-swap", tokens=1024, kl=0.1), cell("cluster", tokens=1024, kl=0.2)]
     assert which_cache(fitting(*BOTH), cells, 1 / 12, 5000).name == "cluster"
     assert which_cache(fitting(*BOTH), cells, 1 / 12, 1000).name == "disk-swap"
-    assert which_cache(fitting(*BOTH), cells, 1 / 5, 5000).name == "disk-swap"
-    assert which_cache(fitting(*BOTH), cells, 1 / 40, 5000).name == "disk-swap"
+    assert which_cache(fitting(*BOTH), cells, 1 / 34, 5000).name == "cluster"  # both at 1/13, not one at 1/34
+    assert which_cache(fitting("disk-swap"), cells, 1 / 34, 5000).why.startswith("disk-swap: at 4,096 tokens and 1/34")
 
 
-def test_one_that_nobody_measured_is_taken_where_there_is_no_other() -> None:
+def test_where_nothing_was_measured_the_default_is_named_as_such() -> None:
     unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
-    assert unmeasured.name == "cluster" and "nothing was measured of it" in unmeasured.why
+    assert unmeasured.why.startswith("cluster: the default, since nothing that tells fidelity was measured of any")
     cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
-    assert which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed").name == "cluster"
+    chosen = which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed")
+    assert chosen.name == "cluster" and "spec: nothing was measured of it there" in chosen.why
     facts_unknown = [cell("cluster", found=0), cell("spec", known=0, kl=0.5)]
     assert which_cache(fitting("cluster", "spec"), facts_unknown, 1 / 13, 4096).name == "cluster"
 
@@ -96,7 +98,13 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"cells": [{"cache": "spec"}]}', '{"cells": [{"cache": "spec", "tokens": 0}]}']
+    "text",
+    [
+        "", "[]", "{}", '{"cells": [{"cache": "spec"}]}', '{"cells": [{"cache": "spec", "tokens": 0, "memory": "1"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/0"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
+    ],
 )
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(text)
