@@ -109,18 +109,30 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
-    """Of the registry's caches what their choice depends on, by context length and share of memory."""
-    kept = ("tokens", "cache", "memory", "kl", "perplexity", "found", "known", "seconds", "long_kl", "long_perplexity")
+    """Of the registry's caches what their choice depends on, by context length and share of memory; facts are those of
+    all lengths, since a dozen of one tell little."""
+    kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
     cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, "DynamicCache")]
-    found = [{field: _rounded(cell[field]) for field in kept if field in cell} for cell in cells]
-    return {"cells": [{**cell, "memory": share(cell["memory"])} for cell in found]}
+    found = []
+    for cell in cells:
+        row = {field: _rounded(cell[field]) for field in kept if field in cell}
+        own = cell["cache"], cell["memory"]
+        alike = [one for one in cells if "known" in one and (one["cache"], one["memory"]) == own]
+        if len(row) > 3 and alike:
+            row |= {field: sum(one[field] for one in alike) for field in ("found", "known")}
+        if len(row) > 3:
+            found.append({**row, "memory": share(cell["memory"])})
+    return {"cells": found}
 
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-_LOOKS = {"random": ("0.6", "x"), "window": ("0.6", "v"), "4-bit": ("black", "P"), "2-bit": ("black", "X")}
+_LOOKS = {
+    "random": ("0.6", "x"), "window": ("0.6", "v"), "4-bit": ("black", "P"), "2-bit": ("black", "X"),
+    "DynamicCache": ("black", "*"), "StaticCache": ("black", "D"),
+}  # fmt: skip
 
 
 def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:

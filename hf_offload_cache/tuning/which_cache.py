@@ -15,8 +15,8 @@ from .compare_plans import ComparedPlan
 
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
-_ALIKE = 0.05
-"""Shares of facts found that lie within this of each other are alike: a dozen facts tell no more."""
+_ALIKE, _ONE = 0.05, 1.5
+"""Shares of facts found that lie within this of each other are alike, and so are those that differ by one fact."""
 _ENOUGH = 1.05
 """Perplexity, over `DynamicCache`'s, that a cache chosen for its speed may have."""
 
@@ -130,7 +130,7 @@ def _rank(cell: Cell, others: dict[str, Cell], goal: str, hint: str) -> tuple[fl
         return (cell["long_kl"],)
     shares = [share for share in map(_found, others.values()) if share is not None]
     share = _found(cell)
-    lost = share is not None and share < max(shares) - _ALIKE
+    lost = share is not None and share < max(shares) - max(_ALIKE, _ONE / cell["known"])
     return (max(shares) - share if lost and share is not None else 0.0), cell["kl"]
 
 

@@ -117,7 +117,7 @@ def test_tables_for_people_and_for_the_choice() -> None:
     assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0091", "0.700", "0.55", "2 of 2", "100", ""]
     assert "## 4,096 tokens" in text and any("refused" in line for line in text.splitlines() if "| spec" in line)
     kept = shipped(summary)["cells"]
-    assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "spec", "DynamicCache"}
+    assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "DynamicCache"}  # of spec nothing is known
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert next(cell for cell in kept if cell["cache"] == "disk-swap")["seconds"] == 0.1
 

@@ -44,8 +44,9 @@ BOTH = ("disk-swap", "cluster")
     [
         ({"kl": 0.01}, {"kl": 0.02}, "fidelity", "long-prompt", "disk-swap"),
         ({"kl": 0.02}, {"kl": 0.01}, "fidelity", "long-prompt", "cluster"),
-        # a fact in ten is worth more than any distance, one in a hundred is not
-        ({"kl": 0.02}, {"kl": 0.01, "found": 9}, "fidelity", "long-prompt", "disk-swap"),
+        # two facts in ten are worth more than any distance, one is not, nor is one in a hundred
+        ({"kl": 0.02}, {"kl": 0.01, "found": 8}, "fidelity", "long-prompt", "disk-swap"),
+        ({"kl": 0.02}, {"kl": 0.01, "found": 9}, "fidelity", "long-prompt", "cluster"),
         ({"kl": 0.02, "found": 100, "known": 100}, {"found": 99, "known": 100}, "fidelity", "long-prompt", "cluster"),
         ({"long_kl": 0.3}, {"long_kl": 0.2, "kl": 1.0, "found": 0}, "fidelity", "long-output", "cluster"),
         ({"seconds": 0.05, "kl": 1.0}, {}, "speed", "long-prompt", "disk-swap"),
