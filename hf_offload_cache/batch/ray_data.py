@@ -57,7 +57,7 @@ class AnswerDocuments:
         prefill_chunk: tokens of a call of the model.
         path: folder on a worker's disk for what its caches write; None: its temporary folder.
         errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
-            it on the disk or the device) is in its row; "raise": it ends the job.
+            it on the disk or a GPU) is in its row; "raise": it ends the job.
         dtype: of the model; "auto": as it is stored.
         device: of the model; None: CUDA where there is one.
         fields: of the cache's configuration.
