@@ -86,8 +86,8 @@ def which_cache(
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     fitting = [plan for plan in plans if plan.plan is not None]
     if not fitting:
-        reasons = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
-        raise BudgetError(f"no cache fits this memory: {reasons}")
+        refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
+        raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.name for plan in fitting]
     needed = _needed(goal, hint)
     told = _side_by_side([cell for cell in cells if all(field in cell for field in needed)], names, memory, context)
