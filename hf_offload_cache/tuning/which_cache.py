@@ -97,8 +97,8 @@ def which_cache(
     for plan in plans:
         if plan.name != best:
             unknown = "nothing was measured of it there"
-            known = _sentence(told[plan.name]) if plan.name in told else unknown
-            reasons.append(f"{plan.name}: {known if plan.plan is not None else f'does not fit: {plan.refused}'}")
+            measured = _sentence(told[plan.name]) if plan.name in told else unknown
+            reasons.append(f"{plan.name}: {measured if plan.plan is not None else f'does not fit: {plan.refused}'}")
     return Chosen(next(plan for plan in fitting if plan.name == best), "\n".join(reasons))
 
 
