@@ -23,7 +23,6 @@ class KVPress:
     """
 
     def __init__(self, python: str, model: Any) -> None:
-        self.full = 0
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
         command = [python, str(Path(__file__).with_name("kvpress_process.py")), self._folder.name]

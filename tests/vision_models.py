@@ -45,33 +45,29 @@ def pixels(*shape: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- models
 
 
-def qwen2_5_vl() -> Any:
-    """A tiny Qwen2.5-VL: positions of three dimensions."""
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text_config(
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        ),
-        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+def _qwen(config_class: Any, model_class: Any, **vision: Any) -> Any:
+    """Positions have three dimensions: time, height and width."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = config_class(
+        text_config=text_config(rope_parameters=rope),
+        vision_config={"depth": 1, "num_heads": 2, **vision},
         image_token_id=PICTURE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
     )
-    return harness.build(transformers.Qwen2_5_VLForConditionalGeneration, config)
+    return harness.build(model_class, config)
+
+
+def qwen2_5_vl() -> Any:
+    """A tiny Qwen2.5-VL: positions of three dimensions."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64}
+    return _qwen(transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, **vision)
 
 
 def qwen2_vl() -> Any:
-    config = transformers.Qwen2VLConfig(
-        text_config=text_config(
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        ),
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        image_token_id=PICTURE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    return harness.build(transformers.Qwen2VLForConditionalGeneration, config)
+    vision = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    return _qwen(transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, **vision)
 
 
 def gemma3_vl() -> Any:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from long_llama import long_model
 from many_documents import NEW, expected, text
+from nothing_left import no_threads_and_descriptors
 from words import words
 
 from hf_offload_cache import AnswerDocuments, answer_documents
@@ -41,17 +38,10 @@ SPARSE: dict[str, Any] = {**SMALL, "num_selected": 40}
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """No thread, no descriptor, no file beside the contexts; but for a moment threads of transfers that have ended."""
     long_model()
-    gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    yield
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    gc.collect()
-    for _ in range(100):
-        if threading.active_count() <= threads:
-            break
-        time.sleep(0.05)
-    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
+    with no_threads_and_descriptors():
+        yield
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
     assert {path.name for path in tmp_path.iterdir()} <= {"contexts", "key", "other key"}
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import pytest
 import torch
 from harness import prompt
 from long_llama import long_model
+from nothing_left import no_threads_and_descriptors
 
 from hf_offload_cache import DiskSwapCache, publish_context
 from hf_offload_cache.streaming import loader
@@ -39,12 +36,5 @@ def published_in(folder: Path) -> Path:
 def short_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Columns of one chunk; no thread and no descriptor is left, but for a moment what was given up."""
     monkeypatch.setattr(loader, "LEAST_TOKENS", SIZE)
-    gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    for _ in range(100):
-        if threading.active_count() <= threads:
-            break
-        time.sleep(0.05)
-    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
+    with no_threads_and_descriptors():
+        yield
