@@ -31,17 +31,17 @@ class Needed(NamedTuple):
 
 
 class Logits(Protocol):
-    """Runs ids (B, t) behind what a cache holds; log probabilities (B, t, vocabulary), those `wanted`, or (B, 1,
-    vocabulary), the last alone."""
+    """Runs ids (B, t) behind what a cache holds; log probabilities (B, wanted, vocabulary) after the last of them."""
 
-    def __call__(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor: ...
+    def __call__(self, ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor: ...
 
 
 class Continuations:
     """In the thread that runs the model.
 
     A context goes through the model once, at batch 1; its continuations are scored through forks of what it left, up to
-    `batch` of them at once, as rows that share the history.
+    `batch` of them at once, as rows that share the history. Where one row has them all and `pieces` do not matter, it
+    goes with the context, in one forward.
 
     What a cache that selects learns of a context depends on the pieces in which that comes, and so does the state of
     some models. Only where neither is there do contexts that begin alike share what they have in common: no score
@@ -76,11 +76,14 @@ class Continuations:
             with self._make(needed) as base:
                 self._prefill(contexts[0][:shared], base)
                 for context in contexts:
+                    every, before = batches[context], context[shared:-1]
                     with _own(base, alone=len(contexts) == 1) as own:
-                        self._prefill(context[shared:-1], own)
-                        for rows in batches[context]:
-                            with _own(own, alone=len(batches[context]) == 1) as cache:
-                                yield from self._scores(rows, asked, cache, held=len(context) > 1)
+                        if not self._pieces or len(every) > 1 or len(every[0]) > 1:
+                            self._prefill(before, own)
+                            before = ()
+                        for rows in every:
+                            with _own(own, alone=len(every) == 1) as cache:
+                                yield from self._scores(before, rows, asked, cache, held=len(context) > 1)
 
     def _batches(self, context: Tokens, places: list[int], asked: Sequence[Asked]) -> list[dict[Tokens, list[int]]]:
         """By what is given to the model behind a context but its last token, the places that are scored by it: all
@@ -97,23 +100,24 @@ class Continuations:
 
     def _prefill(self, ids: Tokens, cache: Any) -> None:
         if ids:
-            self._logits(_padded([ids]), cache, wanted=False)
+            self._logits(_padded([ids]), cache, 1)
 
     def _scores(
-        self, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, held: bool
+        self, before: Tokens, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, held: bool
     ) -> Iterator[tuple[int, Scored]]:
-        """Of the continuations behind the one row that the cache has `held` anything of. Shorter rows end with what
-        nobody asks for."""
+        """Of the continuations behind the one row that the cache has `held` anything of, and of what is `before` a row
+        that is alone. Shorter rows end with what nobody asks for."""
         if len(rows) > 1 and held:
             cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))  # the only one that layers with a state have
         places = [place for own in rows.values() for place in own]
         row_of = torch.tensor([row for row, own in enumerate(rows.values()) for _ in own], dtype=torch.long)
-        ids, targets = _padded(list(rows)), _padded([asked[place][1] for place in places])
+        ids, targets = _padded([(*before, *row) for row in rows]), _padded([asked[place][1] for place in places])
         found, best = [], []
         for start, piece in enumerate([ids] if self._pieces else ids.split(1, 1)):
-            logits = self._logits(piece, cache, wanted=True)
-            own, following = row_of.to(logits.device), targets[:, start : start + piece.shape[1]].to(logits.device)
-            found.append(logits[own[:, None], torch.arange(piece.shape[1], device=logits.device), following])
+            wanted = piece.shape[1] - len(before)
+            logits = self._logits(piece, cache, wanted)
+            own, following = row_of.to(logits.device), targets[:, start : start + wanted].to(logits.device)
+            found.append(logits[own[:, None], torch.arange(wanted, device=logits.device), following])
             best.append(logits.argmax(-1)[own] == following)
         every, most = torch.cat(found, 1).cpu(), torch.cat(best, 1).cpu()
         for place, own, probable in zip(places, every, most, strict=True):
@@ -136,7 +140,8 @@ def _own(cache: Any, *, alone: bool) -> AbstractContextManager[Any]:
 
 
 def runs(contexts: Sequence[Tokens]) -> Iterator[tuple[list[Tokens], int]]:
-    """Neighbours of sorted contexts that begin alike, and how many tokens all of them do, each less its last token."""
+    """Neighbours of sorted contexts that begin alike, and how many tokens all of them do, each less its last token; one
+    that is alone, and 0."""
     first = 0
     while first < len(contexts):
         own, stop = contexts[first], first + 1
@@ -146,7 +151,7 @@ def runs(contexts: Sequence[Tokens]) -> Iterator[tuple[list[Tokens], int]]:
             if both < max(_LEAST_SHARED, len(contexts[stop]) // 2):
                 break
             shared, stop = both, stop + 1
-        yield list(contexts[first:stop]), shared
+        yield list(contexts[first:stop]), shared if stop > first + 1 else 0
         first = stop
 
 

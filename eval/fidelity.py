@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
 from .studies.contexts import follow, open_cache, prefill, reference_texts, replay, share
 from .studies.found_facts import NEW_TOKENS, REFERENCE, ask
-from .studies.teacher_forced import Contender, distance, measure, perplexity_over
+from .studies.teacher_forced import Contender, distance, measure, perplexity_over, uncertainty
 from .studies.watch import Look, Watch
 
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
@@ -35,7 +36,7 @@ FLOORS: dict[str, dict[str, Any]] = {
     "window": {"cache": "window"},
 }
 """What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
-PARTS = ("text", "facts", "long", "speed")
+PARTS = ("text", "facts", "perplexity", "long", "speed")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=48, help="tokens decoded after a text, teacher-forced")
     parser.add_argument("--samples", type=int, default=2, help="texts of each length")
     parser.add_argument("--documents", type=int, default=8, help="of each length, with one fact, and with four")
+    parser.add_argument("--scored", type=int, default=1024, help="tokens that a perplexity is of, after a text")
     parser.add_argument("--output", type=int, default=1024, help="tokens of a long output, teacher-forced")
     parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
+    parser.add_argument("--few", nargs="+", default=["1/4", "1/13"], help="shares, of what takes long: many tokens")
     parser.add_argument("--caches", nargs="+", default=[*CACHES, *FLOORS, *FIXED], help="names of the registry, floors")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured now")
     parser.add_argument("--kvpress", metavar="PYTHON", help="an interpreter that has kvpress; presses are measured too")
@@ -52,11 +55,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shipped", type=Path, help="file for the table that offload_cache chooses from")
 
 
-def contenders(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Name -> fields: each cache in each memory, as "disk-swap 1/13"."""
     found = {}
-    for name in arguments.caches:
-        for memory in ("itself",) if name in FIXED else arguments.memory:
+    for name in names:
+        for memory in ("itself",) if name in FIXED else memories:
             fields = FLOORS.get(name, {"cache": name})
             found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
     return found
@@ -66,7 +69,8 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
     """Rows of each "part"; what is there already is not measured again."""
     if model is None:
         model, tokenizer = load_default_model(torch.bfloat16)
-    everyone = contenders(arguments)
+    everyone = contenders(arguments.caches, arguments.memory)
+    few = contenders([name for name in arguments.caches if name not in FIXED], arguments.few)
     with contextlib.ExitStack() as stack:
         press = stack.enter_context(KVPress(arguments.kvpress, model)) if arguments.kvpress else None
         for tokens in arguments.tokens:
@@ -74,8 +78,10 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
                 _texts(arguments, rows, everyone, tokens, model, tokenizer, press)
             if "facts" in arguments.parts:
                 _facts(arguments, rows, everyone, tokens, model, tokenizer, press)
+            if "perplexity" in arguments.parts:
+                _perplexity(arguments, rows, few, tokens, model, tokenizer)
         if "long" in arguments.parts:
-            _long(arguments, rows, everyone, model, tokenizer)
+            _long(arguments, rows, few, model, tokenizer)
         if "speed" in arguments.parts:
             _speed(arguments, rows, everyone, model, tokenizer)
     summary = summarised(rows.rows)
@@ -205,29 +211,47 @@ def _long(
     arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
 ) -> None:
     """A short prompt, then a long text token by token: distance at its end."""
-    key = {"part": "long", "tokens": PROMPT + arguments.output}
-    names = [name for name in everyone if _memory(name) in LONG_BUDGETS and name.split()[0] not in FIXED]
-    if all(rows.has(name=name, **key) for name in names):
-        return
     ids = sample_ids(None, tokenizer)[0][: PROMPT + arguments.output + 1].unsqueeze(0)
+    key = {"part": "long", "tokens": PROMPT + arguments.output}
+    _go_on(arguments, rows, everyone, model, ids, PROMPT, LAST + 1, key)
+
+
+def _perplexity(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
+    tokenizer: Any,
+) -> None:  # fmt: skip
+    """Over many more tokens than distances need: perplexities of few tell nothing."""
+    for sample, ids in enumerate(reference_texts(tokenizer, arguments.samples, tokens + arguments.scored)):
+        key = {"part": "perplexity", "tokens": tokens, "sample": sample}
+        _go_on(arguments, rows, everyone, model, ids, tokens, arguments.scored, key)
+
+
+def _go_on(
+    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, ids: torch.Tensor,
+    prompt: int, last: int, key: dict[str, Any],
+) -> None:  # fmt: skip
+    """Each contender reads ids (1, T) token by token behind a prompt: distance over the last."""
+    if all(rows.has(name=name, **key) for name in everyone):
+        return
+    context, end = prefill(model, ids[:, :prompt]), ids[:, -last:]
 
     def said(cache: Any) -> torch.Tensor:
-        with torch.no_grad():
-            model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for token in ids[:, PROMPT : -1 - LAST].split(1, 1):
-                model(token, past_key_values=cache, use_cache=True)
-        return follow(model, cache, ids[:, -1 - LAST :])
+        replay(cache, model, context)
+        if prompt < ids.shape[1] - last:
+            follow(model, cache, ids[:, prompt:-last])
+        return follow(model, cache, end)
 
     with open_cache(model, None, 0) as cache:
         reference = said(cache)
-    for name in names:
+    for name, fields in everyone.items():
         if rows.has(name=name, **key):
             continue
         try:
-            with open_cache(model, everyone[name], ids.shape[1], arguments.path) as cache:
+            with open_cache(model, fields, ids.shape[1], arguments.path) as cache:
                 logits = said(cache)
                 report = cache.report() if hasattr(cache, "report") else None
-            row = {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, ids[:, -1 - LAST :])}
+            row = {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, end)}
+            row["uncertain"] = uncertainty(reference, logits, end)
             if report is not None:
                 row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
         except BudgetError as error:
@@ -235,22 +259,21 @@ def _long(
         rows.add(**key, name=name, **row)
 
 
-LONG_BUDGETS = ("1/4", "1/13")
-
-
 def _speed(
     arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
 ) -> None:
-    """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads."""
+    """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads. What was
+    timed in an earlier run is timed again beside what was not: times of two runs are of two machines."""
     for tokens in arguments.tokens:
         key = {"part": "speed", "tokens": tokens}
         ours = {}
         for name, fields in everyone.items():
-            if name.split()[0] in CACHES and not rows.has(name=name, **key):
+            if name.split()[0] in CACHES:
                 with contextlib.suppress(BudgetError), open_cache(model, fields, tokens + _TIMED, arguments.path):
                     ours[name] = fields
-        if not ours:
+        if all(rows.has(name=name, **key) for name in ours):
             continue
+        rows.drop(**key)
         ids = bench_text.text_rows(sample_ids(None, tokenizer)[0], 1, tokens + _TIMED + 1)
         options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path}
         found = bench_text.run(model, ids, tokens, _TIMED, tokens, ours, say=rows.say, **options)
@@ -262,9 +285,9 @@ _TIMED = 48
 
 STUDY = Study(
     "fidelity", __doc__, run, draw_front, arguments,
-    {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "output": 300, "memory": ["1/4", "1/13"]},
+    {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
     size=(13.0, 4.5), module="eval.fidelity",
-    of_a_run=("parts", "tokens", "memory", "caches", "kvpress", "markdown", "shipped"),
+    of_a_run=("parts", "tokens", "memory", "few", "caches", "kvpress", "markdown", "shipped"),
 )  # fmt: skip
 
 if __name__ == "__main__":

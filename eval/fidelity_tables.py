@@ -50,6 +50,10 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
             values = [row[field] for row in found if row.get(field) is not None]
             if values:
                 cell[part + field] = float(np.mean(values))
+    scored = [row for row in own if row["part"] == "perplexity" and "perplexity" in row]
+    if scored:  # of many more tokens than the texts'
+        cell["perplexity"] = float(np.mean([row["perplexity"] for row in scored]))
+        cell["uncertain"] = float(np.mean([row["uncertain"] for row in scored]) / len(scored) ** 0.5)
     layers = [row["layer_mass"] for row in texts if "layer_mass" in row]
     if layers:
         means = np.mean(layers, 0)
@@ -87,7 +91,7 @@ def _number(cell: Cell, field: str, digits: int) -> str:
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """A table for each context length, for people."""
+    """A table for each context length, for people; a perplexity of many tokens has its standard error."""
     file = io.StringIO()
     console = Console(file=file, width=200)
     for tokens in dict.fromkeys(cell["tokens"] for cell in summary["cells"]):
@@ -96,12 +100,15 @@ def markdown(summary: dict[str, Any]) -> str:
         for head in _HEADS:
             table.add_column(head, no_wrap=True)
         for cell in (cell for cell in summary["cells"] if cell["tokens"] == tokens):
+            perplexity = _number(cell, "perplexity", 4)
+            if "uncertain" in cell:
+                perplexity += f" ± {cell['uncertain']:.4f}"
             held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
             facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
             step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
             table.add_row(
                 cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
-                _number(cell, "top1", 3), _number(cell, "perplexity", 4), _number(cell, "mass", 3),
+                _number(cell, "top1", 3), perplexity, _number(cell, "mass", 3),
                 _number(cell, "worst", 2), facts, step, _number(cell, "long_kl", 4),
             )  # fmt: skip
         console.print(table)

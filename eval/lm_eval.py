@@ -95,7 +95,7 @@ class OffloadLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Scored]:
-        if self._plain:
+        if self._plain or self.fields.get("exact") == "bitwise":
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         selects = offloading_class(self.cache_name).selects and not self.fields.get("exact")
         pieces = not selects and not self._has_state
@@ -112,6 +112,9 @@ class OffloadLM(HFLM):
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Asked:
         """What the model has room for, the last of it, as `hf` cuts it."""
+        for name, ids in (("context", context), ("continuation", continuation)):
+            if not ids:
+                raise ConfigError(f"a request's {name} must have a token at least, got none: mend the task's texts")
         both = (*context, *continuation)[-(self.max_length + 1) :]
         return both[: -len(continuation)], both[-len(continuation) :]
 
@@ -127,13 +130,23 @@ class OffloadLM(HFLM):
         self.plain_requests += needed.requests
         return nullcontext(DynamicCache(config=self.model.config))
 
-    def _logits(self, ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
+    def _logits(self, ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor:
+        logits = self._forward(ids.to(self.device), cache, logits_to_keep=wanted)
+        return logits.log_softmax(-1, dtype=self.softmax_dtype)
+
+    def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
+        """Of `hf`'s own way, which gives whole texts in one forward each."""
+        if self._plain:
+            return super()._model_call(inps, attn_mask, labels)
+        rows, tokens = inps.shape
+        with self._cache(Needed(tokens, rows, rows)) as cache:
+            return self._forward(inps, cache)
+
+    def _forward(self, ids: torch.Tensor, cache: Any, **keep: int) -> torch.Tensor:
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
-            keep = {} if wanted else {"logits_to_keep": 1}
-            given = ids.to(self.device)
-            logits: torch.Tensor = self.model(input_ids=given, past_key_values=cache, use_cache=True, **keep).logits
-        return logits.log_softmax(-1, dtype=self.softmax_dtype)
+            logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep).logits
+        return logits
 
     # --- texts -------------------------------------------------------------------------------------------------
 

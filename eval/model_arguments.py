@@ -45,7 +45,7 @@ class ModelArguments(NamedTuple):
 
 
 def sort_arguments(given: Mapping[str, Any], cache: str, pretrained: Any) -> ModelArguments:
-    """Whose each is; a name that the cache has as a field is the cache's.
+    """Whose each is: of `hf`, of the cache, or of `from_pretrained`; the first of these that knows its name has it.
 
     `pretrained`: a name or folder, whose configuration `from_pretrained` takes the attributes of, too; a model, or None
     for the default one, which are not loaded by name, so that nothing decides how. Raises `ConfigError` for what nobody

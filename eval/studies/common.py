@@ -63,6 +63,10 @@ class Rows:
         """The rows with these values."""
         return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
 
+    def drop(self, **key: Any) -> None:
+        """Forget the rows with these values; on the disk, once the next one is added."""
+        self.rows = [row for row in self.rows if row not in self.where(**key)]
+
     def write(self, **more: Any) -> None:
         """The head, the rows and `more` to the JSON file; a reader sees the old one or the new one."""
         if self.target is not None:

@@ -145,6 +145,14 @@ def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Te
     return float((losses[0] - losses[1]).exp())
 
 
+def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """The standard error of the logarithm of `perplexity_over`, steps taken as independent; of three tokens or more."""
+    following = ids[0, 1:]
+    cost = torch.nn.functional.cross_entropy
+    one, other = (cost(said[:-1].float(), following, reduction="none") for said in (logits, reference))
+    return float((one - other).std() / len(following) ** 0.5)
+
+
 def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By contender, in order: what `measure` gives, mean over texts; the worst layer is that of the mean."""
     table = {}

@@ -22,6 +22,7 @@ from eval.fidelity_tables import draw_front, markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
 from eval.studies.contexts import follow, prefill, replay
+from eval.studies.teacher_forced import distance, perplexity_over
 from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError
 
@@ -86,6 +87,8 @@ def rows() -> list[dict[str, Any]]:
         quartiles = [seconds, seconds]
         speed = {"median_seconds": seconds, "quartiles": quartiles}
         found.append({"part": "speed", "tokens": 4096, "name": name, **speed})
+    scored = {"perplexity": 1.2, "uncertain": 0.01}  # instead of those of the texts
+    found.append({"part": "perplexity", "tokens": 4096, "sample": 0, "name": "window 1/13", **scored})
     found.append({"part": "long", "tokens": 2560, "name": "cluster 1/13", "kl": 0.03, "perplexity": 1.0})
     return found
 
@@ -115,6 +118,7 @@ def test_tables_for_people_and_for_the_choice() -> None:
     line = next(line for line in text.splitlines() if line.startswith("| disk-swap"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0091", "0.700", "0.55", "2 of 2", "100", ""]
+    assert "| 1.2000 ± 0.0100 |" in next(line for line in text.splitlines() if line.startswith("| window"))
     assert "## 4,096 tokens" in text and any("refused" in line for line in text.splitlines() if "| spec" in line)
     kept = shipped(summary)["cells"]
     assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "DynamicCache"}  # of spec nothing is known
@@ -180,7 +184,7 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     fidelity.arguments(parser)
     options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "300"]
     options += ["--memory", "9/10", "1/100", "--caches", "disk-swap", "cluster", "random", "window"]
-    options += ["--parts", "text", "facts", "long", "speed", "--markdown", str(tmp_path / "table.md")]
+    options += ["--few", "2/3", "--scored", "12", "--parts", *fidelity.PARTS, "--markdown", str(tmp_path / "table.md")]
     given = parser.parse_args([*options, "--shipped", str(tmp_path / "table.json")])
     given.path = str(tmp_path)
     measured, loaded = Rows(say=lambda line: None), {"model": long_model(), "tokenizer": words()}
@@ -195,6 +199,15 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     assert texts["disk-swap 9/10"]["mass"] > texts["random 9/10"]["mass"]
     assert {row["name"] for row in measured.where(part="facts", facts=4)} >= {"DynamicCache"}
     assert {row["name"] for row in measured.where(part="speed")} > {"DynamicCache", "disk-swap 9/10", "cluster 9/10"}
+    for part in ("perplexity", "long"):
+        scored = {row["name"]: row for row in measured.where(part=part)}
+        assert set(scored) == {f"{name} 2/3" for name in given.caches}
+        assert all(row.get("refused") or row["uncertain"] > 0 for row in scored.values())
+    timed = measured.where(part="speed", name="DynamicCache")
+    measured.rows = [row for row in measured.rows if row["part"] != "speed" or row["name"] != "cluster 9/10"]
+    fidelity.run(given, measured, **loaded)  # one cache is missing: all are timed again, in turns
+    again = measured.where(part="speed", name="DynamicCache")
+    assert len(again) == len(timed) == 1 and again != timed
     before = list(measured.rows)
     summary = fidelity.run(given, measured, **loaded)
     assert measured.rows == before
@@ -203,9 +216,28 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.json", "table.md"]
 
 
+def test_what_is_read_token_by_token_is_judged_at_its_end() -> None:
+    """20 tokens at once, 30 one by one, and the last ten judged; as by hand."""
+    model, found = long_model(), Rows(say=lambda line: None)
+    given, window = argparse.Namespace(path=None), {"window 1/2": {"cache": "window", "memory": "1/2"}}
+    fidelity._go_on(given, found, window, model, IDS, 20, 10, {"part": "x"})
+    said = []
+    for cache in (DynamicCache(config=model.config), window_cache(model, "1/2", 60)):
+        with torch.no_grad():
+            model(IDS[:, :20], past_key_values=cache)
+        follow(model, cache, IDS[:, 20:50])
+        said.append(follow(model, cache, IDS[:, 50:]))
+    (row,) = found.rows
+    assert row["kl"] == pytest.approx(distance(*said)["kl"], rel=1e-3) and row["kl"] > 1e-3
+    assert row["perplexity"] == pytest.approx(perplexity_over(*said, IDS[:, 50:]), rel=1e-5) != 1
+    losses = [-one.log_softmax(-1)[:-1].gather(1, IDS[0, 51:, None])[:, 0] for one in said]
+    assert row["uncertain"] == pytest.approx(float((losses[1] - losses[0]).std() / 3), rel=1e-3)
+
+
 def test_contenders_are_all_caches_and_their_floors() -> None:
     parser = argparse.ArgumentParser()
     fidelity.arguments(parser)
-    found = fidelity.contenders(parser.parse_args([]))
+    given = parser.parse_args([])
+    found = fidelity.contenders(given.caches, given.memory)
     assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.FLOORS, *fidelity.FIXED}
     assert found["spec 1/6.5"] == {"cache": "spec", "memory": "1/6.5"}

@@ -19,6 +19,7 @@ from words import words
 from eval.continuations import Asked, Continuations, Needed, runs
 from eval.lm_eval import OffloadLM
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.console.named_cache import offloading_class
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.registry import CACHES
@@ -46,10 +47,10 @@ def ours(tmp_path: Path, **options: Any) -> Any:
 
 
 def likeliest(document: str) -> str:
-    """The word that the model would go on with."""
+    """The two words that the model would go on with."""
     ids = torch.tensor([words()(document)["input_ids"]])
-    with torch.no_grad():
-        return f" w{int(long_model()(ids).logits[0, -1].argmax())}"
+    found = long_model().generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)[0, -2:]
+    return "".join(f" w{int(word)}" for word in found)
 
 
 LENGTHS = ((700, 3), (90, 5))
@@ -69,13 +70,43 @@ def close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -
 @pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in CACHES), ("disk-swap", 3), ("cluster", 8)])
 def test_exact_scores_are_the_plain_ones(name: str, batch: int, tmp_path: Path) -> None:
     document = text(400, 3) + " w9 w8"
-    asked = instances("loglikelihood", [*CHOICES, *ALIKE, (document, likeliest(document)), ("", " w5 w6")])
+    first, second = likeliest(document).split()
+    greedy = [(document, f" {pair}") for pair in (f"{first} {second}", first, f"{first} w3", f"w3 {second}")]
+    assert "w3" not in (first, second)
+    asked = instances("loglikelihood", [*CHOICES, *ALIKE, ("", " w5 w6"), *greedy])
     expected = plain().loglikelihood(asked, disable_tqdm=True)
     lm = ours(tmp_path, cache=name, exact=True, batch_size=batch)
-    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected) and expected[-2][1]
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
+    assert [best for _, best in expected[-4:]] == [True, True, False, False]
     rolling = instances("loglikelihood_rolling", [(text(300, 3),), (text(2500, 5),)])  # the second in windows
     expected = plain().loglikelihood_rolling(rolling, disable_tqdm=True)
     assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in CACHES), ("disk-swap", 3)])
+def test_bitwise_scores_and_texts_are_the_plain_ones_to_the_last_bit(
+    name: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where a sum in another order is another number; and all of it went through caches."""
+    model, options = copy.deepcopy(long_model()).to(torch.bfloat16), {"tokenizer": words(), **OPTIONS}
+    scored = instances("loglikelihood", [*CHOICES, *ALIKE])
+    texts = [(text(length, length), {"max_gen_toks": 9, "do_sample": False}) for length in (700, 301, 80)]
+    asked, rolling = instances("generate_until", texts), instances("loglikelihood_rolling", [(text(2500, 5),)])
+    plain, made, close = HFLM(model, batch_size=batch, **options), [], offloading_class(name).close
+    monkeypatch.setattr(offloading_class(name), "close", lambda self: made.append(self.get_seq_length()) or close(self))
+    lm = OffloadLM(model, cache=name, path=str(tmp_path), exact="bitwise", batch_size=batch, **options)
+    for kind, given in (("loglikelihood", scored), ("loglikelihood_rolling", rolling), ("generate_until", asked)):
+        expected = getattr(plain, kind)(given, disable_tqdm=True)
+        assert getattr(lm, kind)(given, disable_tqdm=True) == expected
+        assert max(made) > 700
+        made.clear()
+
+
+def test_a_request_of_no_tokens_is_refused(tmp_path: Path) -> None:
+    lm = ours(tmp_path)
+    for context, continuation, name in (([5], [], "continuation"), ([], [5], "context")):
+        with pytest.raises(ConfigError, match=f"{name} must have a token"):
+            lm._loglikelihood_tokens([(None, context, continuation)])
 
 
 @pytest.mark.parametrize("name", list(CACHES))
@@ -181,9 +212,9 @@ def test_a_context_is_prefilled_once_and_what_is_shared_once(
     lm = ours(tmp_path, cache="disk-swap", **fields)
     lm.loglikelihood(instances("loglikelihood", [*asked, (text(90, 5), " w5 w6")]), disable_tqdm=True)
     shared = 400 + _common_words(text(20, 7), text(20, 11))
-    whole = [419, 419] if fields is SPARSE else [shared, 419 - shared, 419 - shared]
-    assert sorted(tokens for _, tokens in shapes if tokens > 2) == sorted([*whole, 89])
-    assert len(shapes) == len(whole) + 1 + (4 if fields is SPARSE else 3)  # answers differ in their last token
+    whole = [419, 419, 89] if fields is SPARSE else [shared, 420 - shared, 420 - shared, 91]
+    assert sorted(tokens for _, tokens in shapes if tokens > 2) == sorted(whole)
+    assert len(shapes) == len(whole) + (4 if fields is SPARSE else 0)  # answers differ in their last token
 
 
 def _common_words(one: str, other: str) -> int:
@@ -331,7 +362,7 @@ def test_adapters_that_are_prompts_are_refused() -> None:
 
 def test_neighbours_share_what_they_have_in_common() -> None:
     one, other = tuple(range(600)), (*range(500), 7, 8, 9)
-    assert list(runs(sorted([one, other, (4, 5)]))) == [([other, one], 500), ([(4, 5)], 1)]
+    assert list(runs(sorted([one, other, (4, 5)]))) == [([other, one], 500), ([(4, 5)], 0)]
     assert list(runs([(1,)])) == [([(1,)], 0)]
     nested = tuple(range(400)), tuple(range(600))
     assert list(runs(nested)) == [(list(nested), 399)]
@@ -341,7 +372,8 @@ def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
     """Rows of a batch begin with it; what differs in its last token is one row."""
     shapes: list[tuple[int, ...]] = []
 
-    def logits(ids: torch.Tensor, cache: Any, *, wanted: bool) -> torch.Tensor:
+    def logits(ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor:
+        assert wanted == 1
         shapes.append(tuple(ids.shape))
         with torch.no_grad():
             found: torch.Tensor = long_model()(ids, past_key_values=cache).logits.log_softmax(-1)
