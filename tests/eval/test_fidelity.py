@@ -21,7 +21,7 @@ from eval.baselines.in_memory import SINKS, quantized_share, window_cache, windo
 from eval.fidelity_tables import draw_front, markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
-from eval.studies.contexts import follow, prefill, replay
+from eval.studies.contexts import follow, prefill
 from eval.studies.teacher_forced import distance, perplexity_over
 from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError
@@ -145,33 +145,54 @@ STUB = """
 import contextlib
 class SnapKVPress:
     def __init__(self, compression_ratio):
-        assert compression_ratio == 0.75
+        self.kept = 1 - compression_ratio
     @contextlib.contextmanager
     def __call__(self, model):
+        hooks = [layer.self_attn.register_forward_hook(self.press, with_kwargs=True) for layer in model.model.layers]
         yield
+        for hook in hooks:
+            hook.remove()
+    def press(self, module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        gone = layer.keys.shape[2] - int(layer.keys.shape[2] * self.kept)
+        layer.keys, layer.values = layer.keys[:, :, gone:], layer.values[:, :, gone:]
 """
+"""What drops the first tokens of a context after its prefill."""
 
 
 def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A press that drops nothing says what `DynamicCache` says, tokens at their places; the process ends with it."""
+    """As a full cache in which what was dropped is masked, tokens at their places; the process ends with it."""
+    share, gone = "1/4", 30
     (tmp_path / "kvpress.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = long_model()
-    context = prefill(model, IDS[:, :40])
-    cache = DynamicCache(config=model.config)
-    replay(cache, model, context)
-    wanted = follow(model, cache, IDS[:, 40:50])
+
+    def wanted(first: int, tokens: list[int], greedy: int = 0) -> torch.Tensor:
+        """Logits of these and of so many greedy ones after the first tokens of IDS."""
+        cache, said = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(IDS[:, :first], past_key_values=cache)
+            for place in range(first, first + len(tokens) + greedy):
+                seen = torch.ones(1, place + 1, dtype=torch.int64)
+                seen[:, :gone] = 0
+                token = tokens[place - first] if place - first < len(tokens) else int(said[-1].argmax())
+                where = torch.tensor([[place]])
+                given = {"attention_mask": seen, "position_ids": where, "past_key_values": cache}
+                said.append(model(torch.tensor([[token]]), **given).logits[0, -1])
+        return torch.stack(said)
+
     with KVPress(sys.executable, model) as press:
-        logits, held = press.follow("SnapKVPress", "1/4", IDS[:, :40], IDS[:, 40:50])
-        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-        assert held == 2 * sum(keys.nbytes for keys in context.keys)
-        said, _ = press.answer("SnapKVPress", "1/4", IDS, 40, 6, [])
-        greedy = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, IDS.shape[1] :]
-        assert said == greedy.tolist()
-        assert press.answer("SnapKVPress", "1/4", IDS, 40, 6, said[1:2])[0] == said[: said.index(said[1]) + 1]
+        logits, held = press.follow("SnapKVPress", share, IDS[:, :40], IDS[:, 40:50])
+        torch.testing.assert_close(logits, wanted(40, IDS[0, 40:50].tolist()), rtol=1e-4, atol=1e-4)
+        full = sum(keys.nbytes for keys in prefill(model, IDS[:, :40]).keys)
+        assert held == 2 * full * (40 - gone) // 40
+        said, held = press.answer("SnapKVPress", share, IDS, 40, 6, [])
+        assert said == wanted(40, IDS[0, 40:].tolist(), 5)[-6:].argmax(-1).tolist()
+        assert held == 2 * full * (40 - gone) // 40
+        assert press.answer("SnapKVPress", share, IDS, 40, 6, said[1:2])[0] == said[: said.index(said[1]) + 1]
         process, folder = press._process, Path(press._folder.name)
         with pytest.raises(RuntimeError, match="kvpress ended with 1 at NoPress"):
-            press.follow("NoPress", "1/4", IDS[:, :40], IDS[:, 40:50])
+            press.follow("NoPress", share, IDS[:, :40], IDS[:, 40:50])
     assert process.poll() is not None and not folder.exists()
 
 
