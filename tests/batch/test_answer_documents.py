@@ -371,6 +371,10 @@ def test_a_published_context_that_is_damaged_is_not_trusted(tmp_path: Path, monk
         system.pipe(f"{folder}/{name}", b"another size")
     again("streamed", "could not be had")
     again("streamed")
+    whole = system.cat(f"{folder}/{cells[0]}")
+    system.pipe(f"{folder}/{cells[0]}", whole[:-1] + bytes([whole[-1] ^ 1]))
+    again("streamed", "could not be had")
+    again("streamed")
     for name in cells:
         system.rm(f"{folder}/{name}")
     again("streamed", "could not be had")
