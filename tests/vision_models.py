@@ -162,6 +162,15 @@ def kosmos2() -> Any:
     return model
 
 
+def git() -> Any:
+    """A tiny GIT: a picture is before the prompt, in tokens that no ids stand for."""
+    config = transformers.GitConfig(
+        vocab_size=199, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=POSITIONS, vision_config=VISION, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return harness.build(transformers.GitForCausalLM, config)
+
+
 # ---------------------------------------------------------------------------------------------- with a picture
 
 

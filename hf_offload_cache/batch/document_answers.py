@@ -14,7 +14,7 @@ from ..console.answer import check_length, generate_answer
 from ..console.prefill import prefill
 from ..console.prompt import document_part, question_part
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError, ContextError, CorruptRecordError
+from ..errors import ConfigError, ContextError, CorruptRecordError, StoreError, StoreFullError
 from .recipe import Recipe
 from .shared_contexts import Found, SharedContexts
 
@@ -77,8 +77,11 @@ class Answering:
                     if found.damaged:
                         self._keep(ids, cache, found)
                     return self._answer(ids, asked, cache, found, begun)
-            except (ContextError, CorruptRecordError) as error:  # it was damaged where only a step reads it
-                found = Found(damaged=True, notes=[*found.notes, f"the shared context is not used: {error}"])
+            except StoreFullError:  # for what is added, which a prefill would add to
+                raise
+            except (ContextError, StoreError) as error:  # of what only a step reads
+                damaged = isinstance(error, (ContextError, CorruptRecordError))
+                found = Found(damaged=damaged, notes=[*found.notes, f"the shared context is not used: {error}"])
         with self._recipe.make(most) as cache:
             prefill(self._recipe.model, ids, cache, self._chunk)
             self._keep(ids, cache, found)
@@ -104,8 +107,8 @@ class Answering:
     ) -> DocumentAnswers:
         model, texts, new, peak, full, disk = self._recipe.model, [], 0, 0, 0, 0
         for left, question in zip(range(len(asked) - 1, -1, -1), asked, strict=True):
-            beside = base.report().memory_bytes if left else 0
             with base.fork() if left else contextlib.nullcontext(base) as own:
+                beside = base.report().memory_bytes if left else 0
                 prompt = torch.cat([ids, question], 1)
                 answer = generate_answer(model, self._tokenizer, prompt, own, self._new, self._chunk)
                 report = own.report()

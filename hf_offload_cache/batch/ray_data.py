@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..console.named_cache import check_fields, offloading_class
-from ..errors import BudgetError, ConfigError, PromptError, StoreFullError
+from ..errors import BudgetError, ConfigError, PromptError, StoreError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,10 +42,12 @@ class AnswerDocuments:
 
     Args:
         model: a hub name or a folder; None: the default model from its package; or a function that returns model and
-            tokenizer, which a worker calls.
+            tokenizer, which a worker calls. A model that is loaded is refused: it would be copied to every worker.
         cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), or "module:Class".
         memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
-            document, its longest question and the answer ("1/13"); None: what `fields` come to.
+            document, its longest question and the answer ("1/13"); None: what `fields` come to. Of several
+            questions all but the last are answered by forks, beside the cache that has the document: up to twice as
+            much together.
         document: the column that has a text.
         questions: the column that has what is asked of it, a text or a list of them.
         contexts: where contexts are shared: a folder, or any URL of fsspec's. Contexts are saved in a folder ("file:"
@@ -57,7 +59,7 @@ class AnswerDocuments:
         prefill_chunk: tokens of a call of the model.
         path: folder on a worker's disk for what its caches write; None: its temporary folder.
         errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
-            it on the disk or a GPU) is in its row; "raise": it ends the job.
+            it on the disk or a GPU, a disk that fails while it is answered) is in its row; "raise": it ends the job.
         dtype: of the model; "auto": as it is stored.
         device: of the model; None: CUDA where there is one.
         fields: of the cache's configuration.
@@ -68,7 +70,8 @@ class AnswerDocuments:
     `disk_bytes`, `error`. Of a row with an error all others are null. A row that is computed a second time, since its
     worker died, has the same answers, unless a context was shared meanwhile that was fitted to another question.
 
-    Raises `ConfigError`, `ImportError` where pyarrow is missing, and as loading the model and the cache do.
+    Raises `ConfigError`, `ImportError` where pyarrow is missing, as loading the model does, and as making a cache:
+    `StoreError` for a `path` that cannot be written to.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class AnswerDocuments:
         from .shared_contexts import shared_contexts
 
         _pyarrow()
-        _check(cache, memory, path, errors, fields)
+        _check(model, cache, memory, path, errors, fields)
         self._columns, self._raises = (document, questions), errors == "raise"
         loaded, tokenizer = model() if callable(model) else load(model, dtype, device)
         recipe = Recipe(loaded, offloading_class(cache), memory, path, fields)
+        recipe.check()
         shared = None if contexts is None else shared_contexts(contexts, recipe, level, options)
         self._answering = Answering(tokenizer, recipe, shared, max_new_tokens, prefill_chunk)
 
@@ -126,7 +130,7 @@ class AnswerDocuments:
         from ..console.answer import PromptTooLongError
         from .document_answers import DocumentError
 
-        own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreFullError, torch.OutOfMemoryError)
+        own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreError, torch.OutOfMemoryError)
         try:
             return _as_row(self._answering(document, questions))
         except own as error:
@@ -162,11 +166,12 @@ def answer_documents(
             have one on the smallest machine; with `num_cpus=4` they do, and compute with as many threads.
         options: all others of `AnswerDocuments`.
 
-    Raises `ConfigError` for a cache or a field that there is not, and `ImportError` where Ray is missing.
+    Raises `ConfigError` for a cache or a field that there is not, or a model that is loaded, and `ImportError` where
+    Ray is missing.
     """
     known = inspect.signature(AnswerDocuments).parameters
     fields = {name: value for name, value in options.items() if name not in known}
-    _check(cache, memory, options.get("path"), options.get("errors", "row"), fields)
+    _check(model, cache, memory, options.get("path"), options.get("errors", "row"), fields)
     try:
         from ray.data import ActorPoolStrategy
     except ImportError as error:
@@ -189,8 +194,16 @@ def answer_documents(
 
 
 def _check(
-    cache: str, memory: int | str | None, path: str | Path | None, errors: str, fields: dict[str, Any]
+    model: Any, cache: str, memory: int | str | None, path: str | Path | None, errors: str, fields: dict[str, Any]
 ) -> None:
+    from torch.nn import Module
+
+    named = model is None or isinstance(model, (str, Path))
+    if isinstance(model, Module) or not (named or callable(model)):
+        raise ConfigError(
+            f"model must be a hub name, a folder, or a function that returns model and tokenizer, got "
+            f"{type(model).__name__}: each worker loads its own; AnswerDocuments alone takes lambda: (model, tokenizer)"
+        )
     offloading_class(cache)
     check_fields(cache, fields, path, memory)
     if errors not in ("row", "raise"):

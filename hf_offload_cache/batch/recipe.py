@@ -34,6 +34,14 @@ class Recipe:
             return self.cls(self.model, path=self.path, **self.fields)
         return self.cls.for_budget(self.model, self.memory, most, path=self.path, **self.fields)
 
+    def check(self) -> None:
+        """Raises what making a cache does whatever the document is: `StoreError` for a folder that cannot be written
+        to, `ConfigError`, `UnsupportedModelError`, `EncryptionKeyError`."""
+        fields = self.fields
+        if self.memory is not None:  # by which the others are chosen: alone they may contradict defaults
+            fields = {name: fields[name] for name in ("engine", "encryption_key") if name in fields}
+        self.cls(self.model, path=self.path, **fields).close()
+
     def open(self, directory: Path, most: int) -> OffloadCache:
         """What was saved in `directory`, with room for `most` tokens. Raises as `OffloadCache.open`."""
         stored = fields_in_states(self.cls.config_class)

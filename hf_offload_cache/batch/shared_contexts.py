@@ -103,7 +103,10 @@ class SavedContexts:
         if held.shape != ids.shape or not bool((held.cpu() == ids.cpu()).all()):
             cache.close()
             return Found(damaged=True, notes=[_distrusted(place, "it holds another text")])
-        touch(place)
+        try:
+            touch(place)
+        except OSError as error:  # it goes away: what the cache has open may be read all the same
+            return Found(cache, "opened", notes=[f"the context in {place} is not noted as used: {error}"])
         return Found(cache, "opened")
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:

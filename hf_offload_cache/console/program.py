@@ -19,10 +19,13 @@ _SHELL = re.compile(rb"#!\s*/\S*sh\s*\n(?:'''exec'|'exec'|\"exec\")[ \t].*python
 
 
 def find_program(name: str) -> str:
-    """The path of a script: a file, or a command. Raises `ConfigError` where there is none, or it is not Python."""
-    found = name if Path(name).is_file() else shutil.which(name)
+    """The path of a script: a command of the PATH, as a shell finds it, or the file of a name that ends in ".py" or has
+    a folder in it. Raises `ConfigError` where there is none, or it is not Python."""
+    names_a_file = name.endswith(".py") or os.path.dirname(name) != ""
+    found = name if names_a_file and Path(name).is_file() else shutil.which(name)
     if found is None:
-        raise ConfigError(f"there is no program {name!r}: name a command, a file, or -m and a module")
+        here = f"./{name} for the file of that name here" if Path(name).is_file() else "a file as ./NAME"
+        raise ConfigError(f"there is no program {name!r}: name a command, {here}, or -m and a module")
     if not _is_python(found):
         raise ConfigError(f"program {found!r} is no Python script: only those run in this process")
     return found

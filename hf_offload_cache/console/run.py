@@ -20,8 +20,9 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser("run", help="run another program, a server say, with its models' caches offloaded")
     parser.description = (
         "Run a Python program whose calls of generate use a cache wherever they name none, one for each request: "
-        "hf-offload-cache run --memory 1/13 transformers serve. PROGRAM is a command that is a Python script, a file, "
-        "or, after -m, a module. Exit code: the program's."
+        "hf-offload-cache run --memory 1/13 transformers serve. PROGRAM is a command that is a Python script, as a "
+        "shell finds it, a file (NAME.py, or with its folder, ./NAME), or, after -m, a module. Exit code: the "
+        "program's."
     )
     add_cache_argument(parser)
     add_field_argument(parser)

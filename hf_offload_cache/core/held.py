@@ -131,10 +131,13 @@ class Held(CacheOperations):
         self.account_live()
 
     def freeze(self) -> None:
-        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""
+        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with.
+
+        What records are streamed through is given back: a cache that was frozen may lie beside its forks for long."""
         self.check_open()
         self.take_back()
         self.shared.check_seam()
+        self.storage.release_stream_buffers()
         try:
             for layer in self.offloaded:
                 layer.freeze()

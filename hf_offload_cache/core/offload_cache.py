@@ -131,7 +131,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         shared = self.shared
         shared.check_open()
         check_model(self._model, model)
-        intact = attach.intact(model)
+        intact = attach.intact(self._model() or model)  # the step may be a part's
         if intact:  # else an interruption is not what kept keys from attention
             self.check_whole()
         shared.check_seam()

@@ -19,6 +19,7 @@ from . import config_names
 from .attachable import Attachable
 from .config_names import Renamed
 from .inner_model import inner_model, is_model
+from .place import generating_parts, has_own_generate
 from .prepare_inputs import PrepareInputs
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
@@ -137,15 +138,23 @@ def detach(model: Any) -> None:
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
     config_names.rename(model, attachment.renamed, _renamed_now())
-    hook_model(model, attachment.hooks)
-    PrepareInputs.put_on(model)
+    for one in _running(model):
+        hook_model(one, attachment.hooks)
+        PrepareInputs.put_on(one)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.block_hooks)
     unhook(attachment.hooks)
     config_names.restore(attachment.renamed, _renamed_now())
-    PrepareInputs.take_off(model)
+    for one in _running(model):
+        PrepareInputs.take_off(one)
+
+
+def _running(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The models whose forward is a step: `model`, and those within it that its own `generate` may call in its place
+    (Kosmos-2's). Where one runs within the other, the inner one's begins in the place of the outer one's."""
+    return [model, *generating_parts(model).values()] if has_own_generate(model) else [model]
 
 
 def _hook_blocks(model: PreTrainedModel, attachment: _Attachment) -> None:
@@ -165,7 +174,8 @@ def _strip_copied(model: PreTrainedModel) -> None:
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
     config_names.strip(model, _renamed_now())
-    PrepareInputs.take_off(model)
+    for one in _running(model):
+        PrepareInputs.take_off(one)
 
 
 def _renamed_now() -> Renamed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -65,7 +66,8 @@ class Geometry:
 
         One token goes through a twin of the model on the meta device, which has no data: what it leaves in a
         `DynamicCache` are the shapes, whatever the architecture. Where the twin cannot run, the fields of the
-        configuration decide. Nothing is kept. Raises `UnsupportedModelError` where neither says the shapes.
+        configuration decide. Nothing of the model is kept, and what its twin left is: for a model of the same class and
+        configuration, which costs a millisecond then. Raises `UnsupportedModelError` where neither says the shapes.
         """
         from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
@@ -78,7 +80,7 @@ class Geometry:
         seen = DynamicCache(config=inner.config)
         stated = stated_shape(text)
         try:
-            seen = _probe(inner)
+            seen = _probe(_Kind(type(inner), repr(inner.config.to_dict()), inner.config))
         except Exception as error:  # a model may fail in any way on tensors without data
             if stated is None:
                 raise UnsupportedModelError(
@@ -147,14 +149,25 @@ class Geometry:
         return batch * context * entries + self.kept_bytes(context, batch)
 
 
-def _probe(model: Any) -> Any:
-    """The `DynamicCache` that one token leaves in a twin of `model` on the meta device."""
+@dataclass(frozen=True)
+class _Kind:
+    """All that a twin is made of. Two are equal whose configurations say the same."""
+
+    model_class: Any
+    said: str
+    """By the configuration, at the time."""
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
+def _probe(kind: _Kind) -> Any:
+    """The `DynamicCache` that one token leaves in a twin on the meta device; not to be changed."""
     from transformers.cache_utils import DynamicCache
 
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(kind.config)
     with torch.device("meta"), torch.no_grad():
         # bfloat16, whatever the model's: on the meta device some kernels know no other
-        twin = type(model)._from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
+        twin = kind.model_class._from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
         cache = DynamicCache(config=config)
         twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
     return cache

@@ -24,7 +24,8 @@ class Request(NamedTuple):
     rows: int
     """Sequences, beams included."""
     tokens: int
-    """Of a sequence: the prompt, an adapter's virtual tokens, what is generated, and candidates that may be dropped."""
+    """Of a sequence: the prompt, an adapter's virtual tokens and a picture's, what is generated, and candidates that
+    may be dropped."""
 
 
 MakeCache = Callable[[Request], AbstractContextManager[Any]]
@@ -121,7 +122,10 @@ def _request(
 ) -> Request:
     given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
     shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
-    rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True)) if shapes else (1, 1)
+    if not shapes:  # as `generate` counts, which begins each row with a token then
+        others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim]
+        shapes = [torch.Size((len(others[0]) if others else 1, 1))]
+    rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True))
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
     new, most = asked("max_new_tokens"), asked("max_length")
     end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing
@@ -130,4 +134,13 @@ def _request(
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
     adapter = prompt_adapter(model, model)
     virtual = 0 if adapter is None else adapter.num_virtual_tokens
-    return Request(rows, int(end + ahead + 1 + virtual))
+    return Request(rows, int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs)))
+
+
+def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
+    """What a model puts before the prompt for a picture, where no ids stand for that: as GIT's attention says of
+    itself, by which the model widens its masks."""
+    if not isinstance(kwargs.get("pixel_values"), torch.Tensor):
+        return 0
+    said = (getattr(module, "image_patch_tokens", None) for module in model.modules())
+    return max((count for count in said if isinstance(count, int)), default=0)

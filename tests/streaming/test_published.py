@@ -220,15 +220,30 @@ def test_file_systems_without_transactions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_objects_that_were_cut_off_are_written_again(overwrite: bool, tmp_path: Path) -> None:
-    manifest = published(tmp_path)
-    cell, place = manifest.cells[1][1], tmp_path / "published"
-    whole = (place / cell.name).read_bytes()
-    (place / cell.name).write_bytes(whole[:100])
+def test_objects_that_are_damaged_are_written_again_and_no_others(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off, of another byte, or missing; with the manifest there, or without it."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    system, place = MemoryFileSystem(), "/context"
+    manifest = published(tmp_path, url="memory://context")
+    whole = {name: system.cat_file(name) for name in system.find(place)}
+    cut, flipped, lost = (f"{place}/{cell.name}" for cell in manifest.cells[1][1:3] + manifest.cells[0][1:2])
+    system.pipe_file(cut, whole[cut][:100])
+    system.pipe_file(flipped, whole[flipped][:-1] + bytes([whole[flipped][-1] ^ 1]))
+    system.rm(lost)
     if not overwrite:
-        (place / NAME).unlink()
-    published(tmp_path, overwrite=overwrite)
-    assert (place / cell.name).read_bytes() == whole
+        system.rm(f"{place}/{NAME}")
+    opened, written = MemoryFileSystem._open, []
+
+    def note(own: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        written.extend([own._strip_protocol(path)] if mode == "wb" else [])
+        return opened(own, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", note)
+    published(tmp_path, url="memory://context", overwrite=overwrite)
+    assert sorted(written) == sorted([cut, flipped, lost, f"{place}/{NAME}"])
+    assert all(system.cat_file(name) == data for name, data in whole.items() if not name.endswith(NAME))
 
 
 @pytest.mark.parametrize(
