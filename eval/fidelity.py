@@ -15,6 +15,7 @@ from hf_offload_cache.console.prefill import prefilled_tokens
 from hf_offload_cache.console.prompt import build_prompt
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.registry import CACHES
+from hf_offload_cache.tuning.distance import distance, perplexity_over, uncertainty
 from hf_offload_cache.tuning.sample import sample_ids
 
 from . import bench_text
@@ -25,7 +26,7 @@ from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
 from .studies.contexts import follow, open_cache, prefill, reference_texts, replay, share
 from .studies.found_facts import NEW_TOKENS, REFERENCE, ask
-from .studies.teacher_forced import Contender, distance, measure, perplexity_over, uncertainty
+from .studies.teacher_forced import Contender, measure
 from .studies.watch import Look, Watch
 
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")

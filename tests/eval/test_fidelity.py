@@ -22,9 +22,9 @@ from eval.fidelity_tables import draw_front, markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
 from eval.studies.contexts import follow, prefill
-from eval.studies.teacher_forced import distance, perplexity_over
 from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.tuning.distance import distance, perplexity_over
 
 IDS = torch.randint(4, 199, (1, 60), generator=torch.Generator().manual_seed(0))
 
