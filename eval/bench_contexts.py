@@ -106,10 +106,10 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     """
     from transformers import DynamicCache
 
-    from .needles import haystack
+    from hf_offload_cache.tuning.sample import bundled_text
 
     model, tokenizer = _models(True)
-    ids = tokenizer("\n\n".join(haystack()), return_tensors="pt").input_ids[:, :tokens]
+    ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[:, :tokens]
     found: dict[str, Any] = {"tokens": tokens}
     prefills = []
     for _ in range(max(1, repetitions // 2)):

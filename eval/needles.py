@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import pydoc
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console.answer import generate_answer
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.console.prompt import build_prompt
+from hf_offload_cache.tuning.sample import bundled_prose
 
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
 NOUNS = ("lighthouse", "orchard", "library", "harbour", "windmill", "greenhouse", "tower", "bridge", "museum", "well")
@@ -49,27 +48,12 @@ class Needle:
     depth: float
 
 
-def haystack() -> list[str]:
-    """Paragraphs of prose from Python's own help texts: there wherever Python is; the same for the same version.
-
-    Grammars, code and tables are left out: a small model goes on with them instead of answering.
-    """
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    paragraphs = (" ".join(pydoc.plain(part).split()) for part in text.split("\n\n"))
-    return list(dict.fromkeys(part for part in paragraphs if _is_prose(part)))
-
-
-def _is_prose(paragraph: str) -> bool:
-    letters = sum(character.isalpha() or character == " " for character in paragraph)
-    return len(paragraph.split()) >= 20 and letters > 0.9 * len(paragraph) and paragraph.endswith(".")
-
-
 def make_needles(
     tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int = 0, facts: int = 1
 ) -> Iterator[Needle]:
     """`count` samples of about `tokens` tokens: other text, another fact and another depth each; of one `seed` always
     the same. Of several `facts` in a document, one is asked for; the others, of other places, are spread evenly."""
-    paragraphs = haystack()
+    paragraphs = bundled_prose()
     generator = random.Random(seed)
     paragraphs = paragraphs[(shift := seed * 97 % len(paragraphs)) :] + paragraphs[:shift]
     for index in range(count):

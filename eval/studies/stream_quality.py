@@ -15,11 +15,11 @@ from hf_offload_cache.console.prefill import prefilled_tokens
 from hf_offload_cache.console.prompt import build_prompt
 from hf_offload_cache.streaming.codec import LEVELS, encode, unpack
 from hf_offload_cache.streaming.quantisers import ChunkShape
+from hf_offload_cache.tuning.distance import distance
 
 from ..needles import make_needles
 from .common import Rows, Study, judged, main
 from .contexts import Context, answer, follow, prefill, reference_texts, replay
-from .teacher_forced import distance
 
 _CHUNK = 1024
 _PREFILLED = "prefilled"

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.tuning.distance import distance, perplexity_over
 
 from ..needles import parse_setting
 from .common import Rows
@@ -127,22 +128,6 @@ def measure(
     row["layer_overlap"] = [float(np.mean(part)) if part else None for part in alike]
     row["layer_hits"] = [hit / of if of else None for hit, of in zip(hits, selected, strict=True)]
     return row
-
-
-def distance(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
-    """Mean over steps of KL(reference || logits) in nats, and the share of steps whose likeliest token is the same."""
-    sure, other = reference.log_softmax(-1), logits.log_softmax(-1)
-    kl = (sure.exp() * (sure - other)).sum(-1).mean()
-    return {"kl": float(kl), "top1": float((reference.argmax(-1) == logits.argmax(-1)).float().mean())}
-
-
-def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float | None:
-    """The perplexity of ids (1, S) by logits (S, V), over that by the reference's; None of a single token."""
-    following = ids[0, 1:]
-    if not following.numel():
-        return None
-    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
-    return float((losses[0] - losses[1]).exp())
 
 
 def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float:

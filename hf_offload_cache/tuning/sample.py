@@ -11,16 +11,22 @@ import torch
 from ..errors import ConfigError
 
 
-def bundled_text() -> str:
-    """Prose from Python's help topics, in the order of their names: the same for the same version of Python.
+def bundled_prose() -> list[str]:
+    """Paragraphs of prose from Python's help topics, in the order of their names, each once: the same for the same
+    version of Python.
 
-    Grammars, code and tables are left out.
+    Grammars, code and tables are left out: a small model goes on with them instead of answering.
     """
     from pydoc_data import topics
 
     parts = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).split("\n\n")
     paragraphs = (" ".join(pydoc.plain(part).split()) for part in parts)
-    return "\n\n".join(dict.fromkeys(part for part in paragraphs if _is_prose(part)))
+    return list(dict.fromkeys(part for part in paragraphs if _is_prose(part)))
+
+
+def bundled_text() -> str:
+    """`bundled_prose`, as one text."""
+    return "\n\n".join(bundled_prose())
 
 
 def _is_prose(paragraph: str) -> bool:

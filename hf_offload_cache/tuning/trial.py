@@ -11,6 +11,7 @@ import torch
 
 from ..core.selective_cache import SelectiveCache
 from .calibrate import ObservedCache, observed
+from .distance import divergence
 from .synthetic import attention_modules, fill
 
 LEAD, RECITED = 8, 16
@@ -47,7 +48,7 @@ class Trial:
                 keys, values = (part.clone() for part in layer.whole()[:2])
                 self._layers[layer.layer_idx] = keys, values, observed(layer)
             said = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
-            self._exact = said.float().log_softmax(-1).cpu()
+            self._exact = said.float().cpu()
 
     def of(self, cache: SelectiveCache) -> Nearness:
         """What an empty cache does, which is for this call."""
@@ -55,18 +56,18 @@ class Trial:
             fill(layer, self._modules[layer.layer_idx], *self._layers[layer.layer_idx])
         cache.storage.prefetcher.flush()
         said, seconds = self._decode(cache)
-        distances = torch.nn.functional.kl_div(said, self._exact, reduction="none", log_target=True).sum(-1)
+        distances = divergence(self._exact, said)
         recited = distances[self._text :].unflatten(0, (-1, RECITAL))[:, LEAD:]
         text = float(distances[: self._text].mean()) if self._text else 0.0
         return Nearness(statistics.median(seconds), text, float(recited.mean()))
 
     def _decode(self, cache: Any) -> tuple[torch.Tensor, list[float]]:
-        """Logarithms of what the model holds likely after each token, (n, V) float32, and the seconds of each step."""
+        """Logits (n, V), float32, after each token, and the seconds of each step."""
         said, seconds = [], []
         with torch.no_grad():
             for token in self._fed.split(1):
                 start = time.perf_counter()
                 logits = self._model(input_ids=token[None], past_key_values=cache, use_cache=True).logits[0, -1]
-                said.append(logits.float().log_softmax(-1).cpu())
+                said.append(logits.float().cpu())
                 seconds.append(time.perf_counter() - start)
         return torch.stack(said), seconds

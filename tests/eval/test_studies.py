@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -256,15 +255,6 @@ def test_everything_is_seen_of_an_exact_cache() -> None:
 
 
 # --- what is computed of it --------------------------------------------------------------------------------------
-
-
-def test_distance_of_hand_made_logits() -> None:
-    """KL of (1/2, 1/2) to (1/4, 3/4), and of equals; the likeliest token differs in one step of two."""
-    reference = torch.tensor([[1.0, 1.0 + 1e-6], [3.0, 1.0]]).log()
-    other = torch.tensor([[3.0, 1.0], [3.0, 1.0]]).log()
-    found = teacher_forced.distance(reference, other)
-    assert found["kl"] == pytest.approx((0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)) / 2, abs=1e-5)
-    assert found["top1"] == 0.5
 
 
 def test_the_worst_layer_is_that_of_the_mean() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer
 
-from eval.needles import ADJECTIVES, NOUNS, haystack
+from eval.needles import ADJECTIVES, NOUNS
 from hf_offload_cache.console.default_model import load_default_tokenizer
+from hf_offload_cache.tuning.sample import bundled_prose
 
 _TEMPLATE = 64
 """Tokens that a chat template may take."""
@@ -32,7 +33,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.paragraphs = [(one, self.behind(one)) for one in haystack()]
+        self.paragraphs = [(one, self.behind(one)) for one in bundled_prose()]
 
     def of(self, text: str) -> int:
         """Tokens of a text."""
