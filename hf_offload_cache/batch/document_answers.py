@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..console.answer import check_length, generate_answer
-from ..console.prefill import prefill
 from ..console.prompt import document_part, question_part
 from ..core.offload_cache import OffloadCache
+from ..core.prefill import prefill
 from ..errors import ConfigError, ContextError, CorruptRecordError
 from .recipe import Recipe
 from .shared_contexts import Found, SharedContexts

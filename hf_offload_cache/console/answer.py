@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..core.prefill import prefill
 from ..errors import ConfigError
 from ..report.cache_report import CacheReport
-from .prefill import prefill, prefilled_tokens
+from .prefill import prefilled_tokens
 
 if TYPE_CHECKING:
     import torch

@@ -1,38 +1,6 @@
-"""Running a prompt through a model, in chunks."""
+"""How much of a prompt is prefilled before `generate` is called."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import Cache, PreTrainedModel
-
-
-def prefill(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    cache: Cache,
-    chunk: int = 1024,
-    on_progress: Callable[[int], object] | None = None,
-) -> None:
-    """Runs `input_ids` (1, T) through the model in chunks; the cache holds T tokens more.
-
-    `on_progress` gets the number of tokens done after each chunk, in this thread.
-    """
-    import torch
-
-    if chunk < 1:
-        raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use 1024")
-    with torch.no_grad():  # as `generate` does; tensors of inference mode could not be written to afterwards
-        for start in range(0, input_ids.shape[1], chunk):
-            part = input_ids[:, start : start + chunk]
-            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            if on_progress is not None:
-                on_progress(start + part.shape[1])
 
 
 def prefilled_tokens(prompt_tokens: int) -> int:
