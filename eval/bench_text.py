@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import statistics
 import sys
 import time
@@ -21,14 +20,15 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.core.selective_cache import SelectiveCache
+from hf_offload_cache.tuning.distance import distance
 from hf_offload_cache.tuning.sample import sample_ids
+from hf_offload_cache.tuning.turns import without_seams
 
 from .bench import machine
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
 from .studies.common import write_json
 from .studies.contexts import open_cache, prefill, replay
-from .studies.teacher_forced import distance
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
 SHORT = 64
@@ -126,7 +126,7 @@ def run(
     weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
     followed by its own text in all of them; seconds of a prefill are then those of the putting. `profile`: the
     device that ours read from, or its name in `PROFILES`."""
-    plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    plain = without_seams(model)
     shared = None
     if shared_prefill:
         ids = ids[:1].expand(len(ids), -1)

@@ -37,7 +37,8 @@ def add(verbs: Any) -> None:
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE", help="300MiB, bytes, or of the full KV: 1/13 (default: what the fields take)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
-    add("--measured", metavar="FILE", help="with --compare: what `tune --compare` wrote (default: the shipped table)")
+    add("--measured", metavar="FILE",
+        help="with --compare and --memory: what `tune --compare` wrote of it (default: the shipped table)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help="write the plan as JSON")
     parser.set_defaults(run=run, parser=parser)
 
@@ -57,6 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(folder).is_dir():
         raise ConfigError(f"--path must be a folder that exists, got {str(folder)!r}")
     fields = dict(arguments.fields)
+    if arguments.measured is not None and not (arguments.compare and arguments.memory):
+        raise ConfigError(
+            f"--measured {arguments.measured} needs --compare and --memory: it tells which of all caches is best in a "
+            "memory; give both, or leave it out"
+        )
     if arguments.compare:
         return _compare(arguments, fields, str(folder))
     name = arguments.cache or named_cache.default_for(None)
@@ -95,6 +101,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     from ..memory.machine import free_disk, free_memory
     from ..stores.engines import choose_engine
     from ..tuning.compare_plans import compare_plans
+    from ..tuning.measured_model import shape_of
     from ..tuning.which_cache import measured_caches
     from . import load_model
     from .plans_side_by_side import comparison_of_plans, recommended
@@ -103,6 +110,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
     OffloadConfig.load(None, dict(fields))
     geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry))
     if fields.get("engine", "auto") == "auto":
         fields["engine"] = choose_engine("auto", folder)[0]
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
@@ -121,7 +129,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         for note in one.notes:
             console.print(f"{one.name}: {note}", markup=False)
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
-    cells, chosen = measured_caches(arguments.measured), {}
+    chosen = {}
     if memory is not None and fitting:
         held = [one for one in plans if one.name in fitting]
         chosen = recommended(held, cells, memory / full, arguments.context)

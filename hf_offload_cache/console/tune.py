@@ -96,6 +96,11 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     console.print(table)
     for refused in found["refused"]:
         console.print(f"does not fit: {refused}", markup=False)
+    if found["reference"] != "DynamicCache":
+        console.print(f"distances are from {found['reference']}, which says what DynamicCache would")
+    if len(found["turns"]) > 1:
+        groups = "; then ".join(", ".join(names) for names in found["turns"])
+        console.print(f"not all in turns, since memory does not hold all at once: {groups}")
     print(f"wrote {arguments.out}", file=sys.stderr)
     return 0
 

@@ -11,6 +11,7 @@ from ..model.geometry import Geometry
 from ..registry import cache_class
 from ..stores.engines import resolve_engine
 from ..tuning.compare_plans import compare_plans
+from ..tuning.measured_model import identity_of
 from ..tuning.which_cache import measured_caches, which_cache
 
 
@@ -39,8 +40,9 @@ def offload_cache(
         goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those whose
             perplexity is within 5% of its.
         hint: "long-prompt", or "long-output" where most of what is held will have been generated.
-        measured: a file of `hf-offload-cache tune --compare`, of this model and machine; None: the shipped table,
-            which was measured with SmolLM2-135M on two cores: its order of caches is a first guess for others.
+        measured: a file of `hf-offload-cache tune --compare`, of this machine, and of this model: one of another is
+            refused. None: the shipped table, which was measured with SmolLM2-135M on two cores: its order of caches is
+            a first guess for others.
         path: folder on the disk to use; None: the temporary folder.
         fields: fields that all caches have, to stay as they are.
 
@@ -51,7 +53,8 @@ def offload_cache(
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
     plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path))
-    chosen = which_cache(plans, measured_caches(measured), limit / full, max_context, goal, hint)
+    cells = measured_caches(measured, None if measured is None else identity_of(model))
+    chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why
     return cache

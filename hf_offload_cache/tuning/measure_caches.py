@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import dataclasses
+import functools
 import statistics
-import time
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..config import parse_memory
+from ..caches.disk_swap import DiskSwapCache
+from ..config import OffloadConfig, parse_memory
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
+from ..memory.machine import free_memory
 from ..model.dynamic_cache import dynamic_cache
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
 from ..registry import CACHES, cache_class
-from ..stores.engines import resolve_engine
+from ..report.text import size_text
+from ..stores.engines import choose_engine, resolve_engine
+from .distance import distance, perplexity_over
+from .measured_model import identity_of
 from .progress import Progress
 from .sample import sample_ids, windows
+from .task import machine_of
 from .tunable import at_least
+from .turns import TURN, Contender, Followed, follow_in_turns, together, without_seams
 
-_FIRST = 8
-"""Steps after a prompt that are not timed: caches try out what is faster."""
+_DYNAMIC, _EXACT = "DynamicCache", "an exact DiskSwapCache"
+_OF_ONE = ("memory", "max_context", "max_batch", "trace")
+"""Fields that caches which are open at once do not share."""
 
 
 def measure_caches(
@@ -41,82 +49,109 @@ def measure_caches(
 ) -> dict[str, Any]:
     """Each cache of the registry within `memory`, and `DynamicCache`, on the same texts, token by token.
 
+    Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a machine which gets slower gets
+    slower for all: that takes `memory` for each of them, and the full KV for `DynamicCache`. Where that is more than
+    half of this machine's free memory, those that go into it decode in turns, and the others after them. Where the full
+    KV alone is more, `DynamicCache` is left out, and distances are from an exact `DiskSwapCache`, which says the same.
+
     Args:
         model: a decoder-only `PreTrainedModel`.
         tokenizer: the model's; needed unless `texts` are token ids.
-        memory: bytes, "300MiB", or a share of the full KV of a text.
+        memory: of each cache: bytes, "300MiB", or a share of the full KV of a text.
         max_context: tokens of each text, or as many as the longest has; the last `steps` of them are decoded, and the
-            first 8 of these not timed. `DynamicCache` holds them, too: this machine has to have memory for that.
+            first 8 of these not timed.
         texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
         samples: stretches of text.
         path: folder on the disk to use; None: the temporary folder.
         progress: show a bar on stderr, where that is a terminal.
         fields: fields that all caches have, to stay as they are.
 
-    Returns {"cells": [...]}, plain JSON values, as `measured_caches` reads them: of each cache that fits "cache",
-    "tokens", "memory", "kl" in nats and "perplexity" to `DynamicCache`'s, and "seconds" of a step, the median. Raises
-    `ConfigError`, `StoreError`, and `BudgetError` where no cache fits.
+    Returns plain JSON values, as `measured_caches` reads them. "cells": of each cache that fits "cache", "tokens",
+    "memory", "kl" in nats and "perplexity" to the reference's, and "seconds" of a step, the median; "refused": why
+    others are not among them; "turns": which were timed beside each other; "reference", "model" (another one refuses
+    the table), "fields", "machine". Raises `ConfigError`, `StoreError`, and `BudgetError` where no cache fits.
     """
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
     if steps < 2:
         raise ConfigError(f"steps must be at least 2, got {steps}: a perplexity is of tokens that follow another")
+    for name in _OF_ONE:
+        if name in fields:
+            raise ConfigError(f"{name} is not to be given: caches that are open at once do not share it; leave it out")
     geometry = Geometry.of(inner)
     if not geometry.layers:
         raise UnsupportedModelError(f"{type(inner).__name__} has no layer that could be offloaded: nothing to measure")
-    stretches = windows(sample_ids(texts, tokenizer), samples, _FIRST + steps + 2, max_context)
+    stretches = windows(sample_ids(texts, tokenizer), samples, TURN + steps + 2, max_context)
     held = len(stretches[0])
-    full = geometry.full_kv_bytes(held, 1)
+    full, free = geometry.full_kv_bytes(held, 1), free_memory(geometry.device)
+    used, room = resolve_engine(fields, path), None if free is None else free // 2
     limit = parse_memory(memory, full)
-    fields = resolve_engine(fields, path)
-    fitted, refused = {}, []
-    for name in CACHES:
-        cls = cache_class(name)
-        try:
-            fitted[name] = cls, cls.fit(geometry, limit, held, 1, fields)
-        except BudgetError as error:
-            refused.append(f"{name}: {error}")
-    if not fitted:
+    contenders, needs, refused = _fitting(inner, geometry, limit, held, path, used)
+    if not contenders:
         raise BudgetError(f"no cache fits {memory}: {'; '.join(refused)}")
-    found: dict[str, list[tuple[float, float, list[float]]]] = {"DynamicCache": [], **{name: [] for name in fitted}}
+    if room is None or full <= room:
+        plain = without_seams(inner)
+        whole = Contender(plain, lambda: contextlib.nullcontext(dynamic_cache(plain)))
+        reference, contenders, needs = _DYNAMIC, {_DYNAMIC: whole, **contenders}, {_DYNAMIC: full, **needs}
+    else:
+        reference = _EXACT
+        refused.append(f"{_DYNAMIC}: holds {size_text(full)}, half of this machine's free memory is {size_text(room)}")
+    turns = together(needs, room)
+    passes = [{name: contenders[name] for name in names} for names in turns]
+    if reference == _EXACT:
+        passes.insert(0, {_EXACT: Contender(inner, functools.partial(_exact_cache, inner, path, used))})
+    found: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
     with Progress(1.0, progress) as bar:
         bar.begin("sample text: ", 1.0)
         for number, ids in enumerate(stretches):
-            done, row = bar.within(number, len(stretches)), ids[None].to(inner.device)
-            done(0.0, "DynamicCache")
-            reference, seconds = _followed(inner, dynamic_cache(inner), row, steps)
-            found["DynamicCache"].append((0.0, 0.0, seconds))
-            for count, (name, (cls, config)) in enumerate(fitted.items(), 1):
-                done(count / (1 + len(fitted)), name)
-                with cls(inner, path=path, config=config) as cache:
-                    logits, seconds = _followed(inner, cache, row, steps)
-                found[name].append((*_distance(reference, logits, row[0, -steps + 1 :]), seconds))
-    shares = {name: f"{limit}/{full}" for name in fitted}
+            row = ids[None].to(inner.device)
+            ran: dict[str, Followed] = {}
+            for count, opened in enumerate(passes):
+                done = bar.within(number * len(passes) + count, len(stretches) * len(passes))
+                ran |= follow_in_turns(opened, row, steps, done)
+            exact = ran[reference][0]
+            for name, measured in found.items():
+                logits, seconds = ran[name]
+                worse = perplexity_over(exact, logits, ids[None, -steps:])
+                assert worse is not None
+                measured.append((distance(exact, logits)["kl"], worse, seconds[min(TURN, steps - 1) :]))
     cells = []
     for name, measured in found.items():
-        distances, losses, times = zip(*measured, strict=True)
-        cell = {"cache": name, "tokens": held, "memory": shares.get(name, "1")}
-        cell |= {"kl": statistics.mean(distances), "perplexity": math.exp(statistics.mean(losses))}
+        distances, perplexities, times = zip(*measured, strict=True)
+        cell = {"cache": name, "tokens": held, "memory": "1" if name == _DYNAMIC else f"{limit}/{full}"}
+        cell |= {"kl": statistics.mean(distances), "perplexity": statistics.geometric_mean(perplexities)}
         cells.append({**cell, "seconds": statistics.median(one for run in times for one in run)})
-    return {"cells": cells, "refused": refused}
+    store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]
+    return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": _written(fields),
+            "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
 
 
-def _followed(model: Any, cache: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, list[float]]:
-    """Logits (steps, V), float32, after each of the last `steps` tokens of ids (1, T), and seconds of these steps but
-    for the first ones."""
-    said, seconds = [], []
-    with torch.no_grad():
-        model(input_ids=ids[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for token in ids[:, -steps:].split(1, 1):
-            start = time.perf_counter()
-            said.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[0, -1].float())
-            seconds.append(time.perf_counter() - start)
-    return torch.stack(said), seconds[min(_FIRST, steps - 1) :]
+def _fitting(
+    model: Any, geometry: Geometry, memory: int, held: int, path: str | Path | None, fields: dict[str, Any]
+) -> tuple[dict[str, Contender], dict[str, int], list[str]]:
+    """The caches of the registry that fit `memory`, what bytes they need of this machine, and why others do not."""
+    found, needs, refused = {}, {}, []
+    for name in CACHES:
+        cls: Any = cache_class(name)
+        try:
+            config = cls.fit(geometry, memory, held, 1, fields)
+        except BudgetError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        plan = cls.plan(geometry, config, held, 1)
+        found[name] = Contender(model, functools.partial(cls, model, path=path, config=config))
+        needs[name] = plan.peak_bytes + plan.host_bytes
+    return found, needs, refused
 
 
-def _distance(reference: torch.Tensor, logits: torch.Tensor, following: torch.Tensor) -> tuple[float, float]:
-    """KL in nats, and how much more the text's tokens (S - 1,) cost in nats, means over steps."""
-    sure, other = reference.log_softmax(-1), logits.log_softmax(-1)
-    kl = (sure.exp() * (sure - other)).sum(-1).mean()
-    losses = [torch.nn.functional.nll_loss(part[:-1], following) for part in (other, sure)]
-    return float(kl), float(losses[0] - losses[1])
+def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> DiskSwapCache:
+    """Holds little: whatever of `fields` is of a store, and blocks of one layer at a time."""
+    common = {field.name for field in dataclasses.fields(OffloadConfig)}
+    own = {name: value for name, value in fields.items() if name in common}
+    return DiskSwapCache(model, path=path, **{**own, "exact": True})
+
+
+def _written(fields: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has them; of a key nothing."""
+    kept = {name: value for name, value in fields.items() if name != "encryption_key"}
+    return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}

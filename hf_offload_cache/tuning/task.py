@@ -65,7 +65,7 @@ class Task:
             "memory": self.budget,
             "max_context": self.max_context,
             "max_batch": self.max_batch,
-            "machine": _machine(self.model, store),
+            "machine": machine_of(self.model, store),
             "sample": {**sample, "source": "bundled" if self.texts is None else "given"},
             "quick": self.quick,
             "seconds": round(time.perf_counter() - self.started, 1),
@@ -73,7 +73,8 @@ class Task:
         }
 
 
-def _machine(model: Any, store: str) -> dict[str, Any]:
+def machine_of(model: Any, store: str) -> dict[str, Any]:
+    """What times depend on, plain JSON values; `store`: how records are read."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {

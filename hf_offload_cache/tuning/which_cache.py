@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import BudgetError, ConfigError
 from .compare_plans import ComparedPlan
+from .measured_model import Identity, check_model
 
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
@@ -37,13 +38,15 @@ class Chosen:
         return self.plan.name
 
 
-def measured_caches(path: str | Path | None = None) -> list[Cell]:
+def measured_caches(path: str | Path | None = None, model: Identity | None = None) -> list[Cell]:
     """What was measured of each cache at lengths of context and shares of memory: the shipped table (SmolLM2-135M,
     Python's help texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
 
     A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), and of the following what was measured:
     "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts, "seconds" of a step, and the first two
-    after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a file that is none.
+    after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a file that is none, and for one that
+    is of another model than `model`, by what is known of that (None: it is not compared); the shipped one, a first
+    guess, is for all.
     """
     if path is None:
         text = importlib.resources.files(__package__).joinpath("measured_caches.json").read_text(encoding="utf-8")
@@ -53,13 +56,16 @@ def measured_caches(path: str | Path | None = None) -> list[Cell]:
         except OSError as error:
             raise ConfigError(f"measured must be a file that `tune --compare` wrote: {error}") from error
     try:
-        cells = json.loads(text)["cells"]
+        values = json.loads(text)
+        cells: list[Cell] = values["cells"]
         for cell in cells:
             _check(cell)
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {error!r}: write it anew"
         ) from error
+    if path is not None and model is not None:
+        check_model(values.get("model"), path, model)
     return cells
 
 

@@ -398,6 +398,8 @@ def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
         (["--memory", "a lot"], "memory must be bytes, a size"),
         (["--batch", "0"], "at least 1, got '0'"),
         (["--path", "nowhere/at/all"], "--path must be a folder that exists, got 'nowhere/at/all'"),
+        (["--memory", "1/4", "--measured", "m.json"], "ConfigError: --measured m.json needs --compare and --memory"),
+        (["--compare", "--measured", "m.json"], "ConfigError: --measured m.json needs --compare and --memory"),
     ],
 )
 def test_a_wrong_plan(plan, arguments, words):

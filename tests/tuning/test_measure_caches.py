@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import generate, prompt
+from harness import COMMON, build, generate, prompt
 from long_llama import long_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache, measure_caches, offload_cache, registry
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.tuning import measure_caches as measuring
+from hf_offload_cache.tuning.measured_model import identity_of, shape_of
+from hf_offload_cache.tuning.turns import TURN, together, without_seams
 from hf_offload_cache.tuning.which_cache import measured_caches
 
-CONTEXT = 1200
+CONTEXT, STEPS = 1200, 12
+FULL = CONTEXT * 3 * 2 * 2 * 16 * 4
+"""Bytes of the text's keys and values: layers, both, heads, width, bytes."""
 TEXT = torch.randint(1, 99, (CONTEXT + 100,), generator=torch.Generator().manual_seed(0))
+NAMES = ["DynamicCache", *registry.CACHES]
+MEMORY = "9/10"
+"""In which all of them fit so short a text."""
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +35,167 @@ def model() -> Any:
     return long_model()
 
 
-def test_measured_and_chosen(model: Any, tmp_path: Path) -> None:
-    """An exact configuration is at no distance, a sparse one at some; a table of them chooses, and says why."""
-    options: dict[str, Any] = {"max_context": CONTEXT, "texts": [TEXT], "samples": 1, "steps": 10, "path": tmp_path}
-    exact = measure_caches(model, memory="9/10", exact=True, **options)
-    assert exact["refused"] == [] and [cell["cache"] for cell in exact["cells"]] == ["DynamicCache", *registry.CACHES]
+def measured(model: Any, path: Path, **others: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"max_context": CONTEXT, "texts": [TEXT], "samples": 1, "steps": STEPS, "progress": False}
+    return measure_caches(model, memory=MEMORY, path=path, **asked, **others)
+
+
+@pytest.fixture(scope="module")
+def sparse(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[tuple[Any, Any, int]]]:
+    """What is measured, and of each forward meanwhile its model, its cache and how many tokens it was given."""
+    seen: list[tuple[Any, Any, int]] = []
+
+    def note(called: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append((called, kwargs["past_key_values"], kwargs["input_ids"].shape[1]))
+
+    own = copy.deepcopy(model)
+    own.register_forward_pre_hook(note, with_kwargs=True)
+    folder = tmp_path_factory.mktemp("disk")
+    found = measured(own, folder, num_selected=16, engine="mapped")
+    assert list(folder.iterdir()) == []
+    return json.loads(json.dumps(found, allow_nan=False)), seen
+
+
+@pytest.fixture
+def table(sparse: tuple[dict[str, Any], Any], tmp_path: Path) -> Path:
+    place = tmp_path / "table.json"
+    place.write_text(json.dumps(sparse[0]))
+    return place
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------
+
+
+def test_exact_caches_are_at_no_distance(model: Any, tmp_path: Path) -> None:
+    exact = measured(model, tmp_path, exact=True)
+    assert exact["refused"] == [] and [cell["cache"] for cell in exact["cells"]] == NAMES
     assert all(cell["kl"] < 1e-5 and abs(cell["perplexity"] - 1) < 1e-3 for cell in exact["cells"])
-    sparse = measure_caches(model, memory="1/2", num_selected=16, **options)
-    assert max(cell["kl"] for cell in sparse["cells"]) > 1e-5
-    assert all(cell["tokens"] == CONTEXT and cell["seconds"] > 0 for cell in sparse["cells"])
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps(sparse, allow_nan=False))
-    assert measured_caches(table) == sparse["cells"]
-    best = min(sparse["cells"][1:], key=lambda cell: cell["kl"])["cache"]
-    with offload_cache(model, "1/2", CONTEXT, measured=table, path=tmp_path) as cache:
+
+
+def test_sparse_caches_are_at_some(sparse: tuple[dict[str, Any], Any]) -> None:
+    cells = {cell["cache"]: cell for cell in sparse[0]["cells"]}
+    assert list(cells) == NAMES and max(cell["kl"] for cell in cells.values()) > 1e-5
+    assert all(cell["tokens"] == CONTEXT and cell["seconds"] > 0 for cell in cells.values())
+    assert {cell["memory"] for cell in cells.values()} == {"1", f"{FULL * 9 // 10}/{FULL}"}
+    assert (cells["DynamicCache"]["kl"], cells["DynamicCache"]["perplexity"]) == (0.0, 1.0)
+
+
+def test_prefilled_in_pieces_and_decoded_in_turns(sparse: tuple[dict[str, Any], list[tuple[Any, Any, int]]]) -> None:
+    """No forward is of more than 1,024 tokens; all caches are open before the first step, and each takes `TURN` of
+    them, forth and then back. transformers' cache runs on a model without seams, of the same weights."""
+    found, seen = sparse
+    caches = list(dict.fromkeys(cache for _, cache, _ in seen))
+    classes = ["DynamicCache", *(place.split(":")[1] for place in registry.CACHES.values())]
+    assert [type(cache).__name__ for cache in caches] == classes and found["turns"] == [NAMES]
+    prefills, steps = seen[: 2 * len(caches)], seen[2 * len(caches) :]
+    assert [(cache, count) for _, cache, count in prefills] == [
+        (cache, count) for cache in caches for count in (1024, CONTEXT - STEPS - 1024)
+    ]
+    turns = [*(cache for cache in caches for _ in range(TURN)),
+             *(cache for cache in reversed(caches) for _ in range(STEPS - TURN))]  # fmt: skip
+    assert [(cache, count) for _, cache, count in steps] == [(cache, 1) for cache in turns]
+    plain, *others = dict.fromkeys(called for called, _, _ in seen)
+    assert {called for called, cache, _ in seen if cache is caches[0]} == {plain} and len(others) == 1
+    weights = [[parameter.data_ptr() for parameter in one.parameters()] for one in (plain, *others)]
+    assert weights[0] == weights[1]
+
+
+def test_a_full_cache_that_memory_does_not_hold_is_left_out(
+    sparse: tuple[dict[str, Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are as far from an exact cache as from it; those that together are more take no turns."""
+    monkeypatch.setattr(measuring, "free_memory", lambda device: 2 * FULL - 2)
+    found = measured(model, tmp_path, num_selected=16, engine="mapped")
+    assert found["reference"] == "an exact DiskSwapCache" and sparse[0]["reference"] == "DynamicCache"
+    assert found["refused"] == ["DynamicCache: holds 900.0 KiB, half of this machine's free memory is 900.0 KiB"]
+    assert [name for names in found["turns"] for name in names] == NAMES[1:] and len(found["turns"]) > 1
+    assert [cell["cache"] for cell in found["cells"]] == NAMES[1:]
+    for one, other in zip(found["cells"], sparse[0]["cells"][1:], strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-4, rel=0.05)
+        assert one["perplexity"] == pytest.approx(other["perplexity"], abs=1e-3)
+
+
+def test_as_many_together_as_fit() -> None:
+    needs = {"a": 5, "b": 4, "c": 2, "d": 11, "e": 1}
+    assert together(needs, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert together(needs, None) == [["a", "b", "c", "d", "e"]]
+    assert together(needs, 0) == [["a"], ["b"], ["c"], ["d"], ["e"]]
+
+
+def test_a_twin_without_seams(model: Any) -> None:
+    """Attaching to the model changes nothing on it; a model over several devices has none."""
+    own = copy.deepcopy(model)
+    twin = without_seams(own)
+    with DiskSwapCache(own, engine="memory"):
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in twin.modules())
+        names = [str(one.config._attn_implementation) for one in (twin, own)]
+        assert names[0] == "sdpa" and names[1].endswith("_sdpa")  # ours is equal to both
+    own.hf_device_map = {"": 0}
+    assert without_seams(own) is not own
+    own.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    assert without_seams(own) is own
+
+
+# --- what is chosen by it ------------------------------------------------------------------------------------------
+
+
+def test_chosen_by_what_was_measured(table: Path, model: Any, tmp_path: Path) -> None:
+    cells = measured_caches(table)
+    assert cells == json.loads(table.read_text())["cells"] == measured_caches(table, identity_of(model))
+    best = min(cells[1:], key=lambda cell: cell["kl"])["cache"]
+    with offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path) as cache:
         assert registry.name_of(type(cache).__name__) == best
         assert cache.why.startswith(f"{best}: at {CONTEXT:,} tokens and ")
         generate(model, cache, prompt(model, length=300), max_new_tokens=4)
         report = cache.report()
     assert report.peak_memory_bytes <= cache.config.memory
-    fastest = min(sparse["cells"][1:], key=lambda cell: cell["seconds"])["cache"]
-    with offload_cache(model, "1/2", CONTEXT, goal="speed", measured=table, path=tmp_path) as cache:
+    fastest = min(cells[1:], key=lambda cell: cell["seconds"])["cache"]
+    with offload_cache(model, MEMORY, CONTEXT, goal="speed", measured=table, path=tmp_path) as cache:
         assert registry.name_of(type(cache).__name__) == fastest
     assert list(tmp_path.iterdir()) == [table]
 
 
+def test_a_table_says_what_it_is_of(table: Path, model: Any) -> None:
+    found = json.loads(table.read_text())
+    assert found["model"] == identity_of(model)
+    assert found["model"]["layers"] == "3 of 4 heads, 2 x 16 keys and 2 x 16 values"
+    assert (found["model"]["name"], found["model"]["dtype"]) == ("LlamaForCausalLM", "float32")
+    assert found["fields"] == {"num_selected": 16, "engine": "mapped"}
+    assert (found["machine"]["device"], found["machine"]["torch_threads"]) == ("cpu", 1)
+    assert "mapped" in found["machine"]["store"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "changed", "told"),
+    [
+        (1, {}, "weights was"),
+        (0, {"num_key_value_heads": 4}, "layers was 3 of 4 heads, 2 x 16 keys and 2 x 16 values, here it is 3 of 4 "),
+        (0, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope was"),
+    ],
+)
+def test_a_table_of_another_model_is_refused(
+    seed: int, changed: dict[str, Any], told: str, table: Path, tmp_path: Path
+) -> None:
+    fields = {**COMMON, "max_position_embeddings": 8192, **changed}
+    other = build(LlamaForCausalLM, LlamaConfig(**fields, name_or_path="other/model"), seed)
+    both = r"was measured with LlamaForCausalLM, and this is LlamaForCausalLM \(other/model\): "
+    with pytest.raises(ConfigError, match=both + told):
+        offload_cache(other, MEMORY, CONTEXT, measured=table, path=tmp_path)
+
+
+def test_without_weights_the_shape_is_compared(table: Path, model: Any) -> None:
+    geometry = Geometry.of(model)
+    assert measured_caches(table, shape_of("this one", geometry))
+    half = Geometry.of(copy.deepcopy(model).to(torch.bfloat16))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM, and this is this one: dtype was float32, here it is bfl"):
+        measured_caches(table, shape_of("this one", half))
+    table.write_text(json.dumps({"cells": []}))
+    with pytest.raises(ConfigError, match="does not say which model it is of: measure this one"):
+        measured_caches(table, shape_of("this one", geometry))
+
+
 def test_what_the_caller_names_stays(model: Any, tmp_path: Path) -> None:
-    with offload_cache(model, "9/10", CONTEXT, num_recent=8, exact=True, path=tmp_path) as cache:
+    with offload_cache(model, MEMORY, CONTEXT, num_recent=8, exact=True, path=tmp_path) as cache:
         assert (cache.config.num_recent, cache.config.exact) == (8, True)
     with DiskSwapCache(model, path=tmp_path) as cache:
         assert cache.why == ""
@@ -67,3 +212,5 @@ def test_bad_requests(model: Any, tmp_path: Path) -> None:
         measure_caches(model, memory="1/2", max_context=0, texts=[TEXT])
     with pytest.raises(ConfigError, match="texts: one must have"):
         measure_caches(model, memory="1/2", max_context=CONTEXT, texts=[TEXT[:30]])
+    with pytest.raises(ConfigError, match="trace is not to be given: caches that are open at once do not share it"):
+        measured(model, tmp_path, trace=str(tmp_path / "trace"))

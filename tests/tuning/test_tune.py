@@ -305,6 +305,12 @@ def test_the_console_compares_all_caches(
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
     nearest = min(cells[1:], key=lambda cell: cell["kl"])["cache"]
     assert chosen["fidelity"] == nearest and f"for fidelity: {nearest}: at 900 tokens" in capsys.readouterr().out
+    half = Geometry.uniform(3, 4, 2, 16, torch.bfloat16)
+    monkeypatch.setattr(load_model, "load_geometry", lambda *args: half)
+    assert cli.main([*plan, "--model", "a/model"]) == 2
+    told = capsys.readouterr()
+    assert "with LlamaForCausalLM, and this is a/model: dtype was float32, here it is bfloat16" in told.err
+    assert told.out == ""
     assert cli.main([*call, "--batch", "2"]) == 2
     assert "--batch and --compare: all caches are measured" in capsys.readouterr().err
 
