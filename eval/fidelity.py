@@ -20,7 +20,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
-from .fidelity_tables import draw_front, markdown, shipped, summarised
+from .fidelity_tables import WIDER, draw_front, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, default=1024, help="tokens of a long output, teacher-forced")
     parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
     parser.add_argument("--few", nargs="+", default=["1/4", "1/13"], help="shares, of what takes long: many tokens")
-    parser.add_argument("--caches", nargs="+", default=[*CACHES, *FLOORS, *FIXED], help="names of the registry, floors")
+    parser.add_argument("--caches", nargs="+", default=[*CACHES, *WIDER, *FLOORS, *FIXED], help="names; the usual: all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured now")
     parser.add_argument("--kvpress", metavar="PYTHON", help="an interpreter that has kvpress; presses are measured too")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
@@ -61,7 +61,7 @@ def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[
     found = {}
     for name in names:
         for memory in ("itself",) if name in FIXED else memories:
-            fields = FLOORS.get(name, {"cache": name})
+            fields = {**FLOORS, **WIDER}.get(name, {"cache": name})
             found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
     return found
 
@@ -269,7 +269,7 @@ def _speed(
         key = {"part": "speed", "tokens": tokens}
         ours = {}
         for name, fields in everyone.items():
-            if name.split()[0] in CACHES:
+            if name.split()[0] in (*CACHES, *WIDER):
                 with contextlib.suppress(BudgetError), open_cache(model, fields, tokens + _TIMED, arguments.path):
                     ours[name] = fields
         if all(rows.has(name=name, **key) for name in ours):

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_offload_cache.registry import CACHES
+from hf_offload_cache.tuning import compare_plans
 
 from . import bench_text
 from .studies.common import judged
@@ -25,6 +26,12 @@ _HEADS = (
     "KL, long output",
 )  # fmt: skip
 Cell = dict[str, Any]
+WIDER: dict[str, dict[str, Any]] = {
+    f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}
+    for cache, counts in compare_plans.WIDER.items()
+    for tokens in counts
+}
+"""Name -> fields of caches whose step attends to more tokens than by default, in the same memory."""
 
 
 def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
     """Every cache at 1/13: perplexity within 1% of `DynamicCache`'s, and 95% of its answers over all lengths; what was
     refused there is missed."""
     known = {cell["tokens"]: cell["known"] for cell in cells if cell["name"] == REFERENCE and "known" in cell}
-    for cache in CACHES:
+    for cache in (*CACHES, *WIDER):
         own = [cell for cell in cells if cell["cache"] == cache and cell["memory"] == "1/13"]
         for cell in own:
             figure = f"{cache} at 1/13, {cell['tokens']:,} tokens: perplexity over DynamicCache's"
@@ -119,7 +126,7 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
     """Of the registry's caches what their choice depends on, by context length and share of memory; facts are those of
     all lengths, since a dozen of one tell little."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
-    cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, "DynamicCache")]
+    cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, *WIDER, "DynamicCache")]
     found = []
     for cell in cells:
         row = {field: _rounded(cell[field]) for field in kept if field in cell}
@@ -128,7 +135,7 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
         if len(row) > 3 and alike:
             row |= {field: sum(one[field] for one in alike) for field in ("found", "known")}
         if len(row) > 3:
-            found.append({**row, "memory": share(cell["memory"])})
+            found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(cell["memory"])})
     return {"cells": found}
 
 
@@ -166,7 +173,7 @@ def _panel(axes: Any, cells: list[Cell], value: Any, least: bool = False) -> Non
     places = [(_held(cell), value(cell), cell) for cell in there]
     for cache in dict.fromkeys(cell["cache"] for cell in there):
         own = sorted((held, found) for held, found, cell in places if cell["cache"] == cache)
-        colour, marker = _LOOKS.get(cache, (None, "o" if cache in CACHES else "s"))
+        colour, marker = _LOOKS.get(cache, (None, "o" if cache in CACHES else "^" if cache in WIDER else "s"))
         axes.plot(*zip(*own, strict=True), marker=marker, color=colour, label=cache, linewidth=1, alpha=0.8)
     front: list[tuple[float, float]] = []
     for held, found, _ in sorted(places, key=lambda place: (place[0], place[1] if least else -place[1])):

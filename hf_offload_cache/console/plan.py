@@ -115,7 +115,8 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         fields["engine"] = choose_engine("auto", folder)[0]
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
     memory = None if arguments.memory is None else parse_memory(arguments.memory, full)
-    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields)
+    every = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, wider=memory is not None)
+    plans = [one for one in every if one.num_selected is None]
     console = Console(highlight=False, soft_wrap=True)
     console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
     room, disk, fitting = free_memory(arguments.device or geometry.device), free_disk(folder), []
@@ -131,15 +132,16 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
     chosen = {}
     if memory is not None and fitting:
-        held = [one for one in plans if one.name in fitting]
+        held = [one for one in every if one.name in fitting]
         chosen = recommended(held, cells, memory / full, arguments.context)
         for wanted, found in chosen.items():
             console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)
     if arguments.json is not None:
         values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         machine = {"free": {"memory": room, "disk": disk}, "fits": fitting, "path": folder}
+        taken = {wanted: found.plan.to_dict() for wanted, found in chosen.items()}
         write_json(arguments.json, {**values, "plans": [one.to_dict() for one in plans], "machine": machine,
-                                    "chosen": {wanted: found.name for wanted, found in chosen.items()}})  # fmt: skip
+                                    "chosen": taken})  # fmt: skip
     return 0 if fitting else 1
 
 

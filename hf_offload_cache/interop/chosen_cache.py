@@ -27,7 +27,8 @@ def offload_cache(
     path: str | Path | None = None,
     **fields: Any,
 ) -> OffloadCache:
-    """The cache of the registry that does best in `memory`, planned for it: as `for_budget` of the one that is chosen.
+    """The cache of the registry that does best in `memory`, planned for it: as `for_budget` of the one that is chosen,
+    with another `num_selected` where a step that attends to more was measured to be the better one.
 
         with offload_cache(model, memory="1/13", max_context=8192) as cache:
             print(cache.why)
@@ -52,7 +53,7 @@ def offload_cache(
     geometry = Geometry.of(model)
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
-    plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path))
+    plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path), wider=True)
     cells = measured_caches(measured, None if measured is None else identity_of(model))
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)

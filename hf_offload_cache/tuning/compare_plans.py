@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ..model.geometry import Geometry
 
 
+WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
+"""Tokens that a step may attend to in the place of the default's: nearer to `DynamicCache`, and slower."""
+
+
 @dataclass(frozen=True)
 class ComparedPlan:
     """Of one cache. `plan` and `config` None: it does not fit, and `refused` says why."""
@@ -27,6 +31,13 @@ class ComparedPlan:
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
     read_bytes: int | None
     """About what a step reads for all rows, if nothing that it wants is in memory, of layers that are all alike."""
+    num_selected: int | None = None
+    """One of `WIDER`; None: as the cache has it by default."""
+
+    @property
+    def label(self) -> str:
+        """What tells it from others: its name, and `num_selected` where that is wider."""
+        return labelled(self.name, self.num_selected)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -36,30 +47,52 @@ class ComparedPlan:
                 "plan": plan, "config": config}  # fmt: skip
 
 
+def labelled(name: str, num_selected: int | None) -> str:
+    """As `ComparedPlan.label`."""
+    return name if num_selected is None else f"{name} with num_selected={num_selected}"
+
+
 def compare_plans(
-    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any]
+    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False
 ) -> list[ComparedPlan]:
     """In the order of the registry. `memory`: bytes; None: what each one's own fields take. `fields`: those that all
-    caches have. Raises `ConfigError` for a field that one of them lacks."""
-    from ..config import SelectiveConfig
-    from ..registry import CACHES, cache_class
+    caches have. `wider`: behind each also those of `WIDER` that fit the memory as well, without what costs facts, and
+    attend to half of the context at most. Raises `ConfigError` for a field that one of them lacks."""
+    from ..registry import CACHES
 
     found = []
     for name in CACHES:
-        cls = cache_class(name)
-        try:
-            if memory is None:
-                config = cls.config_class.load(None, fields)
-            else:
-                config = cls.fit(geometry, memory, context, batch, fields)
-            plan = cls.plan(geometry, config, context, batch)
-        except BudgetError as error:
-            found.append(ComparedPlan(name, None, None, str(error), (), None, None))
-            continue
-        attended = brought = None
-        if isinstance(config, SelectiveConfig) and not config.exact:
-            attended, brought = (min(context, one(context)) for one in (config.attended, config.brought))
-        read = None if brought is None else round(brought / max(1, context) * plan.full_kv_bytes)
-        notes = tuple(cls.shortfalls(config, geometry, fields))
-        found.append(ComparedPlan(name, plan, config, None, notes, attended, read))
+        own = _planned(name, geometry, memory, context, batch, fields, None)
+        found.append(own)
+        free = wider and not {"num_selected", "exact"} & fields.keys()
+        for count in WIDER.get(name, ()) if free and own.plan is not None else ():
+            other = _planned(name, geometry, memory, context, batch, fields, count)
+            if 2 * count <= context and other.plan is not None and set(other.notes) <= set(own.notes):
+                found.append(other)
     return found
+
+
+def _planned(
+    name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
+    num_selected: int | None,
+) -> ComparedPlan:  # fmt: skip
+    from ..config import SelectiveConfig
+    from ..registry import cache_class
+
+    cls = cache_class(name)
+    if num_selected is not None:
+        fields = {**fields, "num_selected": num_selected}
+    try:
+        if memory is None:
+            config = cls.config_class.load(None, fields)
+        else:
+            config = cls.fit(geometry, memory, context, batch, fields)
+        plan = cls.plan(geometry, config, context, batch)
+    except BudgetError as error:
+        return ComparedPlan(name, None, None, str(error), (), None, None, num_selected)
+    attended = brought = None
+    if isinstance(config, SelectiveConfig) and not config.exact:
+        attended, brought = (min(context, one(context)) for one in (config.attended, config.brought))
+    read = None if brought is None else round(brought / max(1, context) * plan.full_kv_bytes)
+    notes = tuple(cls.shortfalls(config, geometry, fields))
+    return ComparedPlan(name, plan, config, None, notes, attended, read, num_selected)

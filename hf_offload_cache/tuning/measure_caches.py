@@ -18,9 +18,10 @@ from ..memory.machine import free_memory
 from ..model.dynamic_cache import dynamic_cache
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
-from ..registry import CACHES, cache_class
+from ..registry import cache_class
 from ..report.text import size_text
 from ..stores.engines import choose_engine, resolve_engine
+from .compare_plans import compare_plans
 from .distance import distance, perplexity_over
 from .measured_model import identity_of
 from .progress import Progress
@@ -47,7 +48,8 @@ def measure_caches(
     progress: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Each cache of the registry within `memory`, and `DynamicCache`, on the same texts, token by token.
+    """Each cache of the registry within `memory`, with the default `num_selected` and with more (`WIDER`), and
+    `DynamicCache`, on the same texts, token by token.
 
     Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a machine which gets slower gets
     slower for all: that takes `memory` for each of them, and the full KV for `DynamicCache`. Where that is more than
@@ -67,9 +69,10 @@ def measure_caches(
         fields: fields that all caches have, to stay as they are.
 
     Returns plain JSON values, as `measured_caches` reads them. "cells": of each cache that fits "cache", "tokens",
-    "memory", "kl" in nats and "perplexity" to the reference's, and "seconds" of a step, the median; "refused": why
-    others are not among them; "turns": which were timed beside each other; "reference", "model" (another one refuses
-    the table), "fields", "machine". Raises `ConfigError`, `StoreError`, and `BudgetError` where no cache fits.
+    "memory", "num_selected" where it is not the default's, "kl" in nats and "perplexity" to the reference's, and
+    "seconds" of a step, the median; "refused": why others are not among them; "turns": which were timed beside each
+    other; "reference", "model" (another one refuses the table), "fields", "machine". Raises `ConfigError`,
+    `StoreError`, and `BudgetError` where no cache fits.
     """
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
@@ -86,9 +89,16 @@ def measure_caches(
     full, free = geometry.full_kv_bytes(held, 1), free_memory(geometry.device)
     used, room = resolve_engine(fields, path), None if free is None else free // 2
     limit = parse_memory(memory, full)
-    contenders, needs, refused = _fitting(inner, geometry, limit, held, path, used)
-    if not contenders:
+    plans = compare_plans(geometry, limit, held, 1, used, wider=True)
+    refused = [f"{one.name}: {one.refused}" for one in plans if one.plan is None]
+    fitting = {one.label: one for one in plans if one.plan is not None}
+    if not fitting:
         raise BudgetError(f"no cache fits {memory}: {'; '.join(refused)}")
+    contenders, needs = {}, {}
+    for label, one in fitting.items():
+        cls: Any = cache_class(one.name)
+        contenders[label] = Contender(inner, functools.partial(cls, inner, path=path, config=one.config))
+        needs[label] = one.plan.peak_bytes + one.plan.host_bytes  # type: ignore[union-attr]
     if room is None or full <= room:
         plain = without_seams(inner)
         whole = Contender(plain, lambda: contextlib.nullcontext(dynamic_cache(plain)))
@@ -118,30 +128,16 @@ def measure_caches(
     cells = []
     for name, measured in found.items():
         distances, perplexities, times = zip(*measured, strict=True)
-        cell = {"cache": name, "tokens": held, "memory": "1" if name == _DYNAMIC else f"{limit}/{full}"}
+        cell: dict[str, Any] = {"cache": name, "tokens": held, "memory": "1"}
+        if name in fitting:
+            cell |= {"cache": fitting[name].name, "memory": f"{limit}/{full}"}
+            if fitting[name].num_selected is not None:
+                cell["num_selected"] = fitting[name].num_selected
         cell |= {"kl": statistics.mean(distances), "perplexity": statistics.geometric_mean(perplexities)}
         cells.append({**cell, "seconds": statistics.median(one for run in times for one in run)})
     store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]
     return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": _written(fields),
             "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
-
-
-def _fitting(
-    model: Any, geometry: Geometry, memory: int, held: int, path: str | Path | None, fields: dict[str, Any]
-) -> tuple[dict[str, Contender], dict[str, int], list[str]]:
-    """The caches of the registry that fit `memory`, what bytes they need of this machine, and why others do not."""
-    found, needs, refused = {}, {}, []
-    for name in CACHES:
-        cls: Any = cache_class(name)
-        try:
-            config = cls.fit(geometry, memory, held, 1, fields)
-        except BudgetError as error:
-            refused.append(f"{name}: {error}")
-            continue
-        plan = cls.plan(geometry, config, held, 1)
-        found[name] = Contender(model, functools.partial(cls, model, path=path, config=config))
-        needs[name] = plan.peak_bytes + plan.host_bytes
-    return found, needs, refused
 
 
 def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> DiskSwapCache:

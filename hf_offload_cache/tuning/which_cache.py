@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BudgetError, ConfigError
-from .compare_plans import ComparedPlan
+from .compare_plans import ComparedPlan, labelled
 from .measured_model import Identity, check_model
 
 GOALS = ("fidelity", "speed")
@@ -42,7 +42,8 @@ def measured_caches(path: str | Path | None = None, model: Identity | None = Non
     """What was measured of each cache at lengths of context and shares of memory: the shipped table (SmolLM2-135M,
     Python's help texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
 
-    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), and of the following what was measured:
+    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" where that was not the
+    default's, and of the following what was measured:
     "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts, "seconds" of a step, and the first two
     after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a file that is none, and for one that
     is of another model than `model`, by what is known of that (None: it is not compared); the shipped one, a first
@@ -76,7 +77,8 @@ def which_cache(
     """The best of the caches that have a plan.
 
     Args:
-        plans: of every cache, by `compare_plans`, for this memory and context.
+        plans: of every cache, by `compare_plans`, for this memory and context; of one cache several that differ in
+            `num_selected`, of which those count that were measured.
         cells: of `measured_caches`. Those of one memory and context are compared: where most of the caches that fit
             were measured, and of such places the one that is nearest in memory, then in context.
         memory: share of the full KV.
@@ -94,18 +96,19 @@ def which_cache(
     if not fitting:
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
-    names = [plan.name for plan in fitting]
+    names = [plan.label for plan in fitting]
     needed = _needed(goal, hint)
     told = _side_by_side([cell for cell in cells if all(field in cell for field in needed)], names, memory, context)
     best = min(told, key=lambda name: _rank(told[name], told, goal, hint)) if told else names[0]
     first = _sentence(told[best]) if told else f"the default, since nothing that tells {goal} was measured of any"
     reasons = [f"{best}: {first}"]
     for plan in plans:
-        if plan.name != best:
-            unknown = "nothing was measured of it there"
-            measured = _sentence(told[plan.name]) if plan.name in told else unknown
-            reasons.append(f"{plan.name}: {measured if plan.plan is not None else f'does not fit: {plan.refused}'}")
-    return Chosen(next(plan for plan in fitting if plan.name == best), "\n".join(reasons))
+        if plan.label in told and plan.label != best:
+            reasons.append(f"{plan.label}: {_sentence(told[plan.label])}")
+        elif plan.label != best and plan.num_selected is None:
+            unknown = "nothing was measured of it there" if plan.plan else f"does not fit: {plan.refused}"
+            reasons.append(f"{plan.label}: {unknown}")
+    return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
 
 
 def _needed(goal: str, hint: str) -> tuple[str, ...]:
@@ -115,12 +118,13 @@ def _needed(goal: str, hint: str) -> tuple[str, ...]:
 
 
 def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: int) -> dict[str, Cell]:
-    """Cells of these caches, all of one memory and one context, by name: the nearest in memory, then in context, of
+    """Cells of these caches, all of one memory and one context, by label: the nearest in memory, then in context, of
     those that have most of the caches; caches are told apart by no other."""
     found: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:
-        if cell["cache"] in names:
-            found.setdefault((cell["memory"], cell["tokens"]), {})[cell["cache"]] = cell
+        label = labelled(cell["cache"], cell.get("num_selected"))
+        if label in names:
+            found.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
 
     def distance(point: tuple[str, int]) -> tuple[float, float, float]:
         apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
@@ -148,6 +152,8 @@ def _check(cell: Cell) -> None:
     """Raises `ValueError`, `KeyError` or `TypeError` for what is no cell."""
     if not isinstance(cell["cache"], str) or not (cell["tokens"] > 0 and 0 < Fraction(cell["memory"]) <= 1):
         raise ValueError(f"a cell of {cell['cache']!r}, {cell['tokens']!r} tokens and {cell['memory']!r}")
+    if not isinstance(cell.get("num_selected"), int | None):
+        raise ValueError(f"num_selected is {cell['num_selected']!r}")
     for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
         if not (name not in cell or math.isfinite(cell[name])):
             raise ValueError(f"{name} is {cell[name]!r}")

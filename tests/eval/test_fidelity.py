@@ -89,6 +89,8 @@ def rows() -> list[dict[str, Any]]:
         found.append({"part": "speed", "tokens": 4096, "name": name, **speed})
     scored = {"perplexity": 1.2, "uncertain": 0.01}  # instead of those of the texts
     found.append({"part": "perplexity", "tokens": 4096, "sample": 0, "name": "window 1/13", **scored})
+    wider = {"kl": 0.01, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
+    found.append({"part": "text", "tokens": 4096, "sample": 0, "name": "disk-swap-800 1/13", **wider})
     found.append({"part": "long", "tokens": 2560, "name": "cluster 1/13", "kl": 0.03, "perplexity": 1.0})
     return found
 
@@ -123,7 +125,9 @@ def test_tables_for_people_and_for_the_choice() -> None:
     kept = shipped(summary)["cells"]
     assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "DynamicCache"}  # of spec nothing is known
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
-    assert next(cell for cell in kept if cell["cache"] == "disk-swap")["seconds"] == 0.1
+    usual, wider = (cell for cell in kept if cell["cache"] == "disk-swap")
+    assert (usual["seconds"], "num_selected" in usual) == (0.1, False)
+    assert (wider["num_selected"], wider["kl"], wider["memory"]) == (800, 0.01, "1/13")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
@@ -134,7 +138,7 @@ def test_the_front_joins_what_nothing_beats() -> None:
     draw_front(summarised(rows()), rows(), figure)
     left, middle, right = figure.axes
     front = {axes: next(line for line in axes.lines if line.get_label() == "best") for axes in figure.axes}
-    assert list(front[left].get_ydata()) == [pytest.approx(0.15), 1e-4]  # disk-swap, then DynamicCache
+    assert list(front[left].get_ydata()) == [0.01, 1e-4]  # disk-swap's wider step, then DynamicCache
     assert list(front[middle].get_ydata()) == [100.0]
     assert list(front[right].get_ydata()) == [10.0]
 
@@ -260,5 +264,6 @@ def test_contenders_are_all_caches_and_their_floors() -> None:
     fidelity.arguments(parser)
     given = parser.parse_args([])
     found = fidelity.contenders(given.caches, given.memory)
-    assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.FLOORS, *fidelity.FIXED}
+    assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.WIDER, *fidelity.FLOORS, *fidelity.FIXED}
+    assert found["disk-swap-800 1/13"] == {"cache": "disk-swap", "num_selected": 800, "memory": "1/13"}
     assert found["spec 1/6.5"] == {"cache": "spec", "memory": "1/6.5"}

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import DiskSwapCache, measure_caches, offload_cache, registry
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.tuning import compare_plans
 from hf_offload_cache.tuning import measure_caches as measuring
 from hf_offload_cache.tuning.measured_model import identity_of, shape_of
 from hf_offload_cache.tuning.turns import TURN, together, without_seams
@@ -113,6 +114,21 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
     for one, other in zip(found["cells"], sparse[0]["cells"][1:], strict=True):
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-4, rel=0.05)
         assert one["perplexity"] == pytest.approx(other["perplexity"], abs=1e-3)
+
+
+def test_wider_steps_are_measured_and_chosen(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (500,)})
+    found = measured(model, tmp_path)
+    usual, wider = (cell for cell in found["cells"] if cell["cache"] == "disk-swap")
+    assert ("num_selected" in usual, wider["num_selected"]) == (False, 500) and wider["memory"] == usual["memory"]
+    assert wider["kl"] != usual["kl"] and "disk-swap with num_selected=500" in found["turns"][0]
+    for cell in found["cells"]:
+        cell["kl"] = 0.0 if cell is wider else 1.0
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(found))
+    with offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path) as cache:
+        assert cache.config.num_selected == 500  # type: ignore[attr-defined]
+        assert cache.why.startswith("disk-swap with num_selected=500: ")
 
 
 def test_as_many_together_as_fit() -> None:

@@ -82,6 +82,48 @@ def test_caches_are_compared_in_one_memory_and_context() -> None:
     assert which_cache(fitting("disk-swap"), cells, 1 / 34, 5000).why.startswith("disk-swap: at 4,096 tokens and 1/34")
 
 
+SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
+
+
+def test_wider_steps_are_planned_where_they_cost_no_fact() -> None:
+    """Behind their cache's own plan, with the same notes; not of more than half a context, nor beside the user's own
+    number, nor where compact keys would be shorter than what loses no facts."""
+
+    def labels(context: int, share: int, **fields: Any) -> list[str]:
+        full = SMALL.full_kv_bytes(context, 1)
+        plans = compare_plans(SMALL, full // share, context, 1, fields, wider=True)
+        for plan in plans:
+            if plan.num_selected is not None:
+                assert plan.config.num_selected == plan.num_selected == plan.attended  # type: ignore[union-attr]
+                usual = next(one for one in plans if one.name == plan.name)
+                assert plan.plan.peak_bytes <= full // share and plan.notes == usual.notes  # type: ignore[union-attr]
+                assert plan.read_bytes > usual.read_bytes  # type: ignore[operator]
+        return [plan.label for plan in plans]
+
+    wider = ["disk-swap with num_selected=800", "disk-swap with num_selected=1600", "cluster with num_selected=800"]
+    usual = list(registry.CACHES)
+    place = usual.index("cluster") + 1
+    assert labels(16384, 4) == [usual[0], *wider[:2], *usual[1:place], wider[2], *usual[place:]]
+    assert {*wider[:2]} & {*labels(2048, 2)} == {wider[0]}
+    assert labels(1500, 2) == usual == labels(16384, 4, num_selected=500) == labels(16384, 4, exact=True)
+    assert wider[1] not in labels(8192, 20)
+    assert [plan.name for plan in compare_plans(SMALL, None, 16384, 1, {})] == usual
+
+
+def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
+    plans = compare_plans(SMALL, SMALL.full_kv_bytes(16384, 1) // 4, 16384, 1, {}, wider=True)
+    wider = cell("disk-swap", kl=0.01, num_selected=800, seconds=0.2)
+    cells = [cell("disk-swap", kl=0.02), wider, cell("cluster", kl=0.03)]
+    chosen = which_cache(plans, cells, 1 / 4, 16384)
+    assert (chosen.name, chosen.plan.num_selected, chosen.plan.config.num_selected) == ("disk-swap", 800, 800)  # type: ignore[union-attr]
+    lines = chosen.why.splitlines()
+    assert lines[0].startswith("disk-swap with num_selected=800: at 4,096 tokens and 1/13: KL 0.01")
+    assert len([line for line in lines if "num_selected" in line]) == 1  # of what was not measured nothing is said
+    assert any(line.startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.02") for line in lines)
+    assert len(lines) == len(registry.CACHES) + 1
+    assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
+
+
 def test_where_nothing_was_measured_the_default_is_named_as_such() -> None:
     unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
     assert unmeasured.why.startswith("cluster: the default, since nothing that tells fidelity was measured of any")
@@ -105,6 +147,7 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/0"}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "num_selected": "many"}]}',
     ],
 )
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
