@@ -49,8 +49,9 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert {"hf_offload_cache/py.typed", "hf_offload_cache/tuning/measured_caches.json"} <= names
     extras = set(re.findall(r"^Provides-Extra: (.*)$", text, re.M))
     assert {"demo", "quant", "crypto", "cluster", "stream", "eval", "triton", "docs", "dev"} <= extras
-    for extra in extras:  # none is empty
-        assert re.search(rf'^Requires-Dist: .*extra == "{extra}"', text, re.M), extra
+    needs = {extra: set(re.findall(rf'^Requires-Dist: (\S+?);.*extra == "{extra}"', text, re.M)) for extra in extras}
+    assert all(needs.values()), needs  # none is empty
+    assert "scipy" in needs["stream"] <= needs["ray"]  # whose workers stream contexts
 
 
 def test_the_source_distribution_has_the_checkout(built: dict[str, Path]) -> None:
