@@ -20,12 +20,14 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 import hf_offload_cache
+from hf_offload_cache.console.load_model import load
 from hf_offload_cache.registry import CACHES
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +194,7 @@ def test_public_names_alone(name: str) -> None:
 
 @dataclass
 class Ran:
-    """What a notebook printed, by the names of its cells, and how many pictures a cell shows."""
+    """What a notebook printed, by the names of its cells, warnings apart, and how many pictures a cell shows."""
 
     text: dict[str, str]
     pictures: dict[str, int]
@@ -218,7 +220,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ran]
         text, pictures = {}, {}
         for cell in notebook.cells:
             outputs = [] if cell.cell_type != "code" else cell.outputs
-            text[cell.id] = STYLED.sub("", "".join(output.text for output in outputs if output.output_type == "stream"))
+            printed = [one.text for one in outputs if one.output_type == "stream" and one.name == "stdout"]
+            text[cell.id] = STYLED.sub("", "".join(printed))
             shown = [output.data for output in outputs if output.output_type != "stream"]
             assert all("image/png" in data for data in shown), cell.id  # what is not printed is a picture
             pictures[cell.id] = len(shown)
@@ -268,9 +271,24 @@ def test_stream_a_context(run: Callable[[str], Ran]) -> None:
         assert f"{link} link: {computed / (computed + streamed):.0%} computed" in ran.text["shares"]
 
 
+def surprise(prompt: str, answer: str) -> float:
+    """Nats a token of an answer, by the model with all of its keys: 1.3 of a story at temperature .7, and 6.8 of the
+    same words shuffled."""
+    model, tokenizer = load()
+    chat = [{"role": "user", "content": prompt}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    said = tokenizer(answer.strip(), add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(torch.cat([asked["input_ids"], said], 1)).logits[0, -said.shape[1] - 1 : -1]
+    return float(torch.nn.functional.cross_entropy(logits.float(), said[0]))
+
+
 def test_long_story(run: Callable[[str], Ran]) -> None:
-    ran = run("long_story")
-    assert ran.pictures["plot"] == 1 and len(ran.text["write"].split()) > 30
+    ran, parameters = run("long_story"), {}
+    exec(code("long_story")[1], parameters)
+    story = ran.text["write"]
+    assert len(set(story.split())) > 30 and surprise(parameters["PROMPT"], story) < 2.5
+    assert ran.pictures["plot"] == 1
     full, held = (list(map(float, re.findall(r"\d+\.\d+", line))) for line in ran.text["report"].splitlines()[1:])
     assert full[1] > 1.8 * full[0]
     assert held[1] < 1.1 * held[0] and held[1] < 2  # MiB, the budget
@@ -300,7 +318,8 @@ def test_compare_caches(run: Callable[[str], Ran]) -> None:
     assert set(lines) == {"DynamicCache", *(place.split(":")[1] for place in CACHES.values())}
     shares = {name: int(line.split("%")[0].split()[-1]) for name, line in lines.items()}
     assert shares.pop("DynamicCache") == 100 and all(10 < share <= 50 for share in shares.values())
-    assert "48213" in lines["DynamicCache"] and "48213" in lines["DiskSwapCache"]
+    assert all("The secret code of the north greenhouse is " in line for line in lines.values())
+    assert [name for name, line in lines.items() if "48213" not in line] in ([], ["SpecCache"])  # whose copy is lossy
     assert ran.pictures["plot"] == 1
 
 
