@@ -77,8 +77,8 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
 
 
 def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
-    """Every cache at 1/13: perplexity within 1% of `DynamicCache`'s, and 95% of its answers over all lengths; what was
-    refused there is missed."""
+    """Every cache at 1/13: perplexity within 1% of `DynamicCache`'s, where a refusal is missed, and 95% of its answers
+    over all lengths at which it was asked."""
     known = {cell["tokens"]: cell["known"] for cell in cells if cell["name"] == REFERENCE and "known" in cell}
     for cache in (*CACHES, *WIDER):
         own = [cell for cell in cells if cell["cache"] == cache and cell["memory"] == "1/13"]
@@ -88,9 +88,12 @@ def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
                 yield judged(figure, cell["perplexity"], least=0.99, most=1.01)
             elif cell.get("refused"):
                 yield {**judged(f"{figure}: refused", None, least=0.99, most=1.01), "met": False}
-        kept = sum(cell.get("found", 0) for cell in own)
-        share = kept / sum(known.values()) if known and own else None
-        yield judged(f"{cache} at 1/13: of DynamicCache's {sum(known.values())} answers", share, least=0.95)
+        asked = [cell for cell in own if "found" in cell]
+        total = sum(known[cell["tokens"]] for cell in asked)
+        share = sum(cell["found"] for cell in asked) / total if total else None
+        lengths = ", ".join(f"{cell['tokens']:,}" for cell in asked)
+        at = f" at {lengths} tokens" if asked else ""
+        yield judged(f"{cache} at 1/13: of DynamicCache's {total} answers{at}", share, least=0.95)
 
 
 def _number(cell: Cell, field: str, digits: int) -> str:

@@ -106,12 +106,12 @@ def test_a_cell_is_the_mean_of_its_rows() -> None:
     assert cells[4096, "DynamicCache"]["kl"] == 0 and cells[2560, "cluster 1/13"]["long_kl"] == 0.03
     assert (4096, "model alone") not in cells
     promised = {row["figure"]: row["met"] for row in summary["must_reach"]}
-    assert promised["disk-swap at 1/13: of DynamicCache's 2 answers"] is True
-    assert promised["cluster at 1/13: of DynamicCache's 2 answers"] is False
+    assert promised["disk-swap at 1/13: of DynamicCache's 2 answers at 4,096 tokens"] is True
+    assert promised["cluster at 1/13: of DynamicCache's 2 answers at 4,096 tokens"] is False
     assert promised["disk-swap at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is True
     assert promised["spec at 1/13, 4,096 tokens: perplexity over DynamicCache's: refused"] is False
     assert promised["cluster at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is False
-    assert promised["spec at 1/13: of DynamicCache's 2 answers"] is False
+    assert promised["spec at 1/13: of DynamicCache's 0 answers"] is None
 
 
 def test_tables_for_people_and_for_the_choice() -> None:
