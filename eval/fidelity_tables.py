@@ -156,18 +156,32 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
     """KL, facts and tokens a second over memory, of the longest context that has them; what nothing beats is joined."""
     left, middle, right = figure.subplots(1, 3)
     cells = summary["cells"]
-    _panel(left, cells, lambda cell: max(cell["kl"], 1e-4) if "kl" in cell else None, least=True)
+    looks = _looks(dict.fromkeys(cell["cache"] for cell in cells))
+    _panel(left, looks, cells, lambda cell: max(cell["kl"], 1e-4) if "kl" in cell else None, least=True)
     left.set(ylabel="KL from DynamicCache, nats (text)", yscale="log")
-    _panel(middle, cells, lambda cell: 100 * cell["found"] / cell["known"] if "found" in cell else None)
+    _panel(middle, looks, cells, lambda cell: 100 * cell["found"] / cell["known"] if "found" in cell else None)
     middle.set(ylabel="facts found, % of DynamicCache's", ylim=(-4, 104))
-    _panel(right, cells, lambda cell: 1 / cell["seconds"] if "seconds" in cell else None)
+    _panel(right, looks, cells, lambda cell: 1 / cell["seconds"] if "seconds" in cell else None)
     right.set(ylabel="tokens a second")
     shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in (left, middle, right)]
     labels = {label: line for pairs in shown for line, label in pairs}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=7, fontsize="small")
 
 
-def _panel(axes: Any, cells: list[Cell], value: Any, least: bool = False) -> None:
+def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Name -> colour and marker, in every panel; a wider step has the colour of its cache."""
+    found = dict(_LOOKS)
+    for name in names:
+        if name not in found and name not in WIDER:
+            found[name] = f"C{len(found) - len(_LOOKS)}", "o" if name in CACHES else "s"
+    for name, fields in WIDER.items():
+        found[name] = found.get(fields["cache"], ("black", ""))[0], "^" if fields["num_selected"] == 800 else "d"
+    return found
+
+
+def _panel(
+    axes: Any, looks: dict[str, tuple[str, str]], cells: list[Cell], value: Any, least: bool = False
+) -> None:
     others = (cell for cell in cells if cell["name"] != REFERENCE)
     longest = max((cell["tokens"] for cell in others if value(cell) is not None), default=None)
     if longest is None:
@@ -176,7 +190,7 @@ def _panel(axes: Any, cells: list[Cell], value: Any, least: bool = False) -> Non
     places = [(_held(cell), value(cell), cell) for cell in there]
     for cache in dict.fromkeys(cell["cache"] for cell in there):
         own = sorted((held, found) for held, found, cell in places if cell["cache"] == cache)
-        colour, marker = _LOOKS.get(cache, (None, "o" if cache in CACHES else "^" if cache in WIDER else "s"))
+        colour, marker = looks[cache]
         axes.plot(*zip(*own, strict=True), marker=marker, color=colour, label=cache, linewidth=1, alpha=0.8)
     front: list[tuple[float, float]] = []
     for held, found, _ in sorted(places, key=lambda place: (place[0], place[1] if least else -place[1])):

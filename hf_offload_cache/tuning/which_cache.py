@@ -128,7 +128,8 @@ def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: i
 
     def distance(point: tuple[str, int]) -> tuple[float, float, float]:
         apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
-        return -len(found[point]), round(apart[0], 2), apart[1]
+        classes = {cell["cache"] for cell in found[point].values()}  # one cache's several are no reason to go far
+        return -len(classes), round(apart[0], 2), apart[1]
 
     return found[min(found, key=distance)] if found else {}
 

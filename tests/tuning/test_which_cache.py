@@ -122,6 +122,8 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert any(line.startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.02") for line in lines)
     assert len(lines) == len(registry.CACHES) + 1
     assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
+    near = [cell("disk-swap", memory="1/4"), cell("cluster", memory="1/4", kl=0.5)]  # without the wider one
+    assert which_cache(plans, [*cells, *near], 1 / 4, 16384).plan.num_selected is None
 
 
 def test_where_nothing_was_measured_the_default_is_named_as_such() -> None:
