@@ -248,7 +248,9 @@ def test_chat_and_resume(run: Callable[[str], Ran]) -> None:
     assert first[0] == first[1] > 300 and second[0] > first[0] and second[1] < 40  # the rest was held
     assert second[0] < saved < second[0] + 20
     assert f"opened: {saved} tokens, 0 bytes" in ran.text["resume"] and "Matilda" in ran.text["resume"]
-    assert ran.text["again"].startswith(f"{saved} tokens")
+    assert "Python" in ran.text["first"] and "meat" in ran.text["second"]  # what the text is about, what cats like
+    said = ran.text["second"].partition("] ")[2]
+    assert ran.text["again"].startswith(f"{saved} tokens") and said[:24] in ran.text["again"]
 
 
 def test_many_questions(run: Callable[[str], Ran]) -> None:
