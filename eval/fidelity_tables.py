@@ -60,7 +60,8 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
     scored = [row for row in own if row["part"] == "perplexity" and "perplexity" in row]
     if scored:  # of many more tokens than the texts'
         cell["perplexity"] = float(np.mean([row["perplexity"] for row in scored]))
-        cell["uncertain"] = float(np.mean([row["uncertain"] for row in scored]) / len(scored) ** 0.5)
+        errors = [row["perplexity"] * row["uncertain"] for row in scored]  # of a ratio, by that of its logarithm
+        cell["uncertain"] = float(np.linalg.norm(errors) / len(errors))
     layers = [row["layer_mass"] for row in texts if "layer_mass" in row]
     if layers:
         means = np.mean(layers, 0)
@@ -77,14 +78,14 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
 
 
 def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
-    """Every cache at 1/13: perplexity within 1% of `DynamicCache`'s, where a refusal is missed, and 95% of its answers
-    over all lengths at which it was asked."""
+    """Every cache at 1/13: perplexity, where it is of many tokens, within 1% of `DynamicCache`'s, and 95% of its
+    answers over all lengths at which it was asked; a refusal is missed."""
     known = {cell["tokens"]: cell["known"] for cell in cells if cell["name"] == REFERENCE and "known" in cell}
     for cache in (*CACHES, *WIDER):
         own = [cell for cell in cells if cell["cache"] == cache and cell["memory"] == "1/13"]
         for cell in own:
             figure = f"{cache} at 1/13, {cell['tokens']:,} tokens: perplexity over DynamicCache's"
-            if "perplexity" in cell:
+            if "uncertain" in cell:
                 yield judged(figure, cell["perplexity"], least=0.99, most=1.01)
             elif cell.get("refused"):
                 yield {**judged(f"{figure}: refused", None, least=0.99, most=1.01), "met": False}
@@ -126,19 +127,27 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
-    """Of the registry's caches what their choice depends on, by context length and share of memory; facts are those of
-    all lengths, since a dozen of one tell little."""
+    """Of the registry's caches what their choice depends on, by context length and share of memory. Facts are of all
+    lengths at which each that is compared there was asked, of those that were at any: a dozen of one tell little."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
     cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, *WIDER, "DynamicCache")]
+    asked: dict[tuple[str, str], dict[int, Cell]] = {}
+    for cell in cells:
+        if "known" in cell:
+            asked.setdefault((cell["cache"], cell["memory"]), {})[cell["tokens"]] = cell
     found = []
     for cell in cells:
         row = {field: _rounded(cell[field]) for field in kept if field in cell}
-        own = cell["cache"], cell["memory"]
-        alike = [one for one in cells if "known" in one and (one["cache"], one["memory"]) == own]
-        if len(row) > 3 and alike:
+        if len(row) == 3:
+            continue
+        memory, tokens = cell["memory"], cell["tokens"]
+        beside = {one["cache"] for one in cells if (one["memory"], one["tokens"]) == (memory, tokens) and "kl" in one}
+        lengths = [asked[cache, memory].keys() for cache in beside if (cache, memory) in asked]
+        own = asked.get((cell["cache"], memory), {})
+        alike = [own[length] for length in own if all(length in others for others in lengths)]
+        if alike:
             row |= {field: sum(one[field] for one in alike) for field in ("found", "known")}
-        if len(row) > 3:
-            found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(cell["memory"])})
+        found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
     return {"cells": found}
 
 
@@ -175,7 +184,8 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
         if name not in found and name not in WIDER:
             found[name] = f"C{len(found) - len(_LOOKS)}", "o" if name in CACHES else "s"
     for name, fields in WIDER.items():
-        found[name] = found.get(fields["cache"], ("black", ""))[0], "^" if fields["num_selected"] == 800 else "d"
+        place = compare_plans.WIDER[fields["cache"]].index(fields["num_selected"])
+        found[name] = found.get(fields["cache"], ("black", ""))[0], "^dph"[place]
     return found
 
 

@@ -41,7 +41,8 @@ class OffloadLM(HFLM):
     A context is prefilled into a cache once, and its continuations are scored through forks of that, `batch_size` of
     them at a time; of a cache that selects the first score comes of a step that selects, too, since the context's last
     token is decoded and not prefilled. Where everything is attended to, contexts that begin alike share what they have
-    in common.
+    in common. `exact=bitwise` asks as `hf` does, whole texts in the same batches, and its scores and texts are `hf`'s
+    to the last bit.
 
     Args:
         pretrained: as of `hf`; None: the default model from its package.
@@ -115,6 +116,11 @@ class OffloadLM(HFLM):
         for name, ids in (("context", context), ("continuation", continuation)):
             if not ids:
                 raise ConfigError(f"a request's {name} must have a token at least, got none: mend the task's texts")
+        if len(continuation) > self.max_length:
+            raise ConfigError(
+                f"a request's continuation must have at most max_length={self.max_length} tokens, got "
+                f"{len(continuation)}: give a larger max_length, or shorter texts"
+            )
         both = (*context, *continuation)[-(self.max_length + 1) :]
         return both[: -len(continuation)], both[-len(continuation) :]
 
@@ -132,7 +138,7 @@ class OffloadLM(HFLM):
 
     def _logits(self, ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor:
         logits = self._forward(ids.to(self.device), cache, logits_to_keep=wanted)
-        return logits.log_softmax(-1, dtype=self.softmax_dtype)
+        return logits[:, -wanted:].log_softmax(-1, dtype=self.softmax_dtype)  # some models give all
 
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
         """Of `hf`'s own way, which gives whole texts in one forward each."""

@@ -65,7 +65,7 @@ class Rows:
 
     def drop(self, **key: Any) -> None:
         """Forget the rows with these values; on the disk, once the next one is added."""
-        self.rows = [row for row in self.rows if row not in self.where(**key)]
+        self.rows = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
 
     def write(self, **more: Any) -> None:
         """The head, the rows and `more` to the JSON file; a reader sees the old one or the new one."""

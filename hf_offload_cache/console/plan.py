@@ -110,7 +110,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
     OffloadConfig.load(None, dict(fields))
     geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
-    cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry))
+    cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     if fields.get("engine", "auto") == "auto":
         fields["engine"] = choose_engine("auto", folder)[0]
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
@@ -120,19 +120,19 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     console = Console(highlight=False, soft_wrap=True)
     console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
     room, disk, fitting = free_memory(arguments.device or geometry.device), free_disk(folder), []
-    for one in plans:
+    for one in every:
         if one.plan is None:
             console.print(f"{one.name}: {one.refused}", markup=False)
             continue
         needed = one.plan.weight_bytes + one.plan.peak_bytes + one.plan.host_bytes
         if (room is None or needed <= room) and (disk is None or one.plan.disk_bytes <= disk):
-            fitting.append(one.name)
+            fitting.append(one.label)
         for note in one.notes:
-            console.print(f"{one.name}: {note}", markup=False)
+            console.print(f"{one.label}: {note}", markup=False)
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
     chosen = {}
     if memory is not None and fitting:
-        held = [one for one in every if one.name in fitting]
+        held = [one for one in every if one.label in fitting]
         chosen = recommended(held, cells, memory / full, arguments.context)
         for wanted, found in chosen.items():
             console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)

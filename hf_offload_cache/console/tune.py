@@ -72,6 +72,7 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     from rich.table import Table
 
     from ..errors import ConfigError
+    from ..tuning.compare_plans import labelled
     from ..tuning.measure_caches import measure_caches
     from . import load_model
     from .arguments import write_json
@@ -91,7 +92,8 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
         table.add_column(name, justify="right")
     for cell in found["cells"]:
         step = f"{1e3 * cell['seconds']:.1f}"
-        table.add_row(cell["cache"], f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
+        label = labelled(cell["cache"], cell.get("num_selected"))
+        table.add_row(label, f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
     console = Console(highlight=False)
     console.print(table)
     for refused in found["refused"]:

@@ -28,8 +28,12 @@ def prefill(
     if chunk < 1:
         raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use 1024")
     with torch.no_grad():  # as `generate` does; tensors of inference mode could not be written to afterwards
-        for start in range(0, input_ids.shape[1], chunk):
-            part = input_ids[:, start : start + chunk]
-            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        done, every = 0, input_ids.shape[1]
+        while done < every:
+            end = min(every, done + chunk)
+            if every - end == 1 and chunk > 2:
+                end -= 1  # a last piece of one token would be a step, which a cache selects for
+            model(input_ids=input_ids[:, done:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            done = end
             if on_progress is not None:
-                on_progress(start + part.shape[1])
+                on_progress(done)

@@ -38,12 +38,12 @@ def offload_cache(
         memory: the most that it may hold: bytes, "300MiB", or a share of the full KV such as "1/13".
         max_context: tokens a sequence, those that are generated included.
         max_batch: sequences, beams included.
-        goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those whose
-            perplexity is within 5% of its.
+        goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those that are
+            near to it (`which_cache`).
         hint: "long-prompt", or "long-output" where most of what is held will have been generated.
-        measured: a file of `hf-offload-cache tune --compare`, of this machine, and of this model: one of another is
-            refused. None: the shipped table, which was measured with SmolLM2-135M on two cores: its order of caches is
-            a first guess for others.
+        measured: a file of `hf-offload-cache tune --compare`, of this machine, and of this model and `fields`: one of
+            others is refused. None: the shipped table, which was measured with SmolLM2-135M on two cores: its order of
+            caches is a first guess for others.
         path: folder on the disk to use; None: the temporary folder.
         fields: fields that all caches have, to stay as they are.
 
@@ -54,7 +54,7 @@ def offload_cache(
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
     plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path), wider=True)
-    cells = measured_caches(measured, None if measured is None else identity_of(model))
+    cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why

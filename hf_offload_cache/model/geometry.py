@@ -66,8 +66,9 @@ class Geometry:
 
         One token goes through a twin of the model on the meta device, which has no data: what it leaves in a
         `DynamicCache` are the shapes, whatever the architecture. Where the twin cannot run, the fields of the
-        configuration decide. Nothing of the model is kept, and what its twin left is: for a model of the same class and
-        configuration, which costs a millisecond then. Raises `UnsupportedModelError` where neither says the shapes.
+        configuration decide. Of the model its class and configuration are kept, and what its twin left, of the eight
+        latest: another of the same costs a millisecond then. Raises `UnsupportedModelError` where neither says the
+        shapes.
         """
         from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 

@@ -123,7 +123,7 @@ def _request(
     given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
     shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
     if not shapes:  # as `generate` counts, which begins each row with a token then
-        others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim]
+        others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
         shapes = [torch.Size((len(others[0]) if others else 1, 1))]
     rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True))
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)

@@ -56,15 +56,16 @@ def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False
 ) -> list[ComparedPlan]:
     """In the order of the registry. `memory`: bytes; None: what each one's own fields take. `fields`: those that all
-    caches have. `wider`: behind each also those of `WIDER` that fit the memory as well, without what costs facts, and
-    attend to half of the context at most. Raises `ConfigError` for a field that one of them lacks."""
+    caches have. `wider`: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the
+    default has not, and attend to half of the context at most. Raises `ConfigError` for a field that one of them
+    lacks."""
     from ..registry import CACHES
 
     found = []
     for name in CACHES:
         own = _planned(name, geometry, memory, context, batch, fields, None)
         found.append(own)
-        free = wider and not {"num_selected", "exact"} & fields.keys()
+        free = wider and "num_selected" not in fields and not fields.get("exact")
         for count in WIDER.get(name, ()) if free and own.plan is not None else ():
             other = _planned(name, geometry, memory, context, batch, fields, count)
             if 2 * count <= context and other.plan is not None and set(other.notes) <= set(own.notes):

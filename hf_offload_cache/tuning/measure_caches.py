@@ -23,7 +23,7 @@ from ..report.text import size_text
 from ..stores.engines import choose_engine, resolve_engine
 from .compare_plans import compare_plans
 from .distance import distance, perplexity_over
-from .measured_model import identity_of
+from .measured_model import identity_of, written
 from .progress import Progress
 from .sample import sample_ids, windows
 from .task import machine_of
@@ -31,7 +31,7 @@ from .tunable import at_least
 from .turns import TURN, Contender, Followed, follow_in_turns, together, without_seams
 
 _DYNAMIC, _EXACT = "DynamicCache", "an exact DiskSwapCache"
-_OF_ONE = ("memory", "max_context", "max_batch", "trace")
+_OF_ONE = ("max_batch", "trace")
 """Fields that caches which are open at once do not share."""
 
 
@@ -136,7 +136,7 @@ def measure_caches(
         cell |= {"kl": statistics.mean(distances), "perplexity": statistics.geometric_mean(perplexities)}
         cells.append({**cell, "seconds": statistics.median(one for run in times for one in run)})
     store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]
-    return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": _written(fields),
+    return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": written(fields),
             "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
 
 
@@ -145,9 +145,3 @@ def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) ->
     common = {field.name for field in dataclasses.fields(OffloadConfig)}
     own = {name: value for name, value in fields.items() if name in common}
     return DiskSwapCache(model, path=path, **{**own, "exact": True})
-
-
-def _written(fields: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has them; of a key nothing."""
-    kept = {name: value for name, value in fields.items() if name != "encryption_key"}
-    return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}

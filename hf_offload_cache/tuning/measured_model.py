@@ -50,3 +50,21 @@ def check_model(stored: Any, path: str | Path, model: Identity) -> None:
                 f"measured: {str(path)!r} is of another model: it was measured with {stored.get('name')}, and this is "
                 f"{model['name']}: {field} was {stored.get(field)}, here it is {value}; {anew}"
             )
+
+
+def written(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of caches as a table has them: plain JSON values; of a key nothing."""
+    kept = {name: value for name, value in fields.items() if name != "encryption_key"}
+    return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}
+
+
+def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
+    """Raises `ConfigError` where a table that lies at `path` was measured with other fields than these: but for the
+    engine, which is of a machine."""
+    both = stored or {}, written(fields)
+    then, now = ({name: value for name, value in each.items() if name != "engine"} for each in both)
+    if then != now:
+        raise ConfigError(
+            f"measured: {str(path)!r} was measured with the fields {then}, and these are {now}: give the same ones, or "
+            "measure with these"
+        )

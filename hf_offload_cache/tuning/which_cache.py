@@ -12,14 +12,15 @@ from typing import Any
 
 from ..errors import BudgetError, ConfigError
 from .compare_plans import ComparedPlan, labelled
-from .measured_model import Identity, check_model
+from .measured_model import Identity, check_fields, check_model
 
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
 _ALIKE, _ONE = 0.05, 1.5
 """Shares of facts found that lie within this of each other are alike, and so are those that differ by one fact."""
-_ENOUGH = 1.05
-"""Perplexity, over `DynamicCache`'s, that a cache chosen for its speed may have."""
+_ENOUGH = math.log(1.05)
+"""KL in nats that a cache chosen for its speed may have: what text as the model writes it would lose is 5% of its
+perplexity then. Perplexities of a few texts vary more than that."""
 
 Cell = dict[str, Any]
 
@@ -38,7 +39,9 @@ class Chosen:
         return self.plan.name
 
 
-def measured_caches(path: str | Path | None = None, model: Identity | None = None) -> list[Cell]:
+def measured_caches(
+    path: str | Path | None = None, model: Identity | None = None, fields: dict[str, Any] | None = None
+) -> list[Cell]:
     """What was measured of each cache at lengths of context and shares of memory: the shipped table (SmolLM2-135M,
     Python's help texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
 
@@ -46,8 +49,8 @@ def measured_caches(path: str | Path | None = None, model: Identity | None = Non
     default's, and of the following what was measured:
     "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts, "seconds" of a step, and the first two
     after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a file that is none, and for one that
-    is of another model than `model`, by what is known of that (None: it is not compared); the shipped one, a first
-    guess, is for all.
+    is of another model than `model`, by what is known of that, or was measured with other fields of the caches than
+    `fields` (None: it is not compared); the shipped one, a first guess, is for all.
     """
     if path is None:
         text = importlib.resources.files(__package__).joinpath("measured_caches.json").read_text(encoding="utf-8")
@@ -67,6 +70,8 @@ def measured_caches(path: str | Path | None = None, model: Identity | None = Non
         ) from error
     if path is not None and model is not None:
         check_model(values.get("model"), path, model)
+    if path is not None and fields is not None:
+        check_fields(values.get("fields"), path, fields)
     return cells
 
 
@@ -83,8 +88,9 @@ def which_cache(
             were measured, and of such places the one that is nearest in memory, then in context.
         memory: share of the full KV.
         context: tokens a sequence, answer included.
-        goal: "fidelity": what finds most facts, and of those that find as many what is nearest to `DynamicCache`;
-            "speed": the fastest of those whose perplexity is within 5% of `DynamicCache`'s, if there are some.
+        goal: "fidelity": what finds most facts, and of those that find as many what is nearest to `DynamicCache`; where
+            facts were asked of others, what was asked for none comes last, but a wider step has its cache's. "speed":
+            the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are some.
         hint: "long-prompt", or "long-output": then what is nearest after a long output counts.
 
     Raises `ConfigError` for another goal or hint, `BudgetError` where no cache fits.
@@ -99,7 +105,7 @@ def which_cache(
     names = [plan.label for plan in fitting]
     needed = _needed(goal, hint)
     told = _side_by_side([cell for cell in cells if all(field in cell for field in needed)], names, memory, context)
-    best = min(told, key=lambda name: _rank(told[name], told, goal, hint)) if told else names[0]
+    best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
     first = _sentence(told[best]) if told else f"the default, since nothing that tells {goal} was measured of any"
     reasons = [f"{best}: {first}"]
     for plan in plans:
@@ -134,19 +140,23 @@ def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: i
     return found[min(found, key=distance)] if found else {}
 
 
-def _rank(cell: Cell, others: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
+def _rank(label: str, told: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
+    cell = told[label]
     if goal == "speed":
-        return float(cell.get("perplexity", math.inf) > _ENOUGH), cell["seconds"]
+        return float(cell.get("kl", math.inf) > _ENOUGH), cell["seconds"]
     if hint == "long-output":
         return (cell["long_kl"],)
-    shares = [share for share in map(_found, others.values()) if share is not None]
-    share = _found(cell)
-    lost = share is not None and share < max(shares) - max(_ALIKE, _ONE / cell["known"])
-    return (max(shares) - share if lost and share is not None else 0.0), cell["kl"]
+    asked = [_found(one) for one in told.values() if one.get("known")]
+    most = max(asked, default=0.0)
+    facts = cell if cell.get("known") else told.get(cell["cache"], cell)
+    if not facts.get("known"):
+        return float(bool(asked)), cell["kl"]
+    share = _found(facts)
+    return (most - share if share < most - max(_ALIKE, _ONE / facts["known"]) else 0.0), cell["kl"]
 
 
-def _found(cell: Cell) -> float | None:
-    return cell["found"] / cell["known"] if cell.get("known") else None
+def _found(cell: Cell) -> float:
+    return float(cell["found"] / cell["known"])
 
 
 def _check(cell: Cell) -> None:
@@ -167,7 +177,7 @@ def _sentence(cell: Cell) -> str:
     if "kl" in cell:
         parts.append(f"KL {cell['kl']:.3g}, perplexity {cell['perplexity']:.3f} times DynamicCache's")
     if cell.get("known"):
-        parts.append(f"{cell['found']} of {cell['known']} facts")
+        parts.append(f"{cell['found']} of {cell['known']} facts in contexts of all lengths")
     if "long_kl" in cell:
         parts.append(f"KL {cell['long_kl']:.3g} after a long output")
     if "seconds" in cell:

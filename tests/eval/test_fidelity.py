@@ -87,8 +87,10 @@ def rows() -> list[dict[str, Any]]:
         quartiles = [seconds, seconds]
         speed = {"median_seconds": seconds, "quartiles": quartiles}
         found.append({"part": "speed", "tokens": 4096, "name": name, **speed})
-    scored = {"perplexity": 1.2, "uncertain": 0.01}  # instead of those of the texts
-    found.append({"part": "perplexity", "tokens": 4096, "sample": 0, "name": "window 1/13", **scored})
+    for name, over in (("window", (1.1, 1.3)), ("disk-swap", (1.0, 1.018)), ("cluster", (1.0, 1.022))):
+        for sample, perplexity in enumerate(over):  # instead of those of the texts
+            scored = {"perplexity": perplexity, "uncertain": 0.01}
+            found.append({"part": "perplexity", "tokens": 4096, "sample": sample, "name": f"{name} 1/13", **scored})
     wider = {"kl": 0.01, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
     found.append({"part": "text", "tokens": 4096, "sample": 0, "name": "disk-swap-800 1/13", **wider})
     found.append({"part": "long", "tokens": 2560, "name": "cluster 1/13", "kl": 0.03, "perplexity": 1.0})
@@ -119,8 +121,9 @@ def test_tables_for_people_and_for_the_choice() -> None:
     text = markdown(summary)
     line = next(line for line in text.splitlines() if line.startswith("| disk-swap"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0091", "0.700", "0.55", "2 of 2", "100", ""]
-    assert "| 1.2000 ± 0.0100 |" in next(line for line in text.splitlines() if line.startswith("| window"))
+    assert cells[:6] == ["disk-swap", "1/13", "1/14.3", "0.1500", "0.900", "1.0090 ± 0.0071"]
+    assert cells[6:] == ["0.700", "0.55", "2 of 2", "100", ""]
+    assert "| 1.2000 ± 0.0085 |" in next(line for line in text.splitlines() if line.startswith("| window"))
     assert "## 4,096 tokens" in text and any("refused" in line for line in text.splitlines() if "| spec" in line)
     kept = shipped(summary)["cells"]
     assert {cell["cache"] for cell in kept} == {"disk-swap", "cluster", "DynamicCache"}  # of spec nothing is known
@@ -233,6 +236,10 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     fidelity.run(given, measured, **loaded)  # one cache is missing: all are timed again, in turns
     again = measured.where(part="speed", name="DynamicCache")
     assert len(again) == len(timed) == 1 and again != timed
+    names = {row["name"] for row in measured.where(part="speed")}
+    other = argparse.Namespace(**{**vars(given), "caches": ["abstract-tree"], "parts": ["speed"]})
+    fidelity.run(other, measured, **loaded)  # beside those of before
+    assert {row["name"] for row in measured.where(part="speed")} == names | {"abstract-tree 9/10"}
     before = list(measured.rows)
     summary = fidelity.run(given, measured, **loaded)
     assert measured.rows == before

@@ -103,10 +103,30 @@ def test_bitwise_scores_and_texts_are_the_plain_ones_to_the_last_bit(
 
 
 def test_a_request_of_no_tokens_is_refused(tmp_path: Path) -> None:
-    lm = ours(tmp_path)
-    for context, continuation, name in (([5], [], "continuation"), ([], [5], "context")):
-        with pytest.raises(ConfigError, match=f"{name} must have a token"):
+    """And of more than the model has room for."""
+    lm = ours(tmp_path, max_length=6)
+    for context, continuation, told in (
+        ([5], [], "continuation must have a token"), ([], [5], "context must have a token"),
+        ([5], [6] * 7, "continuation must have at most max_length=6 tokens, got 7"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
             lm._loglikelihood_tokens([(None, context, continuation)])
+    asked = [(None, [5], [6, 7, 8, 9, 10, 11])]
+    assert close(lm._loglikelihood_tokens(asked), plain(max_length=6)._loglikelihood_tokens(asked))
+
+
+def test_a_model_that_gives_logits_of_all_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is asked for, as some do."""
+    expected = plain().loglikelihood(instances("loglikelihood", CHOICES), disable_tqdm=True)
+    forward = type(long_model()).forward
+    monkeypatch.setattr(
+        type(long_model()), "forward", lambda self, logits_to_keep=0, **kwargs: forward(self, **kwargs)
+    )
+    for batch in (1, 3):
+        found = ours(tmp_path, exact=True, batch_size=batch).loglikelihood(
+            instances("loglikelihood", CHOICES), disable_tqdm=True
+        )
+        assert close(found, expected)
 
 
 @pytest.mark.parametrize("name", list(CACHES))

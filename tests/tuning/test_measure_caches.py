@@ -159,16 +159,24 @@ def test_chosen_by_what_was_measured(table: Path, model: Any, tmp_path: Path) ->
     cells = measured_caches(table)
     assert cells == json.loads(table.read_text())["cells"] == measured_caches(table, identity_of(model))
     best = min(cells[1:], key=lambda cell: cell["kl"])["cache"]
-    with offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path) as cache:
+    asked: dict[str, Any] = {"num_selected": 16, "measured": table, "path": tmp_path}
+    with offload_cache(model, MEMORY, CONTEXT, **asked) as cache:
         assert registry.name_of(type(cache).__name__) == best
         assert cache.why.startswith(f"{best}: at {CONTEXT:,} tokens and ")
         generate(model, cache, prompt(model, length=300), max_new_tokens=4)
         report = cache.report()
     assert report.peak_memory_bytes <= cache.config.memory
     fastest = min(cells[1:], key=lambda cell: cell["seconds"])["cache"]
-    with offload_cache(model, MEMORY, CONTEXT, goal="speed", measured=table, path=tmp_path) as cache:
+    with offload_cache(model, MEMORY, CONTEXT, goal="speed", **asked) as cache:
         assert registry.name_of(type(cache).__name__) == fastest
     assert list(tmp_path.iterdir()) == [table]
+
+
+def test_a_table_of_other_fields_is_refused(table: Path, model: Any, tmp_path: Path) -> None:
+    """But for the engine."""
+    told = r"was measured with the fields {'num_selected': 16}, and these are {'num_recent': 8}: give the same ones"
+    with pytest.raises(ConfigError, match=told):
+        offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path, num_recent=8, engine="memory")
 
 
 def test_a_table_says_what_it_is_of(table: Path, model: Any) -> None:

@@ -22,7 +22,7 @@ from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, Unsupp
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, profile, tuner
+from hf_offload_cache.tuning import Tuned, by_solver, compare_plans, grid, lookup, profile, tuner
 from hf_offload_cache.tuning.which_cache import measured_caches
 
 ASKED: dict[str, Any] = {
@@ -289,6 +289,7 @@ def test_the_console_compares_all_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it writes is what `offload_cache` and `plan --compare` choose from; what it does not take is refused."""
+    monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (420,)})
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(load_model, "load_geometry", lambda *args: Geometry.of(tiny_llama()))
     text, out = tmp_path / "text.txt", tmp_path / "caches.json"
@@ -298,14 +299,17 @@ def test_the_console_compares_all_caches(
     assert cli.main(call) == 0
     printed = capsys.readouterr()
     cells = measured_caches(out)
-    assert [cell["cache"] for cell in cells] == ["DynamicCache", *registry.CACHES]
+    first, *others = registry.CACHES
+    assert [cell["cache"] for cell in cells] == ["DynamicCache", first, first, *others]
+    assert "disk-swap with num_selected=420" in printed.out
     assert all(cell["cache"] in printed.out for cell in cells) and f"wrote {out}" in printed.err
     plan = ["plan", "--compare", *room, "--measured", str(out)]
     assert cli.main([*plan, "--json", str(tmp_path / "plan.json")]) == 0
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
-    nearest = min(cells[1:], key=lambda cell: cell["kl"])["cache"]
-    assert (chosen["fidelity"]["name"], chosen["fidelity"]["num_selected"]) == (nearest, None)
-    assert f"for fidelity: {nearest}: at 900 tokens" in capsys.readouterr().out
+    nearest = min(cells[1:], key=lambda cell: cell["kl"])
+    wider = nearest.get("num_selected")
+    assert (chosen["fidelity"]["name"], chosen["fidelity"]["num_selected"]) == (nearest["cache"], wider)
+    assert f"for fidelity: {compare_plans.labelled(nearest['cache'], wider)}: at 900 tokens" in capsys.readouterr().out
     half = Geometry.uniform(3, 4, 2, 16, torch.bfloat16)
     monkeypatch.setattr(load_model, "load_geometry", lambda *args: half)
     assert cli.main([*plan, "--model", "a/model"]) == 2

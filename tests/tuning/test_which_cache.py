@@ -49,9 +49,9 @@ BOTH = ("disk-swap", "cluster")
         ({"kl": 0.02}, {"kl": 0.01, "found": 9}, "fidelity", "long-prompt", "cluster"),
         ({"kl": 0.02, "found": 100, "known": 100}, {"found": 99, "known": 100}, "fidelity", "long-prompt", "cluster"),
         ({"long_kl": 0.3}, {"long_kl": 0.2, "kl": 1.0, "found": 0}, "fidelity", "long-output", "cluster"),
-        ({"seconds": 0.05, "kl": 1.0}, {}, "speed", "long-prompt", "disk-swap"),
-        ({"seconds": 0.05, "perplexity": 1.06}, {}, "speed", "long-prompt", "cluster"),
-        ({"seconds": 0.05, "perplexity": 1.2}, {"perplexity": 1.1}, "speed", "long-prompt", "disk-swap"),
+        ({"seconds": 0.05, "kl": 0.048}, {}, "speed", "long-prompt", "disk-swap"),
+        ({"seconds": 0.05, "kl": 0.05, "perplexity": 1.0}, {}, "speed", "long-prompt", "cluster"),
+        ({"seconds": 0.05, "kl": 0.2}, {"kl": 0.1}, "speed", "long-prompt", "disk-swap"),
     ],
 )
 def test_the_best_by_what_counts(first: dict, second: dict, goal: str, hint: str, wanted: str) -> None:
@@ -122,6 +122,10 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert any(line.startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.02") for line in lines)
     assert len(lines) == len(registry.CACHES) + 1
     assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
+    del wider["found"], wider["known"]  # a wider step has the facts of its cache
+    assert which_cache(plans, cells, 1 / 4, 16384).plan.num_selected == 800
+    cells[0]["found"] = 5
+    assert which_cache(plans, cells, 1 / 4, 16384).name == "cluster"
     near = [cell("disk-swap", memory="1/4"), cell("cluster", memory="1/4", kl=0.5)]  # without the wider one
     assert which_cache(plans, [*cells, *near], 1 / 4, 16384).plan.num_selected is None
 
@@ -132,8 +136,9 @@ def test_where_nothing_was_measured_the_default_is_named_as_such() -> None:
     cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
     chosen = which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed")
     assert chosen.name == "cluster" and "spec: nothing was measured of it there" in chosen.why
-    facts_unknown = [cell("cluster", found=0), cell("spec", known=0, kl=0.5)]
+    facts_unknown = [cell("cluster", found=0, kl=0.5), cell("spec", known=0)]
     assert which_cache(fitting("cluster", "spec"), facts_unknown, 1 / 13, 4096).name == "cluster"
+    assert which_cache(fitting("spec"), facts_unknown, 1 / 13, 4096).name == "spec"
 
 
 @pytest.mark.parametrize("wrong", [{"goal": "fast"}, {"hint": "long"}])
