@@ -119,20 +119,20 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     plans = [one for one in every if one.num_selected is None]
     console = Console(highlight=False, soft_wrap=True)
     console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
-    room, disk, fitting = free_memory(arguments.device or geometry.device), free_disk(folder), []
+    room, disk, held = free_memory(arguments.device or geometry.device), free_disk(folder), []
     for one in every:
         if one.plan is None:
             console.print(f"{one.name}: {one.refused}", markup=False)
             continue
         needed = one.plan.weight_bytes + one.plan.peak_bytes + one.plan.host_bytes
         if (room is None or needed <= room) and (disk is None or one.plan.disk_bytes <= disk):
-            fitting.append(one.label)
-        for note in one.notes:
-            console.print(f"{one.label}: {note}", markup=False)
+            held.append(one)
+        for note in one.notes if one.num_selected is None else ():
+            console.print(f"{one.name}: {note}", markup=False)
+    fitting = [one.name for one in held if one.num_selected is None]
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
     chosen = {}
     if memory is not None and fitting:
-        held = [one for one in every if one.label in fitting]
         chosen = recommended(held, cells, memory / full, arguments.context)
         for wanted, found in chosen.items():
             console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)

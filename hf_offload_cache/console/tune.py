@@ -72,7 +72,6 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     from rich.table import Table
 
     from ..errors import ConfigError
-    from ..tuning.compare_plans import labelled
     from ..tuning.measure_caches import measure_caches
     from . import load_model
     from .arguments import write_json
@@ -88,12 +87,12 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     )  # fmt: skip
     write_json(arguments.out, found)
     table = Table("cache", box=SIMPLE_HEAD, title=f"{arguments.context:,} tokens, {arguments.memory}")
-    for name in ("KL, nats", "perplexity, of DynamicCache's", "ms a step"):
+    for name in ("num_selected", "KL, nats", "perplexity ratio", "ms a step"):
         table.add_column(name, justify="right")
     for cell in found["cells"]:
         step = f"{1e3 * cell['seconds']:.1f}"
-        label = labelled(cell["cache"], cell.get("num_selected"))
-        table.add_row(label, f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
+        wider = str(cell.get("num_selected", ""))
+        table.add_row(cell["cache"], wider, f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
     console = Console(highlight=False)
     console.print(table)
     for refused in found["refused"]:

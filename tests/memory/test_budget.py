@@ -19,6 +19,7 @@ from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.model import geometry
 from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
 from hf_offload_cache.predictors.coding import most_bytes
 
@@ -81,6 +82,8 @@ def test_a_geometry_of_a_model_that_cannot_run_without_data(monkeypatch: pytest.
         raise NotImplementedError("no data")
 
     monkeypatch.setattr(type(model), "_from_config", fails)
+    assert Geometry.of(model) == whole  # of one that ran before
+    geometry._probe.cache_clear()
     assert Geometry.of(model) == whole
     monkeypatch.setattr(type(tiny("deepseek_v2")), "_from_config", fails)
     with pytest.raises(UnsupportedModelError, match=r"DeepseekV2ForCausalLM's keys.*no data.*without a budget"):
