@@ -133,6 +133,24 @@ def test_tables_for_people_and_for_the_choice() -> None:
     assert (wider["num_selected"], wider["kl"], wider["memory"]) == (800, 0.01, "1/13")
 
 
+def test_facts_that_decide_are_answers_to_the_same_questions() -> None:
+    """Of two lengths at which one cache was asked, and another at one of them; a third at none takes nothing away."""
+    found: list[dict[str, Any]] = []
+    for name, lengths in (("DynamicCache", (2048, 4096)), ("disk-swap 1/13", (2048, 4096)), ("cluster 1/13", (4096,))):
+        for tokens in lengths:
+            key = {"part": "facts", "tokens": tokens, "facts": 1, "sample": 0, "prompt": tokens, "code": "5"}
+            found.append({**key, "name": name, "answered": tokens == 4096 or name == "DynamicCache"})
+    for name in ("disk-swap 1/13", "cluster 1/13", "abstract-tree 1/13"):
+        text = {"kl": 0.1, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
+        found.append({"part": "text", "tokens": 4096, "sample": 0, "name": name, **text})
+    found.append({**found[-3], "tokens": 2048})  # disk-swap alone: all that it was asked counts
+    cells = {(one["cache"], one["tokens"]): one for one in shipped(summarised(found))["cells"]}
+    assert (cells["disk-swap", 4096]["found"], cells["disk-swap", 4096]["known"]) == (1, 1)
+    assert (cells["cluster", 4096]["found"], cells["cluster", 4096]["known"]) == (1, 1)
+    assert "known" not in cells["abstract-tree", 4096]
+    assert (cells["disk-swap", 2048]["found"], cells["disk-swap", 2048]["known"]) == (1, 2)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_front_joins_what_nothing_beats() -> None:
     from matplotlib.figure import Figure
