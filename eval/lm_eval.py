@@ -69,8 +69,7 @@ class OffloadLM(HFLM):
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
             theirs["batch_size"] = 1
-        if theirs.get("device") is None:
-            theirs["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        theirs["device"] = _there(theirs.get("device"))
         if pretrained is None:
             dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
             pretrained, theirs["tokenizer"] = load(None, dtype, theirs["device"])
@@ -190,6 +189,14 @@ class OffloadLM(HFLM):
         """And which cache it was, and how many requests were too short for it."""
         own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
         return {**super().get_model_info(), **own, "cache_plain_requests": self.plain_requests}
+
+
+def _there(device: str | None) -> str:
+    """The device, or the one that there is in the place of CUDA's where there is none: lm-eval's command says `cuda:0`
+    where nothing is said, and `hf` takes it for nothing."""
+    if device is not None and (torch.cuda.is_available() or not str(device).startswith("cuda")):
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class _OurTasks(TaskManager):

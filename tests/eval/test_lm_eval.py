@@ -350,6 +350,12 @@ def test_the_default_model_goes_where_it_is_told() -> None:
     assert (lm.model.device.type, lm.model.dtype, lm.device.type) == ("meta", torch.bfloat16, "meta")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is where there is no CUDA")
+def test_a_device_of_cuda_where_there_is_none_is_the_cpu() -> None:
+    """As `hf` has it: lm-eval's command names that device where its user names none."""
+    assert OffloadLM(device="cuda:0").model.device.type == "cpu"
+
+
 @pytest.mark.parametrize(("wrong", "hint"), [
     ({"num_selekted": 3}, "did you mean 'num_selected'"), ({"load_in_4bits": True}, "did you mean 'load_in_4bit'"),
     ({"colour": "blue"}, "neither a field of cache=disk-swap"), ({"cache": "dynamic", "num_selected": 3}, "neither"),

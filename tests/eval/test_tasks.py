@@ -32,6 +32,8 @@ RECALL = (
 )  # fmt: skip
 FOUND = dict(zip(RECALL, (1, 1, 4, 4, 5, 10, 3, 24), strict=True))
 """Answers of each."""
+ANSWERS = dict(zip((*RECALL, "document_qa"), (48, 48, 128, 128, 96, 128, 64, 640, 16), strict=True))
+"""Tokens for them."""
 _TOKENIZER = functools.cache(load_default_tokenizer)
 
 
@@ -46,14 +48,16 @@ def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
 
 
 def has_what_is_asked_for(name: str, samples: list[dict[str, Any]]) -> None:
-    """As many tokens as asked, less those of a chat template, and less than a paragraph or a hundredth."""
-    tokenizer = _TOKENIZER()
+    """As many tokens as asked, less those of a chat template and of an answer, and less than a paragraph or a
+    hundredth."""
+    tokenizer, beside = _TOKENIZER(), 64 + ANSWERS[name]
     for one in samples:
         tokens = len(tokenizer(one["input"], verbose=False)["input_ids"])
-        assert one["length"] - 64 - max(30, one["length"] // 100) < tokens <= one["length"] - 64
+        assert one["length"] - beside - max(30, one["length"] // 100) < tokens <= one["length"] - beside
         wanted = one["choices"] if name == "document_qa" else one["outputs"]
         assert all(answer in one["input"] for answer in wanted)
-        assert len(set(wanted)) == (4 if name == "document_qa" else FOUND[name])
+        short = name == "long_generation" and one["length"] < 2048
+        assert len(set(wanted)) == (4 if name == "document_qa" else 8 if short else FOUND[name])
 
 
 @pytest.mark.parametrize("name", [*RECALL, "document_qa"])
@@ -116,7 +120,28 @@ def test_a_right_answer_is_not_cut() -> None:
                     for answer in doc["outputs"]]  # fmt: skip
             lines = [f"{number}. {line}" for number, line in enumerate(said, 1)]
             answer = "\n".join(["Based on the text above, these are what you have asked for:", *lines])
-            assert len(tokenizer(answer)["input_ids"]) < most and version == 2.0
+            assert len(tokenizer(answer)["input_ids"]) < most == ANSWERS[name] and version == 3.0
+
+
+def test_a_prompt_as_long_as_the_model_takes_is_not_cut() -> None:
+    """With its template: lm-eval keeps of it what an answer leaves of the model's length."""
+    tokenizer, asked = _TOKENIZER(), [{"role": "user", "content": "<text>"}]
+    empty = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    manager = TaskManager(
+        include_path=str(TASKS), include_defaults=False, metadata={"max_seq_lengths": [1024, 8192], "samples": 1}
+    )
+    for name in (*RECALL, "document_qa"):
+        (task,) = manager.load([name])["tasks"].values()
+        for doc in task.test_docs():
+            ids = tokenizer(empty.replace(asked[0]["content"], doc["input"]), verbose=False)["input_ids"]
+            most = task.config.generation_kwargs["max_gen_toks"] if name in RECALL else 8
+            assert len(ids) <= doc["length"] - most
+
+
+def test_texts_that_have_no_room_are_refused() -> None:
+    for name in ("long_generation", "common_words"):
+        with pytest.raises(ValueError, match="max_seq_lengths: 300 tokens have no room"):
+            made(name, max_seq_lengths=[300], samples=1)
 
 
 def test_chains_are_apart() -> None:
@@ -146,14 +171,21 @@ def test_recall_is_a_share() -> None:
     assert [samples.recall(doc, [text])["recall"] for text in ("it is 123 and xyz", "123", "")] == [1, 0.5, 0]
 
 
+def results(arguments: list[str], tmp_path: Path) -> dict[str, Any]:
+    """Of lm-eval's command line with these."""
+    with mock.patch.object(sys, "argv", ["lm_eval", *arguments, "--output_path", str(tmp_path / "out.json")]):
+        ours.main()
+    (file,) = tmp_path.glob("out*.json")
+    return dict(json.loads(file.read_text()))
+
+
 def test_lm_eval_runs_them_all(tmp_path: Path) -> None:
-    """With the real model, through a cache in a quarter of the memory."""
-    manager = TaskManager(include_path=str(TASKS), metadata={"max_seq_lengths": [1024], "samples": 1})
-    found = lm_eval.simple_evaluate(
-        ours.OffloadLM(memory="1/4", path=str(tmp_path), device="cpu"), tasks=["long_context"], task_manager=manager,
-        apply_chat_template=False, gen_kwargs="max_gen_toks=4",
-    )  # fmt: skip
-    assert found is not None and set(found["results"]) >= {*RECALL, "document_qa"}
+    """The command of the pages: the real model through a cache in a quarter of the memory. No device is named, and
+    lm-eval's own default is one that may not be there."""
+    command = ["--model", "hf-offload", "--model_args", f"cache=disk-swap,memory=1/4,path={tmp_path}"]
+    command += ["--tasks", "long_context", "--apply_chat_template", "--gen_kwargs", "max_gen_toks=4"]
+    found = results([*command, "--metadata", '{"max_seq_lengths": [1024], "samples": 1}'], tmp_path)
+    assert set(found["results"]) >= {*RECALL, "document_qa"}
     assert found["config"]["cache"] == "disk-swap" and found["config"]["cache_memory"] == "1/4"
     assert all(0 <= found["results"][name]["recall,none"] <= 1 for name in RECALL)
 
@@ -197,14 +229,11 @@ def test_the_command_line_has_ours_and_those_that_are_included(tmp_path: Path) -
     (tmp_path / "passages.yaml").write_text(OWN_TASK.replace("FOLDER", str(tmp_path)))
     (tmp_path / "metrics.py").write_text(METRIC)
     arguments = [
-        "lm_eval", "--model", "hf-offload", "--model_args", f"pretrained={model},exact=True,path={tmp_path}",
+        "--model", "hf-offload", "--model_args", f"pretrained={model},exact=True,path={tmp_path}",
         "--tasks", "passages,needle_single", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "2",
-        "--metadata", '{"max_seq_lengths": [300], "samples": 1}', "--output_path", str(tmp_path / "out.json"),
+        "--metadata", '{"max_seq_lengths": [300], "samples": 1}',
     ]  # fmt: skip
-    with mock.patch.object(sys, "argv", arguments):
-        ours.main()
-    (file,) = tmp_path.glob("out*.json")
-    found = json.loads(file.read_text())
+    found = results(arguments, tmp_path)
     assert found["results"]["passages"]["begins,first"] == 0.5
     assert found["results"]["needle_single"]["recall,none"] == 0 and found["config"]["cache_fields"] == {"exact": True}
     assert lm_eval.tasks.TaskManager is TaskManager

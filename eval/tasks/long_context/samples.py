@@ -1,8 +1,8 @@
 """What long texts are asked, for lm-eval: each function gives its task's samples, the same ones for the same arguments.
 
 Texts are Python's own help topics, which are there wherever Python is, with facts planted in them. Arguments come of
-lm-eval's `--metadata` (JSON) and of the model's: `max_seq_lengths`, tokens of a prompt, [4096]; `samples`, of each
-length, 20; `seed`.
+lm-eval's `--metadata` (JSON) and of the model's: `max_seq_lengths`, tokens of a prompt with its answer, [4096];
+`samples`, of each length, 20; `seed`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Tokens:
 
 
 class Text:
-    """Paragraphs to fill a prompt of so many tokens with."""
+    """Paragraphs to fill a prompt with: it, a chat template and an answer have so many tokens."""
 
-    def __init__(self, count: Tokens, tokens: int, shift: int) -> None:
-        self.count, self.tokens = count, tokens
+    def __init__(self, count: Tokens, tokens: int, answer: int, shift: int) -> None:
+        self.count, self.tokens, self.room = count, tokens, tokens - _TEMPLATE - answer
         paragraphs = count.paragraphs
         self._paragraphs = paragraphs[(at := shift % len(paragraphs)) :] + paragraphs[:at]
 
     def around(self, planted: list[str], question: str, generator: random.Random) -> str:
         """The prompt: text with each of these sentences somewhere in it, in their order, and the question. What is left
         of its tokens is less than any paragraph takes."""
-        room = self.tokens - _TEMPLATE - sum(map(self.count.behind, (*planted, question)))
+        room = self.room - sum(map(self.count.behind, (*planted, question)))
         chosen: list[str] = []
         shortest = min(size for _, size in self._paragraphs)
         for paragraph, size in itertools.cycle(self._paragraphs):
@@ -67,14 +67,16 @@ class Text:
         while True:
             made = _planted(chosen, planted, random.Random(generator.random()))
             prompt = "\n\n".join((*made, question))
-            if self.count.of(prompt) <= self.tokens - _TEMPLATE:
+            if self.count.of(prompt) <= self.room:
                 return prompt
+            if not chosen:
+                raise ValueError(f"max_seq_lengths: {self.tokens} tokens have no room for what is asked: ask for more")
             chosen.pop()  # of a tokenizer for which a text has more tokens than its paragraphs
 
     def listed(self, make: Callable[[int], str], question: str, guess: int) -> str:
         """The prompt: a line of words and the question. `make` gives the line by some number of words, the same for the
         same number and the longer the larger it is; it has as many as there is room for, less a hundredth."""
-        room = self.tokens - _TEMPLATE
+        room = self.room
         number, most = guess, None
         for _ in range(12):
             prompt = f"{make(number)}\n\n{question}"
@@ -98,19 +100,26 @@ def _planted(paragraphs: list[str], planted: list[str], generator: random.Random
     return found + paragraphs[start:]
 
 
-def _task(make: Make) -> Callable[..., dict[str, datasets.Dataset]]:
-    @functools.wraps(make)
-    def samples(**arguments: Any) -> dict[str, datasets.Dataset]:
-        tokens_of = Tokens(_tokenizer(arguments))
-        count, seed = int(arguments.get("samples", 20)), int(arguments.get("seed", 0))
-        found = []
-        for tokens in arguments.get("max_seq_lengths", [4096]):
-            for index in range(count):
-                generator = random.Random(f"{make.__name__} {seed} {tokens} {index}")
-                found.append({**make(Text(tokens_of, tokens, 41 * index + 97 * seed), generator), "length": tokens})
-        return {"test": datasets.Dataset.from_list(found)}
+def _task(answer: int) -> Callable[[Make], Callable[..., dict[str, datasets.Dataset]]]:
+    """Of a task with so many tokens for its answer (`max_gen_toks`): lm-eval cuts the beginning of a prompt that leaves
+    less of a model's length."""
 
-    return samples
+    def task(make: Make) -> Callable[..., dict[str, datasets.Dataset]]:
+        @functools.wraps(make)
+        def samples(**arguments: Any) -> dict[str, datasets.Dataset]:
+            tokens_of = Tokens(_tokenizer(arguments))
+            count, seed = int(arguments.get("samples", 20)), int(arguments.get("seed", 0))
+            found = []
+            for tokens in arguments.get("max_seq_lengths", [4096]):
+                for index in range(count):
+                    generator = random.Random(f"{make.__name__} {seed} {tokens} {index}")
+                    text = Text(tokens_of, tokens, answer, 41 * index + 97 * seed)
+                    found.append({**make(text, generator), "length": tokens})
+            return {"test": datasets.Dataset.from_list(found)}
+
+        return samples
+
+    return task
 
 
 def _tokenizer(arguments: dict[str, Any]) -> Any:
@@ -134,7 +143,7 @@ def _fact(place: str, code: str) -> str:
     return f"Remember this: the secret code of the {place} is {code}. The secret code of the {place} is {code}."
 
 
-@_task
+@_task(48)
 def needle_single(text: Text, generator: random.Random) -> Sample:
     """One fact, and a question for it."""
     (place,), (code,) = _places(generator, 1), _codes(generator, 1)
@@ -142,7 +151,7 @@ def needle_single(text: Text, generator: random.Random) -> Sample:
     return {"input": text.around([_fact(place, code)], question, generator), "outputs": [code]}
 
 
-@_task
+@_task(48)
 def needle_multikey(text: Text, generator: random.Random) -> Sample:
     """Eight facts, and a question for one of them."""
     facts = dict(zip(_places(generator, 8), _codes(generator, 8), strict=True))
@@ -152,7 +161,7 @@ def needle_multikey(text: Text, generator: random.Random) -> Sample:
     return {"input": text.around(planted, question, generator), "outputs": [facts[place]]}
 
 
-@_task
+@_task(128)
 def needle_multivalue(text: Text, generator: random.Random) -> Sample:
     """Four facts of one place, all asked for."""
     (place,), codes = _places(generator, 1), _codes(generator, 4)
@@ -161,7 +170,7 @@ def needle_multivalue(text: Text, generator: random.Random) -> Sample:
     return {"input": text.around(planted, question, generator), "outputs": codes}
 
 
-@_task
+@_task(128)
 def needle_multiquery(text: Text, generator: random.Random) -> Sample:
     """Four facts of four places, all asked for."""
     facts = dict(zip(_places(generator, 4), _codes(generator, 4), strict=True))
@@ -171,7 +180,7 @@ def needle_multiquery(text: Text, generator: random.Random) -> Sample:
     return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
 
 
-@_task
+@_task(96)
 def variable_tracking(text: Text, generator: random.Random) -> Sample:
     """A value is handed on from variable to variable, and another one beside it (RULER)."""
     names = ["".join(generator.sample(string.ascii_uppercase, 5)) for _ in range(10)]
@@ -191,7 +200,7 @@ def _words(generator: random.Random, count: int) -> list[str]:
     return list(dict.fromkeys("".join(generator.sample(syllables, 3)) for _ in range(2 * count)))[:count]
 
 
-@_task
+@_task(128)
 def common_words(text: Text, generator: random.Random) -> Sample:
     """Ten words are in a list thirty times each, the others, of which there are the more the longer it is, three times
     (RULER, section 3); below 4,096 tokens, where this has no room, six times and once, as in its code."""
@@ -210,7 +219,7 @@ def common_words(text: Text, generator: random.Random) -> Sample:
             "outputs": often}  # fmt: skip
 
 
-@_task
+@_task(64)
 def frequent_words(text: Text, generator: random.Random) -> Sample:
     """The word of rank k of a zeta distribution of exponent 2 is there as often as this has it, to the whole number
     (RULER, section 3): no two of the first four ranks are there equally often."""
@@ -226,7 +235,7 @@ def frequent_words(text: Text, generator: random.Random) -> Sample:
     return {"input": text.listed(listed, question, text.tokens // 4), "outputs": words[:3]}
 
 
-@_task
+@_task(16)
 def document_qa(text: Text, generator: random.Random) -> Sample:
     """Two of sixteen facts have to be put together; one of four answers is right."""
     rooms, keepers = _places(generator, 8), generator.sample(_NAMES, 8)
@@ -242,10 +251,11 @@ def document_qa(text: Text, generator: random.Random) -> Sample:
     return {"input": made, "choices": choices, "answer": choices.index(kept[right])}
 
 
-@_task
+@_task(640)
 def long_generation(text: Text, generator: random.Random) -> Sample:
-    """All facts of a text, one a line: a long answer over a long text."""
-    facts = dict(zip(_places(generator, 24), _codes(generator, 24), strict=True))
+    """All facts of a text, one a line: a long answer over a long text. Below 2,048 tokens there is room for eight."""
+    count = 24 if text.tokens >= 2048 else 8
+    facts = dict(zip(_places(generator, count), _codes(generator, count), strict=True))
     planted = [f"The secret code of the {place} is {code}." for place, code in facts.items()]
     question = "List all the secret codes in the text above, one a line, each with its place."
     return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
