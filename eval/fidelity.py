@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import is_optimum_quanto_available
 
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.console.prefill import prefilled_tokens
@@ -70,8 +71,11 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
     """Rows of each "part"; what is there already is not measured again."""
     if model is None:
         model, tokenizer = load_default_model(torch.bfloat16)
-    everyone = contenders(arguments.caches, arguments.memory)
-    few = contenders([name for name in arguments.caches if name not in FIXED], arguments.few)
+    names = [name for name in arguments.caches if name not in FIXED or is_optimum_quanto_available()]
+    if missing := set(arguments.caches) - set(names):
+        rows.say(f"{', '.join(sorted(missing))}: left out, since transformers' quantized cache needs optimum-quanto")
+    everyone = contenders(names, arguments.memory)
+    few = contenders([name for name in names if name not in FIXED], arguments.few)
     with contextlib.ExitStack() as stack:
         press = stack.enter_context(KVPress(arguments.kvpress, model)) if arguments.kvpress else None
         for tokens in arguments.tokens:

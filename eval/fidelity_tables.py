@@ -147,6 +147,7 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
         alike = [own[length] for length in own if all(length in others for others in lengths)]
         if alike:
             row |= {field: sum(one[field] for one in alike) for field in ("found", "known")}
+            row["fact_tokens"] = [one["tokens"] for one in alike]
         found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
     return {"cells": found}
 

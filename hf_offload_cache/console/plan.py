@@ -116,26 +116,27 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
     memory = None if arguments.memory is None else parse_memory(arguments.memory, full)
     every = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, wider=memory is not None)
-    plans = [one for one in every if one.num_selected is None]
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
-    room, disk, held = free_memory(arguments.device or geometry.device), free_disk(folder), []
+    room, disk = free_memory(arguments.device or geometry.device), free_disk(folder)
+    held = []
     for one in every:
-        if one.plan is None:
-            console.print(f"{one.name}: {one.refused}", markup=False)
-            continue
-        needed = one.plan.weight_bytes + one.plan.peak_bytes + one.plan.host_bytes
-        if (room is None or needed <= room) and (disk is None or one.plan.disk_bytes <= disk):
-            held.append(one)
-        for note in one.notes if one.num_selected is None else ():
-            console.print(f"{one.name}: {note}", markup=False)
+        if one.plan is not None:
+            needed = one.plan.weight_bytes + one.plan.peak_bytes + one.plan.host_bytes
+            if (room is None or needed <= room) and (disk is None or one.plan.disk_bytes <= disk):
+                held.append(one)
     fitting = [one.name for one in held if one.num_selected is None]
-    console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
     chosen = {}
     if memory is not None and fitting:
         chosen = recommended(held, cells, memory / full, arguments.context)
-        for wanted, found in chosen.items():
-            console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)
+    best = [found.plan for found in chosen.values()]
+    plans = [one for one in every if one.num_selected is None or one in best]
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
+    for one in (one for one in every if one.num_selected is None):
+        for said in one.notes if one.plan is not None else (one.refused,):
+            console.print(f"{one.name}: {said}", markup=False)
+    console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
+    for wanted, found in chosen.items():
+        console.print(f"for {wanted}: {found.why.splitlines()[0]}", markup=False)
     if arguments.json is not None:
         values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         machine = {"free": {"memory": room, "disk": disk}, "fits": fitting, "path": folder}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
-    """A column a cache."""
+    """A column a plan; of a cache that has several, how many tokens a step of the others attends to."""
     from rich.table import Table
 
     from ..report.text import size_text
@@ -18,7 +18,8 @@ def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
     table = Table(title=title)
     table.add_column("", style="bold")
     for one in plans:
-        table.add_column(one.name, justify="right")
+        wider = "" if one.num_selected is None else f"\n{one.num_selected:,} tokens"
+        table.add_column(f"{one.name}{wider}", justify="right")
 
     def row(name: str, *cells: str) -> None:
         table.add_row(name, *cells)

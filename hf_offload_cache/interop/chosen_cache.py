@@ -40,7 +40,8 @@ def offload_cache(
         max_batch: sequences, beams included.
         goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those that are
             near to it (`which_cache`).
-        hint: "long-prompt", or "long-output" where most of what is held will have been generated.
+        hint: "long-prompt", or "long-output" where most of what is held will have been generated: it decides for
+            fidelity, where something was measured after long outputs in such a memory.
         measured: a file of `hf-offload-cache tune --compare`, of this machine, and of this model and `fields`: one of
             others is refused. None: the shipped table, which was measured with SmolLM2-135M on two cores: its order of
             caches is a first guess for others.

@@ -21,6 +21,8 @@ _ALIKE, _ONE = 0.05, 1.5
 _ENOUGH = math.log(1.05)
 """KL in nats that a cache chosen for its speed may have: what text as the model writes it would lose is 5% of its
 perplexity then. Perplexities of a few texts vary more than that."""
+_NEAR = math.log(2)
+"""What was measured after a long output says nothing of half its memory, or twice it."""
 
 Cell = dict[str, Any]
 
@@ -47,10 +49,11 @@ def measured_caches(
 
     A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" where that was not the
     default's, and of the following what was measured:
-    "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts, "seconds" of a step, and the first two
-    after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a file that is none, and for one that
-    is of another model than `model`, by what is known of that, or was measured with other fields of the caches than
-    `fields` (None: it is not compared); the shipped one, a first guess, is for all.
+    "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts in contexts of "fact_tokens", "seconds"
+    of a step, and the first two after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a
+    file that is none, and for one that is of another model than `model`, by what is known of that, or was measured
+    with other fields of the caches than `fields` (None: it is not compared); the shipped one, a first guess, is for
+    all.
     """
     if path is None:
         text = importlib.resources.files(__package__).joinpath("measured_caches.json").read_text(encoding="utf-8")
@@ -91,7 +94,8 @@ def which_cache(
         goal: "fidelity": what finds most facts, and of those that find as many what is nearest to `DynamicCache`; where
             facts were asked of others, what was asked for none comes last, but a wider step has its cache's. "speed":
             the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are some.
-        hint: "long-prompt", or "long-output": then what is nearest after a long output counts.
+        hint: "long-prompt", or "long-output": for fidelity counts what is nearest after a long output, where that was
+            measured within twice and half of this memory; else what counts after long prompts, and that is said.
 
     Raises `ConfigError` for another goal or hint, `BudgetError` where no cache fits.
     """
@@ -103,11 +107,13 @@ def which_cache(
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.label for plan in fitting]
-    needed = _needed(goal, hint)
-    told = _side_by_side([cell for cell in cells if all(field in cell for field in needed)], names, memory, context)
+    told, beside = _told(cells, names, memory, context, goal, hint), ""
+    if not told and hint == "long-output":
+        hint, beside = "long-prompt", "; after a long output nothing was measured in such a memory"
+        told = _told(cells, names, memory, context, goal, hint)
     best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
     first = _sentence(told[best]) if told else f"the default, since nothing that tells {goal} was measured of any"
-    reasons = [f"{best}: {first}"]
+    reasons = [f"{best}: {first}{beside}"]
     for plan in plans:
         if plan.label in told and plan.label != best:
             reasons.append(f"{plan.label}: {_sentence(told[plan.label])}")
@@ -117,10 +123,16 @@ def which_cache(
     return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
 
 
-def _needed(goal: str, hint: str) -> tuple[str, ...]:
+def _told(
+    cells: list[Cell], names: list[str], memory: float, context: int, goal: str, hint: str
+) -> dict[str, Cell]:
+    """By label the cells to compare these caches by, of those that have what counts."""
     if goal == "speed":
-        return ("seconds",)
-    return ("long_kl",) if hint == "long-output" else ("kl",)
+        return _side_by_side([cell for cell in cells if "seconds" in cell], names, memory, context)
+    if hint == "long-output":
+        near = [cell for cell in cells if abs(math.log(Fraction(cell["memory"]) / memory)) < _NEAR]
+        return _side_by_side([cell for cell in near if "long_kl" in cell], names, memory, context)
+    return _side_by_side([cell for cell in cells if "kl" in cell], names, memory, context)
 
 
 def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: int) -> dict[str, Cell]:
@@ -168,6 +180,8 @@ def _check(cell: Cell) -> None:
     for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
         if not (name not in cell or math.isfinite(cell[name])):
             raise ValueError(f"{name} is {cell[name]!r}")
+    if not all(length > 0 for length in cell.get("fact_tokens", ())):
+        raise ValueError(f"fact_tokens is {cell['fact_tokens']!r}")
     if "kl" in cell and "perplexity" not in cell:
         raise ValueError("a distance without a perplexity")
 
@@ -177,7 +191,9 @@ def _sentence(cell: Cell) -> str:
     if "kl" in cell:
         parts.append(f"KL {cell['kl']:.3g}, perplexity {cell['perplexity']:.3f} times DynamicCache's")
     if cell.get("known"):
-        parts.append(f"{cell['found']} of {cell['known']} facts in contexts of all lengths")
+        lengths = [f"{length:,}" for length in cell.get("fact_tokens", ())]
+        of = f" in contexts of {', '.join(lengths)} tokens" if lengths else ""
+        parts.append(f"{cell['found']} of {cell['known']} facts{of}")
     if "long_kl" in cell:
         parts.append(f"KL {cell['long_kl']:.3g} after a long output")
     if "seconds" in cell:

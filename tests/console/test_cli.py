@@ -345,9 +345,12 @@ def test_plan_compares_all_caches(plan):
     """Each as its own plan has it; what does not fit is told, and is no error while another does."""
     longer, room = "40000", ("--memory", "40MiB", "--set", "group_size=4")
     code, out, _, written = plan("--compare", *room, context=longer)
-    assert code == 0 and [one["name"] for one in written["plans"]] == list(registry.CACHES)
+    usual = [one for one in written["plans"] if one["num_selected"] is None]
+    assert code == 0 and [one["name"] for one in usual] == list(registry.CACHES)
     assert all(name in out for name in registry.CACHES) and written["machine"]["fits"] == list(registry.CACHES)
-    for one in written["plans"]:
+    (wider,) = (one for one in written["plans"] if one not in usual)  # which one it is to be is shown beside them
+    assert written["chosen"]["fidelity"] == wider and f"{wider['num_selected']:,} tokens" in out
+    for one in usual:
         _, _, _, alone = plan("--cache", one["name"], *room, context=longer)
         assert (one["plan"], one["config"]) == (alone["plan"], alone["config"])
         assert one["plan"]["peak_bytes"] <= 40 * 2**20 and 0 < one["attended"] <= 40000

@@ -284,6 +284,22 @@ def test_what_is_read_token_by_token_is_judged_at_its_end() -> None:
     assert row["uncertain"] == pytest.approx(float((losses[1] - losses[0]).std() / 3), rel=1e-3)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_quantized_caches_are_left_out_where_their_package_is_not(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is said; the others are measured."""
+    parser = argparse.ArgumentParser()
+    fidelity.arguments(parser)
+    options = ["--tokens", "200", "--steps", "2", "--samples", "1", "--memory", "1/2", "--parts", "text"]
+    given, said = parser.parse_args([*options, "--caches", "window", "4-bit"]), []
+    given.path = None
+    monkeypatch.setattr(fidelity, "is_optimum_quanto_available", lambda: there)
+    monkeypatch.setattr(fidelity, "_text", lambda model, context, new, reference, name, *others: {"kl": 0.0})
+    rows = Rows(say=said.append)
+    fidelity.run(given, rows, model=long_model(), tokenizer=words())
+    assert [row["name"] for row in rows.rows] == ["window 1/2", *(["4-bit itself"] if there else [])]
+    assert any("needs optimum-quanto" in line for line in said) is not there
+
+
 def test_contenders_are_all_caches_and_their_floors() -> None:
     parser = argparse.ArgumentParser()
     fidelity.arguments(parser)

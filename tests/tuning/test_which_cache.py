@@ -82,6 +82,26 @@ def test_caches_are_compared_in_one_memory_and_context() -> None:
     assert which_cache(fitting("disk-swap"), cells, 1 / 34, 5000).why.startswith("disk-swap: at 4,096 tokens and 1/34")
 
 
+def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None:
+    """What counts after long prompts does then, and that is said; of the goal of speed the hint tells nothing."""
+    cells = [cell("disk-swap", long_kl=0.3), cell("cluster", long_kl=0.2, kl=0.02, seconds=0.2)]
+    for share in (1 / 7, 1 / 25):
+        chosen = which_cache(fitting(*BOTH), cells, share, 4096, hint="long-output")
+        assert chosen.name == "cluster" and "KL 0.2 after a long output" in chosen.why.splitlines()[0]
+    for share in (1 / 6, 1 / 27):
+        chosen = which_cache(fitting(*BOTH), cells, share, 4096, hint="long-output")
+        assert chosen.name == "disk-swap"
+        assert chosen.why.splitlines()[0].endswith("; after a long output nothing was measured in such a memory")
+    assert which_cache(fitting(*BOTH), cells, 1 / 13, 4096, "speed", "long-output").name == "disk-swap"
+
+
+def test_facts_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
+    cells = [cell("disk-swap", fact_tokens=[2048, 4096]), cell("cluster")]
+    lines = which_cache(fitting(*BOTH), cells, 1 / 13, 4096).why.splitlines()
+    assert "10 of 10 facts in contexts of 2,048, 4,096 tokens, " in lines[0]
+    assert "10 of 10 facts, KL" in next(line for line in lines if line.startswith("cluster"))
+
+
 SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
 
 
@@ -155,6 +175,8 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "num_selected": "many"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "fact_tokens": [0]}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "fact_tokens": "all"}]}',
     ],
 )
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
@@ -170,10 +192,11 @@ def test_the_shipped_table_has_every_cache() -> None:
     cells = measured_caches()
     for name in registry.CACHES:
         own = [each for each in cells if each["cache"] == name]
-        for field in ("kl", "perplexity", "seconds"):
+        for field in ("kl", "perplexity", "seconds", "long_kl", "long_perplexity"):
             assert any(field in each for each in own), (name, field)
         assert len({each["tokens"] for each in own}) > 1 and len({each["memory"] for each in own}) > 1
     for each in cells:
+        assert ("found" in each) == ("fact_tokens" in each)
         assert 0 < Fraction(each["memory"]) <= 1 and each.get("found", 0) <= each.get("known", 0)
         assert all(each.get(field, 0) >= 0 for field in ("kl", "long_kl")) and each.get("seconds", 1) > 0
     json.dumps(cells, allow_nan=False)
