@@ -24,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from hf_offload_cache import offload
 from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
+from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.interop.request_cache import request_cache
 
@@ -98,8 +99,12 @@ class OffloadLM(HFLM):
         if self._plain or self.fields.get("exact") == "bitwise":
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         selects = offloading_class(self.cache_name).selects and not self.fields.get("exact")
-        pieces = not selects and not self._has_state
-        continuations = Continuations(self._cache, self._logits, pieces=pieces, batch=int(self.batch_size))
+        share = not selects and not self._has_state
+
+        def one(cache: Any) -> bool:
+            return share or not (self._has_state or isinstance(cache, OffloadCache))
+
+        continuations = Continuations(self._cache, self._logits, share=share, one=one, batch=int(self.batch_size))
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         found: list[Scored] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import parse_size
 from ..console.named_cache import check_fields, offloading_class
 from ..errors import BudgetError, ConfigError, PromptError, StoreError
+from ..interop.request_cache import FLOOR
 
 if TYPE_CHECKING:
     import pyarrow
@@ -48,6 +50,9 @@ class AnswerDocuments:
             document, its longest question and the answer ("1/13"); None: what `fields` come to. Of several
             questions all but the last are answered by forks, beside the cache that has the document: up to twice as
             much together.
+        floor: what a document may hold all the same whose share is less than any cache needs, bytes or a size, as of
+            `offload`.
+        strict: such a document has an error.
         document: the column that has a text.
         questions: the column that has what is asked of it, a text or a list of them.
         contexts: where contexts are shared: a folder, or any URL of fsspec's. Contexts are saved in a folder ("file:"
@@ -80,6 +85,8 @@ class AnswerDocuments:
         cache: str = "disk-swap",
         *,
         memory: int | str | None = None,
+        floor: int | str = FLOOR,
+        strict: bool = False,
         document: str = "document",
         questions: str = "questions",
         contexts: str | None = None,
@@ -99,10 +106,10 @@ class AnswerDocuments:
         from .shared_contexts import shared_contexts
 
         _pyarrow()
-        _check(model, cache, memory, path, errors, fields)
+        _check(model, cache, memory, path, errors, floor, fields)
         self._columns, self._raises = (document, questions), errors == "raise"
         loaded, tokenizer = model() if callable(model) else load(model, dtype, device)
-        recipe = Recipe(loaded, offloading_class(cache), memory, path, fields)
+        recipe = Recipe(loaded, offloading_class(cache), memory, path, fields, floor, strict)
         recipe.check()
         shared = None if contexts is None else shared_contexts(contexts, recipe, level, options)
         self._answering = Answering(tokenizer, recipe, shared, max_new_tokens, prefill_chunk)
@@ -171,7 +178,9 @@ def answer_documents(
     """
     known = inspect.signature(AnswerDocuments).parameters
     fields = {name: value for name, value in options.items() if name not in known}
-    _check(model, cache, memory, options.get("path"), options.get("errors", "row"), fields)
+    _check(
+        model, cache, memory, options.get("path"), options.get("errors", "row"), options.get("floor", FLOOR), fields
+    )
     try:
         from ray.data import ActorPoolStrategy
     except ImportError as error:
@@ -194,8 +203,9 @@ def answer_documents(
 
 
 def _check(
-    model: Any, cache: str, memory: int | str | None, path: str | Path | None, errors: str, fields: dict[str, Any]
-) -> None:
+    model: Any, cache: str, memory: int | str | None, path: str | Path | None, errors: str, floor: int | str,
+    fields: dict[str, Any],
+) -> None:  # fmt: skip
     from torch.nn import Module
 
     named = model is None or isinstance(model, (str, Path))
@@ -206,6 +216,7 @@ def _check(
         )
     offloading_class(cache)
     check_fields(cache, fields, path, memory)
+    parse_size(floor, "floor")
     if errors not in ("row", "raise"):
         raise ConfigError(f"errors must be 'row' or 'raise', got {errors!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,10 @@ from ..contexts.configuration import fields_in_states
 from ..contexts.prefixes import model_digest, prefix_name
 from ..contexts.prompts import encode
 from ..core.offload_cache import OffloadCache
+from ..errors import BudgetError
+from ..interop.request_cache import FLOOR, in_floor
 from ..model.fingerprint import full_fingerprint
+from ..model.geometry import Geometry
 from ..stores.encryption import load_key
 
 if TYPE_CHECKING:
@@ -20,19 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One for all documents of a worker. Whoever gets a cache closes it."""
+    """One for all documents of a worker. Whoever gets a cache closes it.
+
+    A document that is too short for a share of it to hold a cache has `floor` bytes, unless `strict`.
+    """
 
     model: Any
     cls: type[OffloadCache]
     memory: int | str | None = None
     path: str | Path | None = None
     fields: dict[str, Any] = field(default_factory=dict)
+    floor: int | str = FLOOR
+    strict: bool = False
 
     def make(self, most: int) -> OffloadCache:
         """An empty cache for one sequence of up to `most` tokens. Raises as the class does, and `for_budget`."""
         if self.memory is None:
             return self.cls(self.model, path=self.path, **self.fields)
-        return self.cls.for_budget(self.model, self.memory, most, path=self.path, **self.fields)
+        return self._budgeted(
+            most, lambda memory: self.cls.for_budget(self.model, memory, most, path=self.path, **self.fields)
+        )
 
     def check(self) -> None:
         """Raises what making a cache does whatever the document is: `StoreError` for a folder that cannot be written
@@ -46,9 +57,24 @@ class Recipe:
         """What was saved in `directory`, with room for `most` tokens. Raises as `OffloadCache.open`."""
         stored = fields_in_states(self.cls.config_class)
         own = {name: value for name, value in self.fields.items() if name not in stored}
-        if self.memory is not None:
-            own["max_context"] = most
-        return self.cls.open(directory, self.model, memory=self.memory, path=self.path, **own)
+        if self.memory is None:
+            return self.cls.open(directory, self.model, path=self.path, **own)
+        return self._budgeted(
+            most,
+            lambda memory: self.cls.open(
+                directory, self.model, memory=memory, max_context=most, path=self.path, **own
+            ),
+        )  # fmt: skip
+
+    def _budgeted(self, most: int, make: Callable[[int | str], OffloadCache]) -> OffloadCache:
+        assert self.memory is not None
+        try:
+            return make(self.memory)
+        except BudgetError as error:
+            if self.strict:
+                raise
+            full = Geometry.of(self.model).full_kv_bytes(most, 1)
+            return in_floor(make, error, self.memory, full, 1, self.floor)
 
     @functools.cached_property
     def key(self) -> bytes | None:

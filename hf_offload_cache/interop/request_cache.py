@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +46,43 @@ def request_cache(
     """
     if memory is None:
         return cls(model, path=path, **fields)
+
+    def make(budget: int | str) -> OffloadCache:
+        return cls.for_budget(model, budget, tokens, rows, path=path, **fields)
+
     try:
-        return cls.for_budget(model, memory, tokens, rows, path=path, **fields)
-    except BudgetError:
+        return make(memory)
+    except BudgetError as error:
+        full = Geometry.of(model).full_kv_bytes(tokens, rows)
         if strict:
             raise
-        full = Geometry.of(model).full_kv_bytes(tokens, rows)
-        limit = parse_memory(memory, full)
-        most = max(limit, rows * parse_size(floor, "floor")) if "/" in str(memory) else limit
-        if full <= most:
+        if full <= _most(memory, full, rows, floor):
             return None
-        if most == limit:
-            raise
-        try:
-            own = cls.for_budget(model, most, tokens, rows, path=path, **fields)
-        except BudgetError:
-            own = None
-        if own is None:
-            raise  # the share's error: it names what would do
+        return in_floor(make, error, memory, full, rows, floor)
+
+
+def in_floor(
+    make: Callable[[int], OffloadCache], error: BudgetError, memory: int | str, full: int, rows: int, floor: int | str
+) -> OffloadCache:
+    """What `make` makes in `floor` bytes a sequence, where `memory`, a share of the `full` KV's bytes, was too little
+    for it by `error`. Warns; raises `error` where `memory` is in bytes, or is as much, or the floor does not do either.
+    """
+    most = _most(memory, full, rows, floor)
+    if most == parse_memory(memory, full):
+        raise error
+    try:
+        own = make(most)
+    except BudgetError:
+        raise error from None  # the share's: it names what would do
     warnings.warn(
-        f"memory={memory!r} of a short request is less than {cls.__name__} can do with: such requests may hold "
+        f"memory={memory!r} of a short request is less than {type(own).__name__} can do with: such requests may hold "
         f"{floor} a sequence; change that by floor, or refuse them by strict",
-        stacklevel=2,
+        stacklevel=3,
     )
     return own
+
+
+def _most(memory: int | str, full: int, rows: int, floor: int | str) -> int:
+    """Bytes that a request may hold at most."""
+    limit = parse_memory(memory, full)
+    return max(limit, rows * parse_size(floor, "floor")) if "/" in str(memory) else limit

@@ -131,6 +131,18 @@ def test_a_budget_is_of_each_document(tmp_path: Path) -> None:
     ))["context"] == "prefilled"  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["saved", "published"])
+def test_a_document_that_is_too_short_for_its_share_has_the_floor(kind: str, tmp_path: Path) -> None:
+    """As a short request has it in `offload`; who opens or streams what it left, too."""
+    small: dict[str, Any] = {"exact": False, "memory": "1/90", "contexts": place_of(kind, tmp_path)}
+    with pytest.warns(UserWarning, match="memory='1/90' of a short request .* 64MiB a sequence"):
+        first = only(worker(tmp_path, **small)(asked(1, 5)))
+    again = only(worker(tmp_path, **small)(asked(1, 5)))
+    assert first["error"] is None and first["answers"] == again["answers"] != [""]
+    assert (first["context"], again["context"]) == ("prefilled", {"saved": "opened", "published": "streamed"}[kind])
+    assert first["full_kv_bytes"] / 90 < first["peak_memory_bytes"] <= 64 * 2**20
+
+
 def test_fields_that_fix_what_is_stored_have_contexts_of_their_own(tmp_path: Path) -> None:
     shared = {"contexts": place_of("saved", tmp_path), "exact": False, "num_selected": 40}
     for fields, origin in (
@@ -158,10 +170,10 @@ def test_what_is_wrong_with_a_row_is_in_the_row(tmp_path: Path, monkeypatch: pyt
     for place, kind in ((1, DocumentError), (3, PromptTooLongError)):
         with pytest.raises(kind):
             worker(tmp_path, errors="raise")(given.slice(place, 1))
-    small = worker(tmp_path, memory="1/90", exact=False)
-    assert only(small(asked(1, 5)))["error"].startswith("BudgetError: memory is")
-    with pytest.raises(BudgetError):
-        worker(tmp_path, memory="1/90", exact=False, errors="raise")(asked(1, 5))
+    for small in ({"memory": "1/90", "strict": True}, {"memory": "1/90", "floor": 9000}, {"memory": 9000}):
+        assert only(worker(tmp_path, **small, exact=False)(asked(1, 5)))["error"].startswith("BudgetError: memory is")
+        with pytest.raises(BudgetError):
+            worker(tmp_path, **small, exact=False, errors="raise")(asked(1, 5))
 
     def fails(error: BaseException) -> Any:
         def prefill(*_: Any) -> None:
@@ -247,7 +259,7 @@ def test_a_shared_context_that_goes_away_in_a_step_costs_a_prefill(
 def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in (
         {"cache": "dynamic"}, {"cache": "disc-swap"}, {"num_selekted": 3}, {"errors": "pass"}, {"level": "good"},
-        {"max_new_tokens": 0}, {"contexts": "nothing://x"},
+        {"max_new_tokens": 0}, {"contexts": "nothing://x"}, {"floor": "much"},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             worker(tmp_path, **{"contexts": "memory://x", **options})

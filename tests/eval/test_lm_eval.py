@@ -294,6 +294,24 @@ def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counte
             own(requests, **quiet)
 
 
+@pytest.mark.parametrize(("memory", "steps"), [("1/3", [44]), (None, [39, 1, 1, 1, 1, 1])])
+def test_what_is_answered_plainly_goes_in_one_piece(
+    memory: str | None, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short request is no slower than by `hf`; where a cache selects, it is decoded token by token."""
+    lm, seen = ours(tmp_path, memory=memory), []
+    forward = lm._forward
+
+    def noted(ids: torch.Tensor, cache: Any, **kept: int) -> Any:
+        seen.append(ids.shape[1])
+        return forward(ids, cache, **kept)
+
+    monkeypatch.setattr(lm, "_forward", noted)
+    asked = instances("loglikelihood", [(text(40, 3), f" {text(5, 7)}")])
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
+    assert seen == steps
+
+
 def test_requests_within_bytes_as_they_are_are_answered_plainly_and_no_others(tmp_path: Path) -> None:
     lm = ours(tmp_path, memory=Geometry.of(long_model()).full_kv_bytes(42, 1))
     short, longer = (instances("loglikelihood", [(text(length, 3), " w6 w8")]) for length in (40, 41))
@@ -412,7 +430,7 @@ def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
     asked: list[Asked] = [((3,), (4, 5, 7)), ((3,), (6,)), ((3,), (4, 5, 7)), ((3,), (4, 5, 8))]
     every = []
     for batch, expected in ((1, [(1, 1)] * 4), (2, [(2, 1)] * 3)):
-        found = dict(Continuations(make, logits, pieces=False, batch=batch).scored(asked))
+        found = dict(Continuations(make, logits, share=False, one=lambda cache: False, batch=batch).scored(asked))
         assert shapes == expected and found[0] == found[2] != found[3]
         every.append([found[place] for place in range(4)])
         shapes.clear()
