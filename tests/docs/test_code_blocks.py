@@ -7,15 +7,18 @@ and skips, needs no formatter of its own beside ruff, and its errors name the li
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import threading
 import types
 import unittest
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
@@ -48,7 +51,8 @@ SKIPPED = {
 """What no test runs, and why, as the pages say it."""
 
 CHEAP = ("plan", "inspect", "ls", "rm", "verify")
-"""Verbs that run here; of the others what is given to them is parsed."""
+"""Verbs that run here as they are, beside those that need a model; of `tune` and `run` what is given to them is parsed.
+"""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -186,6 +190,52 @@ def test_what_is_cheap_runs(words: list[str], saved: Path, capsys: pytest.Captur
         assert (saved / "contexts" / "manual").exists() is ("--max-bytes" in words)
 
 
+def with_a_model(path: Path) -> list[list[str]]:
+    """What this page gives verbs that load one, in its order; with `serve`, which the one behind it asks."""
+    verbs = ("generate", "publish", "serve", "stream")
+    own = [words for page, words in COMMANDS if page == path and not placeholder(words)]
+    return [words[1:] if words[1] in verbs else words for words in own if words[0] == "mkdir" or words[1] in verbs]
+
+
+@pytest.mark.parametrize("path", [path for path in WITH_COMMANDS if with_a_model(path)], ids=name)
+def test_what_needs_a_model_runs(
+    path: Path, folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a tiny one, about the beginning of the document, from a folder like a checkout."""
+    (saved / "examples").mkdir()
+    (saved / "examples" / "document.txt").write_text(TEXT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    if path != DOCS / "streaming.md":  # elsewhere `generate` makes it
+        shutil.rmtree(saved / "contexts")
+    with contextlib.ExitStack() as served:
+        for verb, *others in with_a_model(path):
+            if verb == "mkdir":
+                (saved / others[0]).mkdir()
+                continue
+            if verb == "serve":
+                url = served.enter_context(serving(saved / others[0]))
+                continue
+            given = [url if word.startswith("http://") else word for word in others]
+            if verb != "publish":
+                given += ["--max-new-tokens", "4"]
+            assert console.main([verb, *given, "--model", str(folder)]) == 0, (verb, *others)
+            assert capsys.readouterr().out
+            if "--trace" in given:
+                assert (saved / given[given.index("--trace") + 1]).stat().st_size
+
+
+@contextlib.contextmanager
+def serving(place: Path) -> Iterator[str]:
+    """`serve` on a port that is free."""
+    command = [str(Path(sys.executable).parent / "hf-offload-cache"), "serve", str(place), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            yield re.search(r"http://\S+", process.stdout.readline())[0]  # type: ignore[index]
+        finally:
+            process.terminate()
+
+
 def test_other_commands_are_of_this_project() -> None:
     makefile, extras = (ROOT / "Makefile").read_text(), (ROOT / "setup.cfg").read_text()
     for path, words in COMMANDS:
@@ -194,7 +244,7 @@ def test_other_commands_are_of_this_project() -> None:
         elif words[:2] == ["python", "-m"]:
             assert find_spec(words[2]) is not None, (path, words)
         elif words[:2] == ["pip", "install"]:
-            for extra in re.findall(r"hf-offload-cache\[(\w+)\]", words[-1]):
+            for extra in re.findall(r"(?:hf-offload-cache|\.)\[(\w+)\]", words[-1]):
                 assert re.search(rf"^{extra} =", extras, re.MULTILINE), (path, words)
         else:
-            assert words[0] in ("hf-offload-cache", "python"), (path, words)
+            assert words[0] in ("hf-offload-cache", "python", "mkdir"), (path, words)

