@@ -197,11 +197,12 @@ class OffloadLM(HFLM):
 
 
 def _there(device: str | None) -> str:
-    """The device, or the one that there is in the place of CUDA's where there is none: lm-eval's command says `cuda:0`
+    """The device, or the usual one in the place of one of CUDA's that there is not: lm-eval's command says `cuda:0`
     where nothing is said, and `hf` takes it for nothing."""
-    if device is not None and (torch.cuda.is_available() or not str(device).startswith("cuda")):
+    here = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if device is not None and (not device.startswith("cuda") or device in (*here, "cuda" if here else "")):
         return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if here else "cpu"
 
 
 class _OurTasks(TaskManager):

@@ -95,5 +95,5 @@ class Recipe:
         """
         stored = {"exact", *self.cls.config_class.stored_format}
         asked = {name: repr(value) for name, value in sorted(self.fields.items()) if name in stored}
-        asked |= {"memory": repr(self.memory), "level": repr(level)}
+        asked |= {"memory": repr(self.memory), "floor": repr(self.floor), "level": repr(level)}
         return prefix_name(self.cls.__name__, self._of_model, asked, encode(ids, None), self.key)

@@ -21,8 +21,8 @@ _ALIKE, _ONE = 0.05, 1.5
 _ENOUGH = math.log(1.05)
 """KL in nats that a cache chosen for its speed may have: what text as the model writes it would lose is 5% of its
 perplexity then. Perplexities of a few texts vary more than that."""
-_NEAR = math.log(2)
-"""What was measured after a long output says nothing of half its memory, or twice it."""
+_NEAR = round(math.log(2), 2)
+"""What was measured after a long output says something of half its memory to twice it, and of no other."""
 
 Cell = dict[str, Any]
 
@@ -95,7 +95,7 @@ def which_cache(
             facts were asked of others, what was asked for none comes last, but a wider step has its cache's. "speed":
             the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are some.
         hint: "long-prompt", or "long-output": for fidelity counts what is nearest after a long output, where that was
-            measured within twice and half of this memory; else what counts after long prompts, and that is said.
+            measured in half to twice this memory; else what counts after long prompts, and that is said.
 
     Raises `ConfigError` for another goal or hint, `BudgetError` where no cache fits.
     """
@@ -108,7 +108,7 @@ def which_cache(
         raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.label for plan in fitting]
     told, beside = _told(cells, names, memory, context, goal, hint), ""
-    if not told and hint == "long-output":
+    if not told and (goal, hint) == ("fidelity", "long-output"):
         hint, beside = "long-prompt", "; after a long output nothing was measured in such a memory"
         told = _told(cells, names, memory, context, goal, hint)
     best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
@@ -130,7 +130,7 @@ def _told(
     if goal == "speed":
         return _side_by_side([cell for cell in cells if "seconds" in cell], names, memory, context)
     if hint == "long-output":
-        near = [cell for cell in cells if abs(math.log(Fraction(cell["memory"]) / memory)) < _NEAR]
+        near = [cell for cell in cells if round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) <= _NEAR]
         return _side_by_side([cell for cell in near if "long_kl" in cell], names, memory, context)
     return _side_by_side([cell for cell in cells if "kl" in cell], names, memory, context)
 

@@ -207,6 +207,7 @@ def test_what_needs_a_model_runs(
     monkeypatch.syspath_prepend(str(ROOT))
     if path != DOCS / "streaming.md":  # elsewhere `generate` makes it
         shutil.rmtree(saved / "contexts")
+    asked, url = "http://127.0.0.1:8000", ""
     with contextlib.ExitStack() as served:
         for verb, *others in with_a_model(path):
             if verb == "mkdir":
@@ -215,11 +216,12 @@ def test_what_needs_a_model_runs(
             if verb == "serve":
                 url = served.enter_context(serving(saved / others[0]))
                 continue
-            given = [url if word.startswith("http://") else word for word in others]
+            given = [word.replace(asked, url) for word in others]
             if verb != "publish":
                 given += ["--max-new-tokens", "4"]
             assert console.main([verb, *given, "--model", str(folder)]) == 0, (verb, *others)
-            assert capsys.readouterr().out
+            said = capsys.readouterr()
+            assert said.out and (verb != "stream" or re.search(r"[1-9]\d* (cells )?streamed", said.err)), said.err
             if "--trace" in given:
                 assert (saved / given[given.index("--trace") + 1]).stat().st_size
 
@@ -231,7 +233,9 @@ def serving(place: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
-            yield re.search(r"http://\S+", process.stdout.readline())[0]  # type: ignore[index]
+            first = process.stdout.readline()
+            assert re.fullmatch(r"http://\S+/\n", first)
+            yield first.rstrip("/\n")
         finally:
             process.terminate()
 

