@@ -78,6 +78,7 @@ class DiskSwapLayer(SelectiveLayer):
         shared = LowRankShared(
             storage.account, selecting.workspace, selecting.generator, lambda: storage.counters,
             lambda: selecting.postponed,
+            selecting.rest,
         )  # fmt: skip
         rules = rules_of(selecting.settings)
         form, rows = self.history.form, self.history.rows

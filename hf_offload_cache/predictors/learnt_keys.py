@@ -68,6 +68,8 @@ class LowRankShared(NamedTuple):
     generator: torch.Generator
     counters: Callable[[], Counters]
     postponed: Callable[[], bool] = lambda: False
+    rest: Callable[[], None] = lambda: None
+    """Gives back what selecting needs, before what takes as much: a step may find out how keys are made compact."""
 
 
 class LearntKeys:
@@ -155,6 +157,7 @@ class LearntKeys:
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
     ) -> None:
         """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
+        self._shared.rest()
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:

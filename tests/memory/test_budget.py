@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness import TINY, tiny
+from harness import COMMON, TINY, build, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, OffloadCache
+from hf_offload_cache import (
+    AbstractTreeCache,
+    ClusterCache,
+    DiskSwapCache,
+    DiskSwapConfig,
+    OffloadCache,
+    registry,
+)
 from hf_offload_cache.caches import summary_bytes
 from hf_offload_cache.caches.summary_bytes import worth
 from hf_offload_cache.config import parse_memory, parse_size
@@ -463,6 +472,31 @@ def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
         assert cache.report().decode_steps == 41
 
 
+def wide_keys() -> Any:
+    """What is made of 256 components of a key takes more than all else of a short history."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024}
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, **sizes}))
+
+
+@pytest.mark.parametrize("name", registry.CACHES)
+def test_the_least_budget_is_kept_where_most_is_generated(name: str) -> None:
+    """What a history is known by is found out in a step, once there are 512 tokens of it. Wide keys: that takes as much
+    as selecting does."""
+    model, cls = wide_keys(), registry.cache_class(name)
+    with pytest.raises(BudgetError) as refused:
+        cls.for_budget(model, "1KiB", max_context=700, engine="mapped")
+    least = int(re.search(r"need at least ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    ids = torch.randint(1, 199, (1, 600), generator=torch.Generator().manual_seed(0))
+    for memory in (least, least * 5 // 4):
+        with cls.for_budget(model, memory, max_context=700, engine="mapped") as cache, torch.no_grad():
+            model(ids[:, :500], past_key_values=cache)
+            for place in range(500, 600):
+                model(ids[:, place : place + 1], past_key_values=cache)
+            report = cache.report()
+        assert report.peak_memory_bytes <= memory and report.decode_steps == 100
+        assert report.selected_fraction < 0.9
+
+
 @pytest.mark.parametrize("look_ahead", [True, None])
 def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None) -> None:
     """It attends to more than a step does, in the memory of the reads ahead, which go on after it; tokens are those of
@@ -521,12 +555,11 @@ def test_a_prefill_may_have_more_writes_waiting_than_a_step(monkeypatch: pytest.
 @pytest.mark.parametrize("group_size", [4, 8])
 def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
     """A short prompt: compact keys are first made, with all that takes, between steps that have slots."""
-    model = tiny("llama")
+    model, ids = wide_keys(), padded_ids(560)[0][:1]
     fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "look_ahead": False}
-    with DiskSwapCache.for_budget(model, "1/2", CONTEXT, group_size=group_size, **fields) as cache, torch.no_grad():
-        ids = padded_ids(620)[0][:1]
-        model(ids[:, :300], past_key_values=cache)
-        for place in range(300, 620):
+    with DiskSwapCache.for_budget(model, "1/2", 700, group_size=group_size, **fields) as cache, torch.no_grad():
+        model(ids[:, :480], past_key_values=cache)
+        for place in range(480, 560):
             model(ids[:, place : place + 1], past_key_values=cache)
         report = cache.report()
         assert all(layer.predictor.ready(layer.history.units) for layer in cache.selective)
