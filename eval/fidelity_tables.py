@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
@@ -102,14 +103,13 @@ def _number(cell: Cell, field: str, digits: int) -> str:
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """A table for each context length, for people; a perplexity of many tokens has its standard error."""
+    """A table for each context length, for people, of the columns of which anything was measured there; a perplexity
+    of many tokens has its standard error."""
     file = io.StringIO()
     console = Console(file=file, width=200)
     for tokens in dict.fromkeys(cell["tokens"] for cell in summary["cells"]):
         console.print(f"## {tokens:,} tokens\n")
-        table = Table(box=box.MARKDOWN)
-        for head in _HEADS:
-            table.add_column(head, no_wrap=True)
+        rows = []
         for cell in (cell for cell in summary["cells"] if cell["tokens"] == tokens):
             perplexity = _number(cell, "perplexity", 4)
             if "uncertain" in cell:
@@ -117,13 +117,20 @@ def markdown(summary: dict[str, Any]) -> str:
             held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
             facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
             step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
-            table.add_row(
+            rows.append((
                 cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
                 _number(cell, "top1", 3), perplexity, _number(cell, "mass", 3),
-                _number(cell, "worst", 2), facts, step, _number(cell, "long_kl", 4),
-            )  # fmt: skip
+                _number(cell, "worst", 2), facts, step, "refused" if cell.get("long_refused") else
+                _number(cell, "long_kl", 4),
+            ))  # fmt: skip
+        table = Table(box=box.MARKDOWN)
+        shown = [any(column) for column in zip(*rows, strict=True)]
+        for head in itertools.compress(_HEADS, shown):
+            table.add_column(head, no_wrap=True)
+        for row in rows:
+            table.add_row(*itertools.compress(row, shown))
         console.print(table)
-    return file.getvalue()
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
