@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.predictors.directions import QUERIES_SEEN
 from hf_offload_cache.registry import cache_class
@@ -115,7 +116,10 @@ def open_cache(
 ) -> Iterator[Cache]:
     """A contender, closed on leaving: `DynamicCache` for None, else one of `fields`, of which "cache" names the class
     as the console does (`DiskSwapCache` without it). With "memory" among them the cache is planned for that budget and
-    `max_batch` sequences of `max_context` tokens; others as given. "cache" may also name one of `IN_MEMORY`."""
+    `max_batch` sequences of `max_context` tokens; others as given. "cache" may also name one of `IN_MEMORY`.
+
+    Raises `BudgetError` where the memory is too little, which is an answer, and `RuntimeError` where it was planned for
+    and did not do, which is a fault of ours."""
     if fields is None:
         yield DynamicCache(config=model.config)
         return
@@ -130,7 +134,10 @@ def open_cache(
         plan = {"memory": share(fields["memory"]), "max_context": max_context, "max_batch": max_batch}
         cache = cls.for_budget(model, path=path, **plan, **others)
     with cache:
-        yield cache
+        try:
+            yield cache
+        except BudgetError as error:
+            raise RuntimeError(f"the plan of {cls.__name__} for {fields} did not hold: {error}") from error
 
 
 def follow(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Tensor:

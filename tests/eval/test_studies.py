@@ -22,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from eval.needles import Needle
 from eval.studies import common, contexts, found_facts, quality_needles_depth, quality_reuse, teacher_forced, watch
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetched import Fetched
 
@@ -133,6 +134,16 @@ def test_a_budget_is_planned_for_the_context(monkeypatch: pytest.MonkeyPatch, tm
     with contexts.open_cache(model, {"memory": "none", "rank": 8}, 700, str(tmp_path)) as cache:
         assert not asked
         assert cache.config.rank == 8
+
+
+def test_a_plan_that_does_not_hold_is_no_refusal(tmp_path: Path) -> None:
+    """What is too little is an answer of a study; what was planned for and was too little is a fault."""
+    model, fields = tiny(), {"memory": "1/2", "num_selected": 40}
+    with pytest.raises(BudgetError), contexts.open_cache(model, {**fields, "memory": 900}, 700, str(tmp_path)):
+        raise AssertionError
+    fault = pytest.raises(RuntimeError, match=r"the plan of DiskSwapCache for .* did not hold: memory: more would")
+    with fault, contexts.open_cache(model, fields, 700, str(tmp_path)):
+        raise BudgetError("memory: more would")
 
 
 def test_reference_texts_are_stretches_of_their_own() -> None:
