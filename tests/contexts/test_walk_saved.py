@@ -13,6 +13,7 @@ from harness import SMALL, Decoded, assert_exact, generate, prompt
 from transformers import DynamicCache
 
 from hf_offload_cache import OffloadCache
+from hf_offload_cache.model.place import no_place
 
 SOME = ("llama", "gemma3_text", "gpt_neox", "qwen3_next", "minimax_m3_vl_text", "deepseek_v3", "bloom", "inkling_text")
 """Kinds of layers and of attention that differ; the others are slow."""
@@ -37,6 +38,9 @@ def test_a_saved_context_goes_on(name: str, tmp_path: Path) -> None:
         expected, _ = _turns(model, DynamicCache(config=model.config), lambda cache: cache)
     except Exception as error:
         pytest.skip(f"does not build tiny, or does not go on with DynamicCache: {type(error).__name__}")
+
+    if (why := no_place(model)) is not None:
+        pytest.skip(why)
 
     def saved_and_opened(cache: OffloadCache) -> OffloadCache:
         if not cache.tokens:
