@@ -68,8 +68,7 @@ class LowRankShared(NamedTuple):
     generator: torch.Generator
     counters: Callable[[], Counters]
     postponed: Callable[[], bool] = lambda: False
-    rest: Callable[[], None] = lambda: None
-    """Gives back what selecting needs, before what takes as much: a step may find out how keys are made compact."""
+    rest: Callable[[], None] = lambda: None  # gives back what only selecting needs
 
 
 class LearntKeys:
@@ -142,10 +141,8 @@ class LearntKeys:
             self._fit(keys, sealed, seen, visible)
         if self.keys is not None and self.sinks is None and self.rules.estimates and self.rules.num_sinks:
             seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
-            self.sinks = SinkKeys.of(
-                keys, sealed.tokens, seen_tokens, self.form, self.rows, self.rules.num_sinks, self.keys.device,
-                self._shared.account,
-            )  # fmt: skip
+            sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
+            self.sinks = SinkKeys.of(keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
 
     @property
     def _least(self) -> int:
@@ -157,7 +154,7 @@ class LearntKeys:
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
     ) -> None:
         """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
-        self._shared.rest()
+        self._shared.rest()  # a step may find it out, and that takes as much as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:
