@@ -40,7 +40,7 @@ class Continuations:
     """In the thread that runs the model.
 
     A context goes through the model once, at batch 1; its continuations are scored through forks of what it left, up to
-    `batch` of them at once, as rows that share the history. Where one row has them all and it goes in `one` piece, it
+    `batch` of them at once, as rows that share the history. Where one row has them all and texts go `whole`, it
     goes with the context, in one forward.
 
     What a cache that selects learns of a context depends on the pieces in which that comes, and so does the state of
@@ -50,7 +50,7 @@ class Continuations:
     Args:
         make: a cache; closed on leaving.
         share: contexts that begin alike share what they have in common.
-        one: whether what comes of a text does not depend on the pieces in which it goes through the model into this
+        whole: whether what comes of a text does not depend on the pieces in which it goes through the model into this
             cache: a continuation goes in one. Else token by token, as it is generated: no cache selects for several
             tokens at once.
         batch: the most continuations at a time.
@@ -58,9 +58,9 @@ class Continuations:
 
     def __init__(
         self, make: Callable[[Needed], AbstractContextManager[Any]], logits: Logits, *, share: bool,
-        one: Callable[[Any], bool], batch: int = 1,
+        whole: Callable[[Any], bool], batch: int = 1,
     ) -> None:  # fmt: skip
-        self._make, self._logits, self._share, self._one, self._batch = make, logits, share, one, batch
+        self._make, self._logits, self._share, self._whole, self._batch = make, logits, share, whole, batch
 
     def scored(self, asked: Sequence[Asked]) -> Iterator[tuple[int, Scored]]:
         """Place in `asked`, and score, in the order in which they are done."""
@@ -77,17 +77,17 @@ class Continuations:
                 len(each),
             )
             with self._make(needed) as base:
-                one = self._one(base)
+                whole = self._whole(base)
                 self._prefill(contexts[0][:shared], base)
                 for context in contexts:
                     every, before = batches[context], context[shared:-1]
                     with _own(base, alone=len(contexts) == 1) as own:
-                        if not one or len(every) > 1 or len(every[0]) > 1:
+                        if not whole or len(every) > 1 or len(every[0]) > 1:
                             self._prefill(before, own)
                             before = ()
                         for rows in every:
                             with _own(own, alone=len(every) == 1) as cache:
-                                yield from self._scores(before, rows, asked, cache, one=one, held=len(context) > 1)
+                                yield from self._scores(before, rows, asked, cache, whole=whole, held=len(context) > 1)
 
     def _batches(self, context: Tokens, places: list[int], asked: Sequence[Asked]) -> list[dict[Tokens, list[int]]]:
         """By what is given to the model behind a context but its last token, the places that are scored by it: all
@@ -107,7 +107,7 @@ class Continuations:
             self._logits(_padded([ids]), cache, 1)
 
     def _scores(
-        self, before: Tokens, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, one: bool,
+        self, before: Tokens, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, whole: bool,
         held: bool,
     ) -> Iterator[tuple[int, Scored]]:  # fmt: skip
         """Of the continuations behind the one row that the cache has `held` anything of, and of what is `before` a row
@@ -118,7 +118,7 @@ class Continuations:
         row_of = torch.tensor([row for row, own in enumerate(rows.values()) for _ in own], dtype=torch.long)
         ids, targets = _padded([(*before, *row) for row in rows]), _padded([asked[place][1] for place in places])
         found, best = [], []
-        for start, piece in enumerate([ids] if one else ids.split(1, 1)):
+        for start, piece in enumerate([ids] if whole else ids.split(1, 1)):
             wanted = piece.shape[1] - len(before)
             logits = self._logits(piece, cache, wanted)
             own, following = row_of.to(logits.device), targets[:, start : start + wanted].to(logits.device)

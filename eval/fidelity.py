@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
     if model is None:
         model, tokenizer = load_default_model(torch.bfloat16)
     names = [name for name in arguments.caches if name not in FIXED or is_optimum_quanto_available()]
-    if missing := set(arguments.caches) - set(names):
-        rows.say(f"{', '.join(sorted(missing))}: left out, since transformers' quantized cache needs optimum-quanto")
+    for name in set(arguments.caches) - set(names):
+        rows.say(f"{name}: left out, since transformers' quantized cache needs optimum-quanto")
     everyone = contenders(names, arguments.memory)
     few = contenders([name for name in names if name not in FIXED], arguments.few)
     with contextlib.ExitStack() as stack:

@@ -101,10 +101,10 @@ class OffloadLM(HFLM):
         selects = offloading_class(self.cache_name).selects and not self.fields.get("exact")
         share = not selects and not self._has_state
 
-        def one(cache: Any) -> bool:
+        def whole(cache: Any) -> bool:
             return share or not (self._has_state or isinstance(cache, OffloadCache))
 
-        continuations = Continuations(self._cache, self._logits, share=share, one=one, batch=int(self.batch_size))
+        continuations = Continuations(self._cache, self._logits, share=share, whole=whole, batch=int(self.batch_size))
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         found: list[Scored] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:

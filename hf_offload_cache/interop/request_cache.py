@@ -53,9 +53,9 @@ def request_cache(
     try:
         return make(memory)
     except BudgetError as error:
-        full = Geometry.of(model).full_kv_bytes(tokens, rows)
         if strict:
             raise
+        full = Geometry.of(model).full_kv_bytes(tokens, rows)
         if full <= _most(memory, full, rows, floor):
             return None
         return in_floor(make, error, memory, full, rows, floor)

@@ -446,7 +446,7 @@ def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
     asked: list[Asked] = [((3,), (4, 5, 7)), ((3,), (6,)), ((3,), (4, 5, 7)), ((3,), (4, 5, 8))]
     every = []
     for batch, expected in ((1, [(1, 1)] * 4), (2, [(2, 1)] * 3)):
-        found = dict(Continuations(make, logits, share=False, one=lambda cache: False, batch=batch).scored(asked))
+        found = dict(Continuations(make, logits, share=False, whole=lambda cache: False, batch=batch).scored(asked))
         assert shapes == expected and found[0] == found[2] != found[3]
         every.append([found[place] for place in range(4)])
         shapes.clear()
