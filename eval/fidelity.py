@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from hf_offload_cache.tuning.sample import sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
-from .fidelity_tables import WIDER, draw_front, markdown, shipped, summarised
+from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders
+from .fidelity_tables import draw_front, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
@@ -31,13 +31,6 @@ from .studies.teacher_forced import Contender, measure
 from .studies.watch import Look, Watch
 
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
-FIXED = ("4-bit", "2-bit")
-"""transformers' quantized caches: of a memory of their own."""
-FLOORS: dict[str, dict[str, Any]] = {
-    "random": {"cache": "disk-swap", "selection": "random"},
-    "window": {"cache": "window"},
-}
-"""What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
 PARTS = ("text", "facts", "perplexity", "long", "speed")
 
 
@@ -55,16 +48,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kvpress", metavar="PYTHON", help="an interpreter that has kvpress; presses are measured too")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     parser.add_argument("--shipped", type=Path, help="file for the table that offload_cache chooses from")
-
-
-def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name -> fields: each cache in each memory, as "disk-swap 1/13"."""
-    found = {}
-    for name in names:
-        for memory in ("itself",) if name in FIXED else memories:
-            fields = {**FLOORS, **WIDER}.get(name, {"cache": name})
-            found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
-    return found
 
 
 def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hf_offload_cache.registry import CACHES
 from hf_offload_cache.tuning import compare_plans
 
 from . import bench_text
+from .fidelity_contenders import WIDER
 from .studies.common import judged
 from .studies.contexts import share
 from .studies.found_facts import REFERENCE, lost
@@ -27,12 +28,6 @@ _HEADS = (
     "KL, long output",
 )  # fmt: skip
 Cell = dict[str, Any]
-WIDER: dict[str, dict[str, Any]] = {
-    f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}
-    for cache, counts in compare_plans.WIDER.items()
-    for tokens in counts
-}
-"""Name -> fields of caches whose step attends to more tokens than by default, in the same memory."""
 
 
 def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:

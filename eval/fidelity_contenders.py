@@ -1,0 +1,32 @@
+"""Who is compared by `eval.fidelity`: names, and the fields that each is opened with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_offload_cache.tuning import compare_plans
+
+WIDER: dict[str, dict[str, Any]] = {
+    f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}
+    for cache, counts in compare_plans.WIDER.items()
+    for tokens in counts
+}
+"""Name -> fields of caches whose step attends to more tokens than by default, in the same memory."""
+FIXED = ("4-bit", "2-bit")
+"""transformers' quantized caches: of a memory of their own."""
+FLOORS: dict[str, dict[str, Any]] = {
+    "random": {"cache": "disk-swap", "selection": "random"},
+    "window": {"cache": "window"},
+}
+"""What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
+
+
+def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> fields: each cache in each memory, as "disk-swap 1/13"."""
+    found = {}
+    for name in names:
+        for memory in ("itself",) if name in FIXED else memories:
+            fields = {**FLOORS, **WIDER}.get(name, {"cache": name})
+            found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
+    return found
