@@ -63,9 +63,10 @@ test-gpu: $(VENV)/.model
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	TEST_DEVICE=cuda $(BIN)/python -m pytest $(WORKERS) tests/core/test_exactness.py tests/core/test_sparse_matrix.py $(ARGS)
 
-# On a CPU, in Triton's interpreter. It lies beside the environment, where nothing else finds a gigabyte of it.
+# On a CPU, in Triton's interpreter, which is chosen as Triton is imported, by whichever test that is. It lies beside the
+# environment, where nothing else finds a gigabyte of it.
 test-kernels: $(VENV)/.kernels
-	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -m kernels $(ARGS)
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -m kernels $(ARGS)
 
 test-lowest: $(LOWEST)/.model
 	$(call pytest_twice,$(LOWEST)/bin/python)
