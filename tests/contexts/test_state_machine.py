@@ -169,6 +169,9 @@ class Caches(RuleBasedStateMachine):
         self.untouched.discard(id(cache))
         return logits
 
+    def settle(self, cache: Any, rows: torch.Tensor) -> None:
+        """What waited to be stored until rows are repeated is stored."""
+
     def frozen(self, *caches: DiskSwapCache) -> None:
         self.untouched.update(id(cache) for cache in caches)
 
@@ -214,10 +217,12 @@ class Caches(RuleBasedStateMachine):
     def repeat(self, number: int, repeats: int) -> None:
         cache, held = self.pick(number)
         if 0 < held.rows * repeats <= MOST_ROWS:
+            rows = torch.arange(held.rows).repeat_interleave(repeats)
+            self.settle(cache, rows)
             cache.storage.prefetcher.flush()  # what was queued before takes its room now
             own = cache.own_disk_bytes
             cache.batch_repeat_interleave(repeats)
-            held.select(torch.arange(held.rows).repeat_interleave(repeats))
+            held.select(rows)
             assert cache.own_disk_bytes <= own, "repeating rows stores something"
 
     @precondition(lambda self: self.caches)
@@ -464,6 +469,12 @@ class Clustered(Sparse):
     """Clusters that are joined, split, shared and read from contexts, whose means are in memory or on the disk."""
 
     cache_class = ClusterCache
+
+    def settle(self, cache: Any, rows: torch.Tensor) -> None:
+        """What waits for clusters that rows are to share."""
+        for layer in cache.selective:
+            if layer.is_initialized:
+                layer.settle_rows(rows)
 
     @invariant()
     def nobody_else_changed(self) -> None:
