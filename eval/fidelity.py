@@ -21,7 +21,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
 from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders
-from .fidelity_tables import draw_front, markdown, shipped, summarised
+from .fidelity_tables import LONGEST_FACTS, draw_front, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
@@ -168,7 +168,7 @@ def _facts(
     chosen = {name: Contender(fields) for name, fields in everyone.items()}
     for facts in (1, 4):
         key = {"part": "facts", "tokens": tokens, "facts": facts}
-        needles = list(make_needles(tokenizer, arguments.documents, min(tokens, 7168), 0, facts))
+        needles = list(make_needles(tokenizer, arguments.documents, min(tokens, LONGEST_FACTS), 0, facts))
         ask(known, rows, chosen, needles, model, tokenizer, **key)
         for sample, needle in enumerate(needles) if press else ():
             if not rows.has(sample=sample, name=REFERENCE, answered=True, **key):

@@ -27,6 +27,8 @@ _HEADS = (
     "cache", "memory", "held", "KL", "same token", "perplexity", "mass", "worst layer", "facts", "ms a step",
     "KL, long output",
 )  # fmt: skip
+LONGEST_FACTS = 7168
+"""Tokens of the longest context that facts are asked in: what is left of 8K is for question and answer."""
 Cell = dict[str, Any]
 
 
@@ -65,8 +67,10 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
     if not cache:
         cell |= {"kl": 0.0, "top1": 1.0, "perplexity": 1.0, "peak_share": 1.0}
     asked = lost([row for row in here if row["part"] == "facts"])
-    if name in asked and asked[name]["of"]:
-        cell |= {"found": asked[name]["of"] - asked[name]["lost"], "known": asked[name]["of"]}
+    if name in asked and asked[name]["of"]:  # what was refused was not found: all are of the same questions
+        own_of, beyond = asked[name]["of"], asked[name]["of_refused"]
+        cell |= {"found": own_of - asked[name]["lost"], "known": own_of + beyond, "facts_refused": beyond}
+        cell["fact_tokens"] = min(tokens, LONGEST_FACTS)
     for row in own:
         if row["part"] == "speed":
             cell |= {"seconds": row["median_seconds"], "quartiles": row["quartiles"]}
@@ -97,6 +101,14 @@ def _number(cell: Cell, field: str, digits: int) -> str:
     return f"{cell[field]:.{digits}f}" if field in cell else ""
 
 
+def facts_text(cell: Cell) -> str:
+    """As a table has it; empty where none was asked for."""
+    if "found" not in cell:
+        return ""
+    beyond = f" ({cell['facts_refused']} refused)" if cell.get("facts_refused") else ""
+    return f"{cell['found']} of {cell['known']}{beyond}"
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """A table for each context length, for people, of the columns of which anything was measured there; a perplexity
     of many tokens has its standard error."""
@@ -110,7 +122,7 @@ def markdown(summary: dict[str, Any]) -> str:
             if "uncertain" in cell:
                 perplexity += f" ± {cell['uncertain']:.4f}"
             held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
-            facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
+            facts = facts_text(cell)
             step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
             rows.append((
                 cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
@@ -130,7 +142,8 @@ def markdown(summary: dict[str, Any]) -> str:
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
     """Of the registry's caches what their choice depends on, by context length and share of memory. Facts are of all
-    lengths at which each that is compared there was asked, of those that were at any: a dozen of one tell little."""
+    lengths at which each that is compared there was asked, of those that were at any: a dozen of one tell little. A
+    wider step that was not asked at all of these has none."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
     cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, *WIDER, "DynamicCache")]
     asked: dict[tuple[str, str], dict[int, Cell]] = {}
@@ -144,12 +157,12 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
             continue
         memory, tokens = cell["memory"], cell["tokens"]
         beside = {one["cache"] for one in cells if (one["memory"], one["tokens"]) == (memory, tokens) and "kl" in one}
-        lengths = [asked[cache, memory].keys() for cache in beside if (cache, memory) in asked]
+        lengths = [asked[cache, memory].keys() for cache in beside - WIDER.keys() if (cache, memory) in asked]
         own = asked.get((cell["cache"], memory), {})
-        alike = [own[length] for length in own if all(length in others for others in lengths)]
-        if alike:
-            row |= {field: sum(one[field] for one in alike) for field in ("found", "known")}
-            row["fact_tokens"] = [one["tokens"] for one in alike]
+        alike = set(own).intersection(*lengths) if lengths else set()
+        if alike and (cell["cache"] not in WIDER or alike == set(lengths[0]).intersection(*lengths)):
+            row |= {field: sum(own[length][field] for length in alike) for field in ("found", "known")}
+            row["fact_tokens"] = sorted(own[length]["fact_tokens"] for length in alike)
         found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
     return {"cells": found}
 

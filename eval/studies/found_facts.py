@@ -75,7 +75,7 @@ def _ask_one(
 
 def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By contender: how many answered, how many lost of those that `DynamicCache` answered, the share, and means; and
-    how often the budget was refused, which counts as nothing else.
+    how often the budget was refused, which counts as nothing else ("of_refused": where `DynamicCache` answered).
 
     `rows` may be of several texts, told apart by everything but "name" that a needle has.
     """
@@ -89,6 +89,7 @@ def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         of = len(known & {_needle(row) for row in own})
         found |= {"lost": missed, "of": of, "lost_share": missed / of if of else None}
         found["refused"] = len(everything) - len(own)
+        found["of_refused"] = len(known & {_needle(row) for row in everything if row["answered"] is None})
         for field in ("hit_rate", "selected_fraction", "peak_share"):
             values = [row[field] for row in own if row.get(field) is not None]
             found[field] = sum(values) / len(values) if values else None

@@ -153,6 +153,26 @@ def test_facts_that_decide_are_answers_to_the_same_questions() -> None:
     assert (cells["disk-swap", 2048]["found"], cells["disk-swap", 2048]["known"]) == (1, 2)
 
 
+def test_facts_of_what_was_refused_were_not_found_and_a_wider_step_has_facts_of_all_lengths_or_none() -> None:
+    found: list[dict[str, Any]] = []
+    asked = [("DynamicCache", (2048, 7936)), ("disk-swap 1/13", (2048, 7936)), ("disk-swap-800 1/13", (7936,))]
+    for name, lengths in (*asked, ("cluster 1/13", (2048, 7936))):
+        for tokens, sample in ((tokens, sample) for tokens in lengths for sample in range(2)):
+            key = {"part": "facts", "tokens": tokens, "facts": 1, "sample": sample, "prompt": tokens, "code": "5"}
+            answered = None if name.startswith("cluster") and sample else True
+            found.append({**key, "name": name, "answered": answered})
+    for name, _ in asked[1:]:
+        text = {"kl": 0.1, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
+        found.append({"part": "text", "tokens": 7936, "sample": 0, "name": name, **text})
+    found.append({**found[-1], "name": "cluster 1/13"})
+    summary = summarised(found)
+    assert "| 1 of 2 (1 refused) |" in next(line for line in markdown(summary).splitlines() if "| cluster" in line)
+    usual, wider, cluster = (one for one in shipped(summary)["cells"] if one["tokens"] == 7936 and one.get("kl"))
+    assert (usual["found"], usual["known"], usual["fact_tokens"]) == (4, 4, [2048, 7168])
+    assert (cluster["found"], cluster["known"], cluster["fact_tokens"]) == (2, 4, [2048, 7168])
+    assert wider["num_selected"] == 800 and "known" not in wider
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_front_joins_what_nothing_beats() -> None:
     from matplotlib.figure import Figure

@@ -204,3 +204,13 @@ def test_the_shipped_table_has_every_cache() -> None:
         assert 0 < Fraction(each["memory"]) <= 1 and each.get("found", 0) <= each.get("known", 0)
         assert all(each.get(field, 0) >= 0 for field in ("kl", "long_kl")) and each.get("seconds", 1) > 0
     json.dumps(cells, allow_nan=False)
+
+
+def test_facts_of_the_shipped_table_are_of_the_same_questions_wherever_caches_are_compared() -> None:
+    asked: dict[tuple[int, str], set[tuple[int, ...]]] = {}
+    for each in measured_caches():
+        if "known" in each:
+            place = asked.setdefault((each["tokens"], each["memory"]), set())
+            place.add((each["known"], *each["fact_tokens"]))
+    assert all(len(place) == 1 for place in asked.values()), asked
+    assert {7168} < set().union(*(one[1:] for place in asked.values() for one in place))  # as long as was asked
