@@ -22,11 +22,12 @@ from transformers import BitsAndBytesConfig, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_offload_cache import offload
+from hf_offload_cache.config import parse_size
 from hf_offload_cache.console.load_model import load
 from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloading_class
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.interop.request_cache import request_cache
+from hf_offload_cache.interop.request_cache import FLOOR, beyond_share, request_cache
 
 from .continuations import Asked, Continuations, Needed, Scored
 from .model_arguments import BITS, sort_arguments
@@ -51,21 +52,25 @@ class OffloadLM(HFLM):
         memory: the most that a cache may hold, of each request, or batch of them: "300MiB", bytes, "1/13" of the full
             cache.
         path: folder on the disk to use.
-        strict: a request that is too short for a share of it to hold any such cache raises `BudgetError`. Else it has
-            64 MiB a sequence, or transformers' own cache where that is less (`request_cache`); how many had is said.
+        floor: what a sequence may hold where a share of its request is less than any such cache needs, as of a short
+            one (`request_cache`): "64MiB"; transformers' own cache where that is less. How many had either is said, and
+            in the results.
+        strict: such a request raises `BudgetError`.
         others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True"). Of
             `batch_size`, "auto" is 1.
     """
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
-        path: str | None = None, strict: bool = False, **others: Any,
+        path: str | None = None, strict: bool = False, floor: int | str = FLOOR, **others: Any,
     ) -> None:  # fmt: skip
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory)
-        self.cache_name, self.memory, self.path, self.strict = cache, memory, path, strict
-        self.requests = self.plain_requests = 0
-        """Those that were answered, and those of them that had transformers' own cache for being short."""
+        parse_size(floor, "floor")
+        self.cache_name, self.memory, self.path = cache, memory, path
+        self.limits = {"memory": memory, "floor": floor, "strict": strict, "path": path}
+        self.requests = self.plain_requests = self.floor_requests = 0
+        """Those that were answered, and those of them that had transformers' own cache for being short, or `floor`."""
         self.report: Any = None
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
@@ -131,11 +136,9 @@ class OffloadLM(HFLM):
     def _cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
         self.requests += needed.requests
-        own = request_cache(
-            cls, self.model, needed.tokens, needed.rows, memory=self.memory, strict=self.strict, path=self.path,
-            **self.fields,
-        )  # fmt: skip
+        own = request_cache(cls, self.model, needed.tokens, needed.rows, **self.limits, **self.fields)
         if own is not None:
+            self.floor_requests += needed.requests * beyond_share(own, self.model, self.memory)
             return own
         self.plain_requests += needed.requests
         return nullcontext(DynamicCache(config=self.model.config))
@@ -164,10 +167,10 @@ class OffloadLM(HFLM):
         if self._plain:
             return super()._model_generate(context, max_length, stop, **options)
         self.requests += len(context)
-        limits = {"memory": self.memory, "strict": self.strict, "path": self.path}
-        with offload(self.model, self.cache_name, **limits, **self.fields) as done:
+        with offload(self.model, self.cache_name, **self.limits, **self.fields) as done:
             found = super()._model_generate(context, max_length, stop, **options)
         self.plain_requests += len(context) * done.requests_left_plain
+        self.floor_requests += len(context) * done.requests_at_floor
         self.report = done.report or self.report
         return found
 
@@ -183,17 +186,19 @@ class OffloadLM(HFLM):
         return self._told(super().generate_until(*args, **kwargs))
 
     def _told(self, found: Any) -> Any:
-        if self.plain_requests:
+        if self.plain_requests or self.floor_requests:
             _LOGGER.warning(
-                "%d of %d requests so far were too short for memory=%s, and had transformers' own cache; strict=True "
-                "refuses them", self.plain_requests, self.requests, self.memory,
+                "memory=%s was too little for some of %d requests so far: %d had floor=%s a sequence, and %d "
+                "transformers' own cache, which is no more; strict=True refuses them", self.memory, self.requests,
+                self.floor_requests, self.limits["floor"], self.plain_requests,
             )  # fmt: skip
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """And which cache it was, and how many requests were too short for it."""
+        """And which cache it was, and for how many requests its memory was too little."""
         own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
-        return {**super().get_model_info(), **own, "cache_plain_requests": self.plain_requests}
+        own |= {"cache_floor_requests": self.floor_requests, "cache_plain_requests": self.plain_requests}
+        return {**super().get_model_info(), **own}
 
 
 def _there(device: str | None) -> str:

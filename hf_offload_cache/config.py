@@ -39,7 +39,9 @@ def parse_memory(text: int | str, full_kv_bytes: int) -> int:
                 f"got {text!r}"
             ) from error
     if memory < 1:
-        raise ConfigError(f"memory must be at least one byte, got {text!r}: use '1/13' or a size such as '300MiB'")
+        raise ConfigError(
+            f"memory must be at least one byte, got {text!r}: a share is written '1/13', a size '300MiB'"
+        )
     return memory
 
 

@@ -210,12 +210,17 @@ class ClusterCache(SelectiveCache):
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
     config: ClusterConfig
 
+    @classmethod
+    def missing(cls) -> str | None:
+        if find_spec("faiss") is not None:
+            return None
+        return (
+            f"{cls.__name__} makes clusters by faiss, which is not installed: pip install 'hf-offload-cache[cluster]'"
+        )
+
     def prepare(self, model: Any) -> None:
-        if find_spec("faiss") is None:
-            raise ConfigError(
-                f"{type(self).__name__} makes clusters by faiss, which is not installed: pip install "
-                "'hf-offload-cache[cluster]'"
-            )
+        if (why := self.missing()) is not None:
+            raise ConfigError(why)
         super().prepare(model)
         if self.config.centroids == "disk":
             for layer, following in pairwise(self.selective):

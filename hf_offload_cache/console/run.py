@@ -76,6 +76,8 @@ def _say(done: Offloading) -> None:
     plain = ""
     if done.requests_left_plain:
         plain = f", {done.requests_left_plain} were left plain (short ones, or of models with nothing to offload)"
+    if done.requests_at_floor:
+        plain = f" ({done.requests_at_floor} of them in --floor, since a share did not do){plain}"
     print(f"{done.requests} requests were offloaded{plain}", file=sys.stderr)
     if done.report is not None:
         print(f"the latest one:\n{done.report}", file=sys.stderr)

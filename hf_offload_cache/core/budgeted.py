@@ -69,6 +69,11 @@ class Budgeted:
         return cls(model, path=path, config=config)  # type: ignore[call-arg]
 
     @classmethod
+    def missing(cls) -> str | None:
+        """What no cache of this class can do without, is not installed, and how to install it; None: all is there."""
+        return None
+
+    @classmethod
     def shortfalls(cls, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
         """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
         `for_budget` to tell. `given`: the fields that the user chose."""
@@ -108,7 +113,7 @@ class Budgeted:
 
         apart = cls.layer_class.heads_apart
         choices = search(cls.config_class, peak_of, geometry, (memory, max_context, max_batch), fields, apart)
-        return cls.choose_fields(choices, geometry)
+        return cls.choose_fields(choices, geometry) if geometry.layers else fit_stream(choices)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -7,18 +7,23 @@ from typing import Any
 
 from ..config import parse_memory
 from ..core.offload_cache import OffloadCache
+from ..errors import ConfigError, UnsupportedModelError
+from ..model.config_values import config_value
 from ..model.geometry import Geometry
+from ..model.inner_model import inner_model
+from ..model.place import nothing_to_offload
 from ..registry import cache_class
 from ..stores.engines import resolve_engine
 from ..tuning.compare_plans import compare_plans
-from ..tuning.measured_model import identity_of
+from ..tuning.measured_model import identity_of, written
+from ..tuning.tunable import at_least
 from ..tuning.which_cache import measured_caches, which_cache
 
 
 def offload_cache(
     model: Any,
     memory: int | str,
-    max_context: int,
+    max_context: int | None = None,
     max_batch: int = 1,
     *,
     goal: str = "fidelity",
@@ -36,7 +41,7 @@ def offload_cache(
     Args:
         model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one.
         memory: the most that it may hold: bytes, "300MiB", or a share of the full KV such as "1/13".
-        max_context: tokens a sequence, those that are generated included.
+        max_context: tokens a sequence, those that are generated included; None: as many as the model has positions for.
         max_batch: sequences, beams included.
         goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those that are
             near to it (`which_cache`).
@@ -48,15 +53,35 @@ def offload_cache(
         path: folder on the disk to use; None: the temporary folder.
         fields: fields that all caches have, to stay as they are.
 
-    The cache is the caller's to close; its `why` says what was measured of it and of the others. Raises `ConfigError`,
-    `UnsupportedModelError`, and `BudgetError` where no cache fits.
+    The cache is the caller's to close; its `why` says what was measured of it and of the others, and where a shipped
+    figure is of other fields. Where `exact` is asked for, all caches say the same, and the default is taken. Raises
+    `ConfigError`, `UnsupportedModelError` for a model that nothing can be offloaded of, too, and `BudgetError` where no
+    cache fits.
     """
+    if (nothing := nothing_to_offload(model)) is not None:
+        raise UnsupportedModelError(nothing)
+    max_context = _positions(model) if max_context is None else max_context
+    at_least(max_context=max_context, max_batch=max_batch)
     geometry = Geometry.of(model)
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
     plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path), wider=True)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
-    chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
+    exact = measured is None and bool(fields.get("exact"))
+    chosen = which_cache(plans, [] if exact else cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why
+    others = {name: value for name, value in written(fields).items() if name != "engine"}
+    if exact:
+        cache.why = f"{chosen.name}: the first that fits: where all is attended to, every cache says the same"
+    elif measured is None and others:
+        cache.why += f"\nmeasured without the fields {others}: `tune --compare` measures with them"
     return cache
+
+
+def _positions(model: Any) -> int:
+    """Tokens that the model has positions for."""
+    found = config_value(inner_model(model).config.get_text_config(decoder=True), "max_position_embeddings")
+    if not isinstance(found, int):
+        raise ConfigError("max_context must be given, in tokens: the model's configuration has no most that it takes")
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import warnings
 import weakref
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import parse_size
+from ..config import parse_memory, parse_size
 from ..core.offload_cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.inner_model import inner_model
@@ -20,7 +21,7 @@ from ..model.own_generate import OwnGenerate, Request, every_generate
 from ..model.place import generates_by_parts, has_own_generate, no_place, nothing_to_offload
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
-from .request_cache import FLOOR, request_cache
+from .request_cache import FLOOR, beyond_share, request_cache
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Offloading:
 
     requests: int = 0
     """That have ended, each with a cache of its own."""
+    requests_at_floor: int = 0
+    """Those of them whose share was less than any such cache needs, and that held up to `floor` a sequence."""
     requests_left_plain: int = 0
     """That have ended with transformers' own cache, since ours was of no use: short ones (see `request_cache`), and
     within `offload_all` those of models with nothing to offload."""
@@ -36,9 +39,10 @@ class Offloading:
     """Of the latest of `requests`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def _note(self, report: CacheReport) -> None:
+    def _note(self, report: CacheReport, at_floor: bool) -> None:
         with self._lock:
             self.requests, self.report = self.requests + 1, report
+            self.requests_at_floor += at_floor
 
     def _note_plain(self) -> None:
         with self._lock:
@@ -72,11 +76,11 @@ def offload(
         path: folder on the disk to use; None: the temporary folder.
         fields: of the cache's configuration.
 
-    Yields what is known of the requests. Raises `ConfigError` for a name or a field that there is not, and
+    Yields what is known of the requests. Raises `ConfigError` for a name, a field or a memory that cannot be, and
     `UnsupportedModelError` for a model that has no place for a cache, before anything is replaced; `generate` then
     raises as the cache does, `BudgetError` for a memory that does not do among others, before the model runs.
     """
-    inner, way = inner_model(model), _Way(_checked(cache, fields, floor), memory, floor, strict, path, fields)
+    inner, way = inner_model(model), _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
     why = no_place(model)
     if why is not None and not generates_by_parts(inner):
         raise UnsupportedModelError(why)
@@ -108,7 +112,7 @@ def offload_all(
     """As `offload`, for every model of this process, whoever loads it and when: a server's, say. A model that has no
     place for such a cache (an encoder-decoder, a prefix of PEFT's), or nothing to offload (Mamba, RWKV, sliding windows
     alone), is left alone, after one warning."""
-    way = _Way(_checked(cache, fields, floor), memory, floor, strict, path, fields)
+    way = _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
     warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -128,12 +132,16 @@ def offload_all(
         yield way.done
 
 
-def _checked(cache: str | type[OffloadCache], fields: dict[str, Any], floor: int | str) -> type[OffloadCache]:
+def _checked(
+    cache: str | type[OffloadCache], fields: dict[str, Any], floor: int | str, memory: int | str | None
+) -> type[OffloadCache]:
     cls = cache_class(cache) if isinstance(cache, str) else cache
     if not (isinstance(cls, type) and issubclass(cls, OffloadCache)):
         raise ConfigError(f"cache must be a name, or a class of an offloading cache, got {cache!r}")
     cls.config_class.load(None, dict(fields))
     parse_size(floor, "floor")
+    if memory is not None:
+        parse_memory(memory, sys.maxsize)  # a share's form, of whatever request
     return cls
 
 
@@ -162,4 +170,4 @@ class _Way:
             return
         with own:
             yield own
-            self.done._note(own.report())
+            self.done._note(own.report(), beyond_share(own, model, self.memory))

@@ -11,6 +11,7 @@ from ..config import parse_memory, parse_size
 from ..core.offload_cache import OffloadCache
 from ..errors import BudgetError
 from ..model.geometry import Geometry
+from ..model.place import no_place
 
 FLOOR = "64MiB"
 """What a sequence of a short request may hold, whatever share it was given: by default."""
@@ -30,10 +31,11 @@ def request_cache(
 ) -> OffloadCache | None:
     """A cache for `rows` sequences of up to `tokens` tokens; the caller closes it. None: `DynamicCache` is better.
 
-    A share of a short request's full KV may be less than any plan needs. Such a request may hold `floor` a sequence:
-    where all its KV fits in that, the answer is None, and else the cache has that as its budget. Where `memory` is in
-    bytes, the answer is None if no plan fits in them and all the KV does. So no request holds more than `memory`, or
-    `floor` a sequence where that is more and a share does not do.
+    A share of a request's full KV may be less than any plan needs, of a short one above all. Such a request may hold
+    `floor` a sequence: where all its KV fits in that, the answer is None, and else the cache has that as its budget.
+    Where `memory` is in bytes, the answer is None if no plan fits in them and all the KV does. So no request holds more
+    than `memory`, or `floor` a sequence where that is more and a share does not do. Of a model whose layers all have
+    sliding windows there is nothing to offload, and the answer is None.
 
     Args:
         memory: the most that the cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold
@@ -50,15 +52,27 @@ def request_cache(
     def make(budget: int | str) -> OffloadCache:
         return cls.for_budget(model, budget, tokens, rows, path=path, **fields)
 
+    geometry = Geometry.of(model)
+    if not geometry.layers and no_place(model) is None:
+        return None
     try:
         return make(memory)
     except BudgetError as error:
         if strict:
             raise
-        full = Geometry.of(model).full_kv_bytes(tokens, rows)
+        full = geometry.full_kv_bytes(tokens, rows)
         if full <= _most(memory, full, rows, floor):
             return None
         return in_floor(make, error, memory, full, rows, floor)
+
+
+def beyond_share(cache: OffloadCache, model: Any, memory: int | str | None) -> bool:
+    """Whether `request_cache` gave this one `floor`, since its share of `memory` was too little."""
+    config = cache.config
+    if memory is None or config.memory is None or config.max_context is None:
+        return False
+    full = Geometry.of(model).full_kv_bytes(config.max_context, config.max_batch or 1)
+    return parse_memory(config.memory, full) > parse_memory(memory, full)
 
 
 def in_floor(
@@ -75,7 +89,7 @@ def in_floor(
     except BudgetError:
         raise error from None  # the share's: it names what would do
     warnings.warn(
-        f"memory={memory!r} of a short request is less than {type(own).__name__} can do with: such requests may hold "
+        f"memory={memory!r} of this request is less than {type(own).__name__} can do with: such requests may hold "
         f"{floor} a sequence; change that by floor, or refuse them by strict",
         stacklevel=3,
     )

@@ -55,10 +55,16 @@ def labelled(name: str, num_selected: int | None) -> str:
 def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False
 ) -> list[ComparedPlan]:
-    """In the order of the registry. `memory`: bytes; None: what each one's own fields take. `fields`: those that all
-    caches have. `wider`: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the
-    default has not, and attend to half of the context at most. Raises `ConfigError` for a field that one of them
-    lacks."""
+    """In the order of the registry; a cache that lacks a package here is refused.
+
+    Args:
+        memory: bytes; None: what each one's own fields take.
+        fields: those that all caches have.
+        wider: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the default has
+            not, and attend to half of the context at most.
+
+    Raises `ConfigError` for a field that one of them lacks.
+    """
     from ..registry import CACHES
 
     found = []
@@ -81,6 +87,8 @@ def _planned(
     from ..registry import cache_class
 
     cls = cache_class(name)
+    if (missing := cls.missing()) is not None:
+        return ComparedPlan(name, None, None, missing, (), None, None, num_selected)
     if num_selected is not None:
         fields = {**fields, "num_selected": num_selected}
     try:

@@ -285,13 +285,29 @@ def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counte
     asked = instances("generate_until", [(text(length, 3), {"max_gen_toks": 5}) for length in (40, 1900)])
     lm = ours(tmp_path, memory="1/3")
     assert close(lm.loglikelihood(scored, **quiet)[:2], exact.loglikelihood(scored[:2], **quiet))
-    assert "2 of 3 requests" in caplog.text and "memory=1/3" in caplog.text
+    assert "memory=1/3 was too little for some of 3" in caplog.text and "and 2 transformers' own" in caplog.text
     assert lm.generate_until(asked, **quiet)[0] == exact.generate_until(asked[:1], **quiet)[0]
-    assert "3 of 5 requests" in caplog.text and lm.get_model_info()["cache_plain_requests"] == 3
+    assert "and 3 transformers' own" in caplog.text and lm.get_model_info()["cache_plain_requests"] == 3
+    assert lm.get_model_info()["cache_floor_requests"] == 0
     strict = ours(tmp_path, memory="1/3", strict=True)
     for own, requests in ((strict.loglikelihood, scored), (strict.generate_until, asked)):
         with pytest.raises(BudgetError):
             own(requests, **quiet)
+
+
+def test_requests_that_had_the_floor_in_the_place_of_their_share_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever their length: results say that their memory was not what was asked for."""
+    lm = ours(tmp_path, memory="1/13", floor="400KiB")
+    with pytest.warns(UserWarning, match="change that by floor"):
+        lm.loglikelihood(instances("loglikelihood", [(text(1500, 3), " w5 w6"), (text(1500, 3), " w7")]), True)
+        lm.generate_until(instances("generate_until", [(text(1500, 3), {"max_gen_toks": 5})]), True)
+    info = lm.get_model_info()
+    assert (info["cache_floor_requests"], info["cache_plain_requests"], lm.requests) == (3, 0, 3)
+    assert "2 had floor=400KiB a sequence" in caplog.text and "3 had floor=400KiB a sequence" in caplog.text
+    with pytest.raises(ConfigError, match="floor must be"):
+        ours(tmp_path, memory="1/13", floor="1/2")
 
 
 def test_what_is_answered_plainly_has_scores_of_a_batch(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from words import words
 from hf_offload_cache import ClusterCache, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextMismatchError, UnsupportedModelError
 from hf_offload_cache.interop.request_cache import request_cache
-from hf_offload_cache.registry import CACHES
+from hf_offload_cache.registry import CACHES, cache_class
 
 NEW = 12
 
@@ -494,15 +494,16 @@ def test_a_share_that_does_not_do_becomes_the_floor(tmp_path: Path) -> None:
     """Where the full KV does not fit in that; one that does is kept."""
     own, ids = long_model(), prompt(long_model(), 1, 1500)
     full = (1500 + NEW + 1) * ENTRY
-    said = pytest.warns(UserWarning, match="memory='1/13' of a short request .* 400KiB a sequence")
+    said = pytest.warns(UserWarning, match="memory='1/13' of this request .* 400KiB a sequence")
     with offload(own, memory="1/13", floor="400KiB", path=tmp_path) as done, said:
         generated(own, ids)
-    assert (done.requests, done.requests_left_plain) == (1, 0) and done.report is not None
+    assert (done.requests, done.requests_left_plain, done.requests_at_floor) == (1, 0, 1) and done.report is not None
     assert done.report.memory_budget == 400 * 2**10 > full // 13
     assert done.report.peak_memory_bytes <= done.report.memory_budget
     with offload(own, memory="1/2", floor="1GiB", path=tmp_path) as done:
         generated(own, ids)
-    assert done.requests == 1 and done.report is not None and done.report.memory_budget == full // 2
+    assert (done.requests, done.requests_at_floor) == (1, 0) and done.report is not None
+    assert done.report.memory_budget == full // 2
 
 
 def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
@@ -521,6 +522,29 @@ def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
 def test_a_floor_is_a_size() -> None:
     with pytest.raises(ConfigError, match="floor must be"), offload(model(), memory="1/13", floor="1/2"):
         pass
+
+
+@pytest.mark.parametrize(("memory", "said"), [("half", "memory must be bytes"), ("0.5", "a share is written '1/13'")])
+def test_a_memory_that_cannot_be_is_told_before_a_request(memory: str, said: str) -> None:
+    own = model()
+    with pytest.raises(ConfigError, match=said), offload(own, memory=memory):
+        pass
+    assert "generate" not in vars(own)
+
+
+@pytest.mark.parametrize("name", sorted(CACHES))
+def test_windows_alone_keep_their_own_cache_where_there_is_a_budget(name: str, tmp_path: Path) -> None:
+    """A budget that holds them is kept to, too, by who asks for one."""
+    own, ids = tiny("mistral_sliding"), prompt(model(), 1, 40)
+    expected = generated(own, ids)
+    with offload(own, name, memory="1/13", path=tmp_path) as done:
+        assert torch.equal(generated(own, ids), expected)
+    assert (done.requests, done.requests_left_plain) == (0, 1)
+    with pytest.warns(UserWarning, match="nothing to offload"):
+        cache = cache_class(name).for_budget(own, "8MiB", 60, path=tmp_path)
+    with cache:
+        assert torch.equal(generated(own, ids, past_key_values=cache), expected)
+        assert cache.report().peak_memory_bytes <= 8 * 2**20
 
 
 def test_a_cache_for_a_request() -> None:

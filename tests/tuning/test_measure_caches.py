@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import COMMON, build, generate, prompt
+from harness import COMMON, build, generate, prompt, tiny
 from long_llama import long_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache, measure_caches, offload_cache, registry
-from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.caches import cluster
+from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.model.seam import Seam
 from hf_offload_cache.tuning import compare_plans
@@ -232,7 +233,44 @@ def test_what_the_caller_names_stays(model: Any, tmp_path: Path) -> None:
         assert cache.why == ""
 
 
+def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path) -> None:
+    """Of the shipped table; where all is attended to, no figure of it tells caches apart."""
+    with offload_cache(model, MEMORY, CONTEXT, num_recent=8, engine="memory", path=tmp_path) as cache:
+        assert cache.why.endswith("measured without the fields {'num_recent': 8}: `tune --compare` measures with them")
+    with offload_cache(model, MEMORY, CONTEXT, engine="memory", path=tmp_path) as cache:
+        assert "measured without" not in cache.why
+    with offload_cache(model, MEMORY, CONTEXT, exact=True, path=tmp_path) as cache:
+        assert type(cache) is DiskSwapCache
+        assert cache.why == "disk-swap: the first that fits: where all is attended to, every cache says the same"
+
+
+def test_the_context_is_the_models_where_it_is_left_out(model: Any, tmp_path: Path) -> None:
+    with offload_cache(model, memory="1/2", path=tmp_path) as cache:
+        assert cache.config.max_context == model.config.max_position_embeddings
+        assert cache.config.memory == Geometry.of(model).full_kv_bytes(cache.config.max_context, 1) // 2
+    endless = build(BloomForCausalLM, BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=2))
+    with pytest.raises(ConfigError, match="max_context must be given"):
+        offload_cache(endless, memory="1/2")
+
+
+def test_a_cache_that_lacks_a_package_is_no_choice(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"faiss, which is not installed: pip install 'hf-offload-cache\[cluster\]'"):
+        cluster.ClusterCache(model, path=tmp_path)
+    with offload_cache(model, MEMORY, CONTEXT, path=tmp_path) as cache:
+        assert "cluster: does not fit: ClusterCache makes clusters by faiss" in cache.why
+    plans = compare_plans.compare_plans(Geometry.of(model), None, CONTEXT, 1, {})
+    assert [plan.name for plan in plans if plan.plan is None] == ["cluster"]
+
+
 def test_bad_requests(model: Any, tmp_path: Path) -> None:
+    for name in ("max_context", "max_batch"):
+        with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, got 0"):
+            offload_cache(model, "1/2", **{"max_context": CONTEXT, name: 0})
+    with pytest.raises(UnsupportedModelError, match="nothing to offload"):
+        offload_cache(tiny("mistral_sliding"), "1/2", CONTEXT)
     with pytest.raises(BudgetError, match="no cache fits"):
         offload_cache(model, 2000, CONTEXT)
     with pytest.raises(ConfigError, match="goal must be one of"):
