@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from page_model import TEXT
 from page_run import run_page
+from page_settings import SETTINGS, as_it_is
 from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, name, text
 
 README = FRONT[0]
@@ -22,7 +23,6 @@ WITH_PYTHON = [path for path in (*PAGES, README) if blocks(path, "python")]
 SKIPPED = {
     "docs/batch-inference.md": ["starts Ray, which takes half a minute; the block below has what its workers do"],
     "docs/streaming.md": ["needs an object store and a web server; the block below it does the same with a folder"],
-    "docs/tuning.md": ["needs a file that tuning wrote, which takes minutes", "tuning takes minutes"],
 }
 """What no test runs, and why, as the pages say it."""
 
@@ -39,14 +39,15 @@ def test_python_runs(
     """And leaves no thread and no descriptor."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))  # which dataclasses look for
-    before = resources()
-    namespace = {"__name__": "page", "name": str(folder), "text": TEXT}
-    if path not in (README, DOCS / "quickstart.md"):  # which make these themselves
-        namespace |= session
-    ran, skipped = run_page(text(path), name(path), namespace)
-    assert skipped == SKIPPED.get(name(path), [])
-    assert ran == len(blocks(path, "python"))  # where one is skipped, what says so counts
-    assert resources() == before
+    with SETTINGS.get(name(path), as_it_is)(session, monkeypatch) as setting:
+        before = resources()
+        namespace = {"__name__": "page", "name": str(folder), "text": TEXT}
+        if path not in (README, DOCS / "quickstart.md"):  # which make these themselves
+            namespace |= session
+        ran, skipped = run_page(setting.of(text(path)), name(path), namespace | setting.names)
+        assert skipped == SKIPPED.get(name(path), [])
+        assert ran == len(blocks(path, "python"))  # where one is skipped, what says so counts
+        assert resources() == before
 
 
 @pytest.mark.parametrize("path", sorted(SKIPPED))
