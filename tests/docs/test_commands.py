@@ -1,8 +1,10 @@
-"""Every command of the pages and of the README: parsed, and run as far as that is cheap, with a tiny model."""
+"""Every command of the pages and of the README is parsed, and runs where it is whole (no FILE to fill in), with a tiny
+model. What others than ours begin with is of this project."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -12,18 +14,22 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_model import TEXT
+from short_tuning import measure_shortly, tune_shortly
 from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, name
 
+from hf_offload_cache import DiskSwapCache, offload_cache
 from hf_offload_cache.console import main as console
 
 WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
 
 CHEAP = ("plan", "inspect", "ls", "rm", "verify")
-"""Verbs that run here as they are, beside those that need a model; of `tune` and `run` what is given to them is parsed.
-"""
+"""Verbs that run here as they are: all others get a model, `tune` also less to measure, `run` a program of the name."""
+WITH_A_MODEL = ("generate", "publish", "serve", "stream")
+"""The last but one is what the last asks."""
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -51,11 +57,13 @@ def test_the_console_takes_what_is_given(path: Path, words: list[str]) -> None:
         assert callable(console.parser().parse_args(words).run)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [list(one) for one in dict.fromkeys(tuple(words) for _, words in OURS) if one[0] in CHEAP and not placeholder(one)],
-    ids=" ".join,
-)
+def once(*verbs: str) -> list[list[str]]:
+    """What is given to these, whichever pages have it."""
+    given = dict.fromkeys(tuple(words) for _, words in OURS if not placeholder(words))
+    return [list(words) for words in given if words[0] in verbs]
+
+
+@pytest.mark.parametrize("words", once(*CHEAP), ids=" ".join)
 def test_what_is_cheap_runs(words: list[str], saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = (0, 1) if words[0] == "plan" else (0,)  # 1: this machine has not the disk
     assert console.main(words) in codes
@@ -64,11 +72,15 @@ def test_what_is_cheap_runs(words: list[str], saved: Path, capsys: pytest.Captur
         assert (saved / "contexts" / "manual").exists() is ("--max-bytes" in words)
 
 
+def test_every_verb_of_the_pages_runs() -> None:
+    assert {words[0] for _, words in OURS} == {"--help", *CHEAP, *WITH_A_MODEL, "tune", "run"}
+
+
 def with_a_model(path: Path) -> list[list[str]]:
     """What this page gives verbs that load one, in its order; with `serve`, which the one behind it asks."""
-    verbs = ("generate", "publish", "serve", "stream")
     own = [words for page, words in COMMANDS if page == path and not placeholder(words)]
-    return [words[1:] if words[1] in verbs else words for words in own if words[0] == "mkdir" or words[1] in verbs]
+    verbs = [words[1:] if words[0] == "hf-offload-cache" else words for words in own]
+    return [words for words in verbs if words[0] in ("mkdir", *WITH_A_MODEL)]
 
 
 @pytest.mark.parametrize("path", [path for path in WITH_COMMANDS if with_a_model(path)], ids=name)
@@ -100,6 +112,27 @@ def test_what_needs_a_model_runs(
                 assert (saved / given[given.index("--trace") + 1]).stat().st_size
 
 
+@pytest.mark.parametrize("words", once("tune"), ids=" ".join)
+def test_tuning_runs(
+    words: list[str], folder: Path, session: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """And the library opens what is written."""
+    monkeypatch.chdir(tmp_path)
+    tune_shortly(monkeypatch)
+    measure_shortly(monkeypatch)
+    assert console.main([*words, "--model", str(folder)]) == 0
+    memory, context, out = (words[words.index(option) + 1] for option in ("--memory", "--context", "--out"))
+    assert f"wrote {out}" in capsys.readouterr().err and [one.name for one in tmp_path.iterdir()] == [out]
+    if "--compare" in words:
+        with offload_cache(session["model"], memory, int(context), measured=out) as chosen:
+            assert chosen.why.count(f" at {len(TEXT):,} tokens") == 3, chosen.why  # not what is shipped
+    else:
+        with DiskSwapCache(session["model"], config=out) as tuned:
+            found = tuned.config
+            assert (found.max_context, found.max_batch) == (int(context), int(words[words.index("--batch") + 1]))
+
+
 @contextlib.contextmanager
 def serving(place: Path) -> Iterator[str]:
     """`serve` on a port that is free."""
@@ -112,6 +145,32 @@ def serving(place: Path) -> Iterator[str]:
             yield first.rstrip("/\n")
         finally:
             process.terminate()
+
+
+PROGRAM = """#!{python}
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+assert sys.argv[1:] == ["serve"], sys.argv
+model = AutoModelForCausalLM.from_pretrained({folder!r})
+ids = torch.arange(4500)[None] % 256 + 1
+print("answer", model.generate(ids, max_new_tokens=4, do_sample=False)[0, 4500:].tolist())
+"""
+
+
+@pytest.mark.parametrize("words", once("run"), ids=" ".join)
+def test_another_program_runs(
+    words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program of that name, which serves nobody, but loads a model and asks it something."""
+    program = tmp_path / words[words.index("serve") - 1]
+    program.write_text(PROGRAM.format(python=sys.executable, folder=str(folder)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert console.main(words) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"answer \[(\d+, ){3}\d+\]\n", said.out) and "1 requests were offloaded\n" in said.err, said
+    assert "full KV" in said.err
 
 
 def test_other_commands_are_of_this_project() -> None:
