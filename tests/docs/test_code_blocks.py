@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import gc
-import os
 import sys
-import threading
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nothing_left import no_threads_and_descriptors
 from page_model import TEXT
 from page_run import run_page
 from page_settings import SETTINGS, as_it_is
@@ -22,14 +20,8 @@ WITH_PYTHON = [path for path in (*PAGES, README) if blocks(path, "python")]
 
 SKIPPED = {
     "docs/batch-inference.md": ["starts Ray, which takes half a minute; the block below has what its workers do"],
-    "docs/streaming.md": ["needs an object store and a web server; the block below it does the same with a folder"],
 }
 """What no test runs, and why, as the pages say it."""
-
-
-def resources() -> tuple[int, int]:
-    gc.collect()
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name)
@@ -40,14 +32,13 @@ def test_python_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))  # which dataclasses look for
     with SETTINGS.get(name(path), as_it_is)(session, monkeypatch) as setting:
-        before = resources()
         namespace = {"__name__": "page", "name": str(folder), "text": TEXT}
         if path not in (README, DOCS / "quickstart.md"):  # which make these themselves
             namespace |= session
-        ran, skipped = run_page(setting.of(text(path)), name(path), namespace | setting.names)
+        with no_threads_and_descriptors():
+            ran, skipped = run_page(setting.of(text(path)), name(path), namespace | setting.names)
         assert skipped == SKIPPED.get(name(path), [])
         assert ran == len(blocks(path, "python"))  # where one is skipped, what says so counts
-        assert resources() == before
 
 
 @pytest.mark.parametrize("path", sorted(SKIPPED))
