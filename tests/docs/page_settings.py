@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
+from page_run import Setting
 from short_tuning import tune_shortly
 
 from hf_offload_cache import DiskSwapCache
@@ -28,21 +28,6 @@ PUBLIC = {
 """A policy of the bucket."""
 CONTEXT = 4400
 """Tokens of what is published."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a page is changed, and what its blocks have beside what all have."""
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    names: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, page: str) -> str:
-        """The page, changed. Raises `AssertionError` where it has nothing of the kind."""
-        for old, new in self.replaced.items():
-            assert old in page, old
-            page = page.replace(old, new)
-        return page
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 import types
 from pathlib import Path
@@ -13,15 +12,12 @@ from nothing_left import no_threads_and_descriptors
 from page_model import TEXT
 from page_run import run_page
 from page_settings import SETTINGS, as_it_is
-from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, name, text
+from site_pages import DOCS, FRONT, PAGES, blocks, name, text
 
 README = FRONT[0]
-WITH_PYTHON = [path for path in (*PAGES, README) if blocks(path, "python")]
-
-SKIPPED = {
-    "docs/batch-inference.md": ["starts Ray, which takes half a minute; the block below has what its workers do"],
-}
-"""What no test runs, and why, as the pages say it."""
+ELSEWHERE = DOCS / "batch-inference.md"
+"""It starts Ray, and runs where that is started anyhow, in `tests/batch/test_ray_data.py`."""
+WITH_PYTHON = [path for path in (*PAGES, README) if blocks(path, "python") and path != ELSEWHERE]
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name)
@@ -36,15 +32,8 @@ def test_python_runs(
         if path not in (README, DOCS / "quickstart.md"):  # which make these themselves
             namespace |= session
         with no_threads_and_descriptors():
-            ran, skipped = run_page(setting.of(text(path)), name(path), namespace | setting.names)
-        assert skipped == SKIPPED.get(name(path), [])
-        assert ran == len(blocks(path, "python"))  # where one is skipped, what says so counts
-
-
-@pytest.mark.parametrize("path", sorted(SKIPPED))
-def test_what_is_skipped_is_python(path: str) -> None:
-    for block in blocks(ROOT / path, "python"):
-        ast.parse(block)
+            ran = run_page(setting.of(text(path)), name(path), namespace | setting.names)
+        assert ran == len(blocks(path, "python"))
 
 
 def test_a_block_that_fails_is_told_with_its_line() -> None:
