@@ -1,5 +1,5 @@
-"""Every command of the pages and of the README is parsed, and runs where it is whole (no FILE to fill in), with a tiny
-model. What others than ours begin with is of this project."""
+"""Every command of ours on the pages and in the README is parsed, and runs with a tiny model. Of others it is looked
+up that what they name is there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, name
 
 from hf_offload_cache import DiskSwapCache, offload_cache
 from hf_offload_cache.console import main as console
+from hf_offload_cache.testing import __main__ as walk
 
+OUR_NAME = "hf-offload-cache"
 WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
 
 CHEAP = ("plan", "inspect", "ls", "rm", "verify")
 """Verbs that run here as they are: all others get a model, `tune` also less to measure, `run` a program of the name."""
 WITH_A_MODEL = ("generate", "publish", "serve", "stream")
 """The last but one is what the last asks."""
+
+FILLED = {
+    "FILE": "examples/document.txt", "TEXT": "Who wrote it?", "DIR": "contexts/manual", "URL": "published",
+    "FOLDER": "published", "PACKAGE": "served", "ARGUMENT": "serve",
+}  # fmt: skip
+"""What tests write where a page says what to write."""
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -40,11 +48,14 @@ def commands(path: Path) -> list[list[str]]:
 
 
 COMMANDS = [(path, words) for path in WITH_COMMANDS for words in commands(path)]
-OURS = [(path, words[1:]) for path, words in COMMANDS if words[0] == "hf-offload-cache"]
 
 
-def placeholder(words: Sequence[str]) -> bool:
-    return any(re.fullmatch(r"[A-Z]+", word) for word in words)
+def filled(words: Sequence[str]) -> list[str]:
+    """What is given to ours."""
+    return [FILLED.get(word, word) for word in words[1:]]
+
+
+OURS = [(path, filled(words)) for path, words in COMMANDS if words[0] == OUR_NAME]
 
 
 @pytest.mark.parametrize(("path", "words"), OURS, ids=lambda given: name(given) if isinstance(given, Path) else None)
@@ -59,7 +70,7 @@ def test_the_console_takes_what_is_given(path: Path, words: list[str]) -> None:
 
 def once(*verbs: str) -> list[list[str]]:
     """What is given to these, whichever pages have it."""
-    given = dict.fromkeys(tuple(words) for _, words in OURS if not placeholder(words))
+    given = dict.fromkeys(tuple(words) for _, words in OURS)
     return [list(words) for words in given if words[0] in verbs]
 
 
@@ -78,9 +89,8 @@ def test_every_verb_of_the_pages_runs() -> None:
 
 def with_a_model(path: Path) -> list[list[str]]:
     """What this page gives verbs that load one, in its order; with `serve`, which the one behind it asks."""
-    own = [words for page, words in COMMANDS if page == path and not placeholder(words)]
-    verbs = [words[1:] if words[0] == "hf-offload-cache" else words for words in own]
-    return [words for words in verbs if words[0] in ("mkdir", *WITH_A_MODEL)]
+    own = [filled(words) if words[0] == OUR_NAME else words for page, words in COMMANDS if page == path]
+    return [words for words in own if words[0] in ("mkdir", *WITH_A_MODEL)]
 
 
 @pytest.mark.parametrize("path", [path for path in WITH_COMMANDS if with_a_model(path)], ids=name)
@@ -91,7 +101,7 @@ def test_what_needs_a_model_runs(
     (saved / "examples").mkdir()
     (saved / "examples" / "document.txt").write_text(TEXT)
     monkeypatch.syspath_prepend(str(ROOT))
-    if path != DOCS / "streaming.md":  # elsewhere `generate` makes it
+    if path not in (DOCS / "streaming.md", DOCS / "console.md"):  # elsewhere `generate` makes it
         shutil.rmtree(saved / "contexts")
     asked, url = "http://127.0.0.1:8000", ""
     with contextlib.ExitStack() as served:
@@ -162,8 +172,10 @@ print("answer", model.generate(ids, max_new_tokens=4, do_sample=False)[0, 4500:]
 def test_another_program_runs(
     words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program of that name, which serves nobody, but loads a model and asks it something."""
-    program = tmp_path / words[words.index("serve") - 1]
+    """A program or a module of that name, which serves nobody, but loads a model and asks it something."""
+    monkeypatch.chdir(tmp_path)
+    called = words[words.index("serve") - 1]
+    program = tmp_path / (f"{called}.py" if "-m" in words else called)
     program.write_text(PROGRAM.format(python=sys.executable, folder=str(folder)))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -171,6 +183,20 @@ def test_another_program_runs(
     said = capsys.readouterr()
     assert re.fullmatch(r"answer \[(\d+, ){3}\d+\]\n", said.out) and "1 requests were offloaded\n" in said.err, said
     assert "full KV" in said.err
+
+
+WALK = ["python", "-m", "hf_offload_cache.testing"]
+
+
+@pytest.mark.parametrize(
+    "given", sorted({tuple(words[3:]) for _, words in COMMANDS if words[:3] == WALK}), ids=" ".join
+)
+def test_a_model_is_walked(
+    given: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert walk.main([str(folder) if word == "MODEL" else word for word in given]) == 0
+    assert capsys.readouterr().out.endswith("LlamaForCausalLM: exact\n")
 
 
 def test_other_commands_are_of_this_project() -> None:
