@@ -23,14 +23,14 @@ def text(model: Any, length: int, seed: int) -> str:
     return " ".join(f"w{word}" for word in prompt(model, 1, length, seed)[0].tolist())
 
 
-def expected(model: Any, tokenizer: Any, document: str, questions: list[str]) -> list[str]:
+def expected(model: Any, tokenizer: Any, document: str, questions: list[str], new: int = NEW) -> list[str]:
     """Greedy answers with `DynamicCache`, each prefilled anew."""
     found = []
     for question in questions:
         ids = torch.cat([document_part(tokenizer, document), question_part(tokenizer, question)], 1)
         cache = DynamicCache(config=model.config)
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False)
         found.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return found
 

@@ -1,7 +1,11 @@
-"""Two workers of Ray's: one dies in the midst of a document, and a second job opens what either has prefilled."""
+"""Two workers of Ray's: one dies in the midst of a document, and a second job opens what either has prefilled.
+
+The page of many documents runs here, too: starting Ray a second time would take half a minute.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator
@@ -9,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow
 import pytest
 from harness import COMMON, build
 from local_ray import listening, local_ray
 from many_documents import DIES_AT, NEW, dies_once, expected, is_gone, text
-from transformers import LlamaConfig, LlamaForCausalLM
+from page_model import TEXT, byte_tokenizer, save_tiny
+from page_run import Setting, run_page
+from pyarrow import parquet
+from site_pages import DOCS, blocks, name
+from site_pages import text as page_text
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from words import words
 
 from hf_offload_cache import answer_documents
@@ -24,8 +34,16 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    with local_ray() as found:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that Ray is started in: paths of a job that are not whole begin there."""
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def ray(place: Path) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.chdir(place):
+            found = stack.enter_context(local_ray())
         yield found
 
 
@@ -90,3 +108,25 @@ def test_what_is_wrong_is_told_before_a_worker_starts(ray: Any) -> None:
     for wrong in ({"cache": "disc-swap"}, {"num_selekted": 4}, {"memory": "a lot"}, {"errors": "ignore"}):
         with pytest.raises(ConfigError):
             answer_documents(documents, **wrong)
+
+
+def test_the_page_runs(ray: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one worker, and a folder in the place of a store."""
+    monkeypatch.chdir(place)
+    rows = [
+        {"document": TEXT[:300], "questions": ["What is it about?", "Who is named?"]},
+        {"document": TEXT[300:500], "questions": ["Where?"]},
+    ]
+    (place / "documents").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), place / "documents" / "all.parquet")
+    tiny, shared, page = save_tiny(place / "tiny"), place / "shared", DOCS / "batch-inference.md"
+    setting = Setting({"s3://bucket/contexts": shared.as_uri(), "concurrency=8": "concurrency=1"})
+    namespace = {"__name__": "page", "name": str(tiny), "text": TEXT}
+    assert run_page(setting.of(page_text(page)), name(page), namespace) == len(blocks(page, "python"))
+    found = {row["document"]: row for row in parquet.read_table(place / "answers").to_pylist()}
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    for row in rows:
+        got = found.pop(row["document"])
+        assert (got["questions"], got["context"], got["error"]) == (row["questions"], "prefilled", None)
+        assert got["answers"] == expected(model, byte_tokenizer(), row["document"], row["questions"], new=64)
+    assert not found and len(list(shared.iterdir())) == 2
