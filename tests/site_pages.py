@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,13 @@ def text(path: Path) -> str:
 def blocks(path: Path, language: str) -> list[str]:
     """The fenced blocks of a language."""
     return [block for kind, block in _FENCED.findall(text(path)) if kind == language]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words of each command of a page, without variables that are set before it."""
+    lines = "\n".join(blocks(path, "sh")).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [list(dropwhile(re.compile(r"[A-Z_]+=").match, words)) for words in found if words]
 
 
 def prose(path: Path) -> str:

@@ -1,25 +1,23 @@
-"""Every command of ours on the pages and in the README is parsed, and runs with a tiny model. Of others it is looked
-up that what they name is there."""
+"""Every command of ours on the pages and in the README is parsed, and runs with a tiny model; those of lm-eval run in
+`tests/eval/test_tasks.py`. Of others it is looked up that what they name is there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from page_model import TEXT
 from short_tuning import measure_shortly, tune_shortly
-from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, name
+from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, commands, name
 
 from hf_offload_cache import DiskSwapCache, offload_cache
 from hf_offload_cache.console import main as console
@@ -38,13 +36,6 @@ FILLED = {
     "FOLDER": "published", "PACKAGE": "served", "ARGUMENT": "serve",
 }  # fmt: skip
 """What tests write where a page says what to write."""
-
-
-def commands(path: Path) -> list[list[str]]:
-    """The words of each command of a page, without variables that are set before it."""
-    lines = "\n".join(blocks(path, "sh")).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [list(dropwhile(re.compile(r"[A-Z_]+=").match, words)) for words in found if words]
 
 
 COMMANDS = [(path, words) for path in WITH_COMMANDS for words in commands(path)]
