@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import is_optimum_quanto_available
 
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.console.prefill import prefilled_tokens
@@ -20,7 +19,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
-from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders
+from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders, missing
 from .fidelity_tables import LONGEST_FACTS, draw_front, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
@@ -54,9 +53,12 @@ def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer:
     """Rows of each "part"; what is there already is not measured again."""
     if model is None:
         model, tokenizer = load_default_model(torch.bfloat16)
-    names = [name for name in arguments.caches if name not in FIXED or is_optimum_quanto_available()]
-    for name in set(arguments.caches) - set(names):
-        rows.say(f"{name}: left out, since transformers' quantized cache needs optimum-quanto")
+    names = []
+    for name in arguments.caches:
+        if (why := missing(name)) is None:
+            names.append(name)
+        else:
+            rows.say(f"{name}: left out: {why}")
     everyone = contenders(names, arguments.memory)
     few = contenders([name for name in names if name not in FIXED], arguments.few)
     with contextlib.ExitStack() as stack:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.utils import is_optimum_quanto_available
+
+from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.tuning import compare_plans
 
 WIDER: dict[str, dict[str, Any]] = {
@@ -20,6 +23,14 @@ FLOORS: dict[str, dict[str, Any]] = {
     "window": {"cache": "window"},
 }
 """What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
+
+
+def missing(name: str) -> str | None:
+    """Why this one cannot run here, and what to install; None: it can."""
+    if name in FIXED:
+        return None if is_optimum_quanto_available() else "transformers' quantized cache needs optimum-quanto"
+    cache = {**FLOORS, **WIDER}.get(name, {"cache": name})["cache"]
+    return cache_class(cache).missing() if cache in CACHES else None
 
 
 def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[str, Any]]:

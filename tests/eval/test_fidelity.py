@@ -16,13 +16,14 @@ from long_llama import long_model
 from transformers import DynamicCache
 from words import words
 
-from eval import fidelity
+from eval import fidelity, fidelity_contenders
 from eval.baselines.in_memory import SINKS, quantized_share, window_cache, window_tokens
 from eval.fidelity_tables import draw_front, markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
 from eval.studies.contexts import follow, prefill
 from hf_offload_cache import registry
+from hf_offload_cache.caches import cluster
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.tuning.distance import distance, perplexity_over
 
@@ -307,19 +308,22 @@ def test_what_is_read_token_by_token_is_judged_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_quantized_caches_are_left_out_where_their_package_is_not(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_left_out_where_their_package_is_not(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is said; the others are measured."""
     parser = argparse.ArgumentParser()
     fidelity.arguments(parser)
     options = ["--tokens", "200", "--steps", "2", "--samples", "1", "--memory", "1/2", "--parts", "text"]
-    given, said = parser.parse_args([*options, "--caches", "window", "4-bit"]), []
+    given, said = parser.parse_args([*options, "--caches", "window", "4-bit", "cluster-800"]), []
     given.path = None
-    monkeypatch.setattr(fidelity, "is_optimum_quanto_available", lambda: there)
+    monkeypatch.setattr(fidelity_contenders, "is_optimum_quanto_available", lambda: there)
+    monkeypatch.setattr(cluster, "find_spec", lambda name: there or None)
     monkeypatch.setattr(fidelity, "_text", lambda model, context, new, reference, name, *others: {"kl": 0.0})
     rows = Rows(say=said.append)
     fidelity.run(given, rows, model=long_model(), tokenizer=words())
-    assert [row["name"] for row in rows.rows] == ["window 1/2", *(["4-bit itself"] if there else [])]
-    assert any("needs optimum-quanto" in line for line in said) is not there
+    others = ["4-bit itself", "cluster-800 1/2"] if there else []
+    assert [row["name"] for row in rows.rows] == ["window 1/2", *others]
+    for why in ("4-bit: left out: transformers' quantized cache needs optimum-quanto", "cluster-800: left out: C"):
+        assert any(line.startswith(why) for line in said) is not there
 
 
 def test_contenders_are_all_caches_and_their_floors() -> None:
