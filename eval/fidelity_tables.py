@@ -67,10 +67,12 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
     if not cache:
         cell |= {"kl": 0.0, "top1": 1.0, "perplexity": 1.0, "peak_share": 1.0}
     asked = lost([row for row in here if row["part"] == "facts"])
-    if name in asked and asked[name]["of"]:  # what was refused was not found: all are of the same questions
+    if name in asked:
         own_of, beyond = asked[name]["of"], asked[name]["of_refused"]
-        cell |= {"found": own_of - asked[name]["lost"], "known": own_of + beyond, "facts_refused": beyond}
-        cell["fact_tokens"] = min(tokens, LONGEST_FACTS)
+        cell |= {"facts_refused": beyond} if beyond else {}
+        if own_of:  # what was refused was not found; where all was, nothing is known
+            cell |= {"found": own_of - asked[name]["lost"], "known": own_of + beyond}
+            cell["fact_tokens"] = min(tokens, LONGEST_FACTS)
     for row in own:
         if row["part"] == "speed":
             cell |= {"seconds": row["median_seconds"], "quartiles": row["quartiles"]}
@@ -104,7 +106,7 @@ def _number(cell: Cell, field: str, digits: int) -> str:
 def facts_text(cell: Cell) -> str:
     """As a table has it; empty where none was asked for."""
     if "found" not in cell:
-        return ""
+        return "refused" if cell.get("facts_refused") else ""
     beyond = f" ({cell['facts_refused']} refused)" if cell.get("facts_refused") else ""
     return f"{cell['found']} of {cell['known']}{beyond}"
 
@@ -142,8 +144,8 @@ def markdown(summary: dict[str, Any]) -> str:
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
     """Of the registry's caches what their choice depends on, by context length and share of memory. Facts are of all
-    lengths at which each that is compared there was asked, of those that were at any: a dozen of one tell little. A
-    wider step that was not asked at all of these has none."""
+    lengths at which each that is compared there was asked, and not refused in all, of those that were at any: a dozen
+    of one tell little. A wider step that was not asked at all of these has none."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
     cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, *WIDER, "DynamicCache")]
     asked: dict[tuple[str, str], dict[int, Cell]] = {}

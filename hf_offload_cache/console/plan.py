@@ -99,6 +99,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     from ..config import OffloadConfig, parse_memory
     from ..errors import ConfigError
     from ..memory.machine import free_disk, free_memory
+    from ..registry import cache_class
     from ..stores.engines import choose_engine
     from ..tuning.compare_plans import compare_plans
     from ..tuning.measured_model import shape_of
@@ -132,7 +133,8 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     console = Console(highlight=False, soft_wrap=True)
     console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
     for one in (one for one in every if one.num_selected is None):
-        for said in one.notes if one.plan is not None else (one.refused,):
+        missing = cache_class(one.name).missing()
+        for said in (*(one.notes if one.plan is not None else (one.refused,)), *((missing,) if missing else ())):
             console.print(f"{one.name}: {said}", markup=False)
     console.print(f"this machine holds: {', '.join(fitting) or 'none of them'}")
     for wanted, found in chosen.items():

@@ -96,7 +96,7 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     console = Console(highlight=False)
     console.print(table)
     for refused in found["refused"]:
-        console.print(f"does not fit: {refused}", markup=False)
+        console.print(f"left out: {refused}", markup=False)
     if found["reference"] != "DynamicCache":
         console.print(f"distances are from {found['reference']}, which says what DynamicCache would")
     if len(found["turns"]) > 1:

@@ -113,7 +113,12 @@ class Budgeted:
 
         apart = cls.layer_class.heads_apart
         choices = search(cls.config_class, peak_of, geometry, (memory, max_context, max_batch), fields, apart)
-        return cls.choose_fields(choices, geometry) if geometry.layers else fit_stream(choices)
+        if geometry.layers:
+            return cls.choose_fields(choices, geometry)
+        least = {"write_queue": choices.least_queue()}  # nothing gives way where nothing is offloaded
+        if not choices.fits(least):
+            raise choices.refusal(least)
+        return choices.config(least)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

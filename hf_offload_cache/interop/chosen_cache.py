@@ -15,7 +15,7 @@ from ..model.place import nothing_to_offload
 from ..registry import cache_class
 from ..stores.engines import resolve_engine
 from ..tuning.compare_plans import compare_plans
-from ..tuning.measured_model import identity_of, written
+from ..tuning.measured_model import identity_of, not_measured
 from ..tuning.tunable import at_least
 from ..tuning.which_cache import measured_caches, which_cache
 
@@ -54,9 +54,9 @@ def offload_cache(
         fields: fields that all caches have, to stay as they are.
 
     The cache is the caller's to close; its `why` says what was measured of it and of the others, and where a shipped
-    figure is of other fields. Where `exact` is asked for, all caches say the same, and the default is taken. Raises
-    `ConfigError`, `UnsupportedModelError` for a model that nothing can be offloaded of, too, and `BudgetError` where no
-    cache fits.
+    figure is of other fields. Where `exact` is asked for, all caches say the same, and the first that fits is taken.
+    Raises `ConfigError`, `UnsupportedModelError` for a model that nothing can be offloaded of, too, and `BudgetError`
+    where no cache fits.
     """
     if (nothing := nothing_to_offload(model)) is not None:
         raise UnsupportedModelError(nothing)
@@ -65,16 +65,13 @@ def offload_cache(
     geometry = Geometry.of(model)
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
-    plans = compare_plans(geometry, limit, max_context, max_batch, resolve_engine(fields, path), wider=True)
+    used = resolve_engine(fields, path)
+    plans = compare_plans(geometry, limit, max_context, max_batch, used, wider=True, installed=True)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
-    exact = measured is None and bool(fields.get("exact"))
-    chosen = which_cache(plans, [] if exact else cells, limit / full, max_context, goal, hint)
+    chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why
-    others = {name: value for name, value in written(fields).items() if name != "engine"}
-    if exact:
-        cache.why = f"{chosen.name}: the first that fits: where all is attended to, every cache says the same"
-    elif measured is None and others:
+    if measured is None and cells and (others := not_measured(fields, cache.config)):
         cache.why += f"\nmeasured without the fields {others}: `tune --compare` measures with them"
     return cache
 

@@ -11,7 +11,6 @@ from ..config import parse_memory, parse_size
 from ..core.offload_cache import OffloadCache
 from ..errors import BudgetError
 from ..model.geometry import Geometry
-from ..model.place import no_place
 
 FLOOR = "64MiB"
 """What a sequence of a short request may hold, whatever share it was given: by default."""
@@ -34,8 +33,7 @@ def request_cache(
     A share of a request's full KV may be less than any plan needs, of a short one above all. Such a request may hold
     `floor` a sequence: where all its KV fits in that, the answer is None, and else the cache has that as its budget.
     Where `memory` is in bytes, the answer is None if no plan fits in them and all the KV does. So no request holds more
-    than `memory`, or `floor` a sequence where that is more and a share does not do. Of a model whose layers all have
-    sliding windows there is nothing to offload, and the answer is None.
+    than `memory`, or `floor` a sequence where that is more and a share does not do.
 
     Args:
         memory: the most that the cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold
@@ -52,15 +50,12 @@ def request_cache(
     def make(budget: int | str) -> OffloadCache:
         return cls.for_budget(model, budget, tokens, rows, path=path, **fields)
 
-    geometry = Geometry.of(model)
-    if not geometry.layers and no_place(model) is None:
-        return None
     try:
         return make(memory)
     except BudgetError as error:
         if strict:
             raise
-        full = geometry.full_kv_bytes(tokens, rows)
+        full = Geometry.of(model).full_kv_bytes(tokens, rows)
         if full <= _most(memory, full, rows, floor):
             return None
         return in_floor(make, error, memory, full, rows, floor)

@@ -20,7 +20,7 @@ WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """Of one cache. `plan` and `config` None: it does not fit, and `refused` says why."""
+    """Of one cache. `plan` and `config` None: it does not fit, or lacks a package, as `refused` says."""
 
     name: str
     plan: MemoryPlan | None
@@ -53,22 +53,27 @@ def labelled(name: str, num_selected: int | None) -> str:
 
 
 def compare_plans(
-    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False
-) -> list[ComparedPlan]:
-    """In the order of the registry; a cache that lacks a package here is refused.
+    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False,
+    installed: bool = False,
+) -> list[ComparedPlan]:  # fmt: skip
+    """In the order of the registry.
 
     Args:
         memory: bytes; None: what each one's own fields take.
         fields: those that all caches have.
         wider: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the default has
             not, and attend to half of the context at most.
+        installed: refuse what lacks a package here.
 
     Raises `ConfigError` for a field that one of them lacks.
     """
-    from ..registry import CACHES
+    from ..registry import CACHES, cache_class
 
     found = []
     for name in CACHES:
+        if installed and (missing := cache_class(name).missing()) is not None:
+            found.append(ComparedPlan(name, None, None, missing, (), None, None))
+            continue
         own = _planned(name, geometry, memory, context, batch, fields, None)
         found.append(own)
         free = wider and "num_selected" not in fields and not fields.get("exact")
@@ -87,8 +92,6 @@ def _planned(
     from ..registry import cache_class
 
     cls = cache_class(name)
-    if (missing := cls.missing()) is not None:
-        return ComparedPlan(name, None, None, missing, (), None, None, num_selected)
     if num_selected is not None:
         fields = {**fields, "num_selected": num_selected}
     try:

@@ -89,7 +89,7 @@ def measure_caches(
     full, free = geometry.full_kv_bytes(held, 1), free_memory(geometry.device)
     used, room = resolve_engine(fields, path), None if free is None else free // 2
     limit = parse_memory(memory, full)
-    plans = compare_plans(geometry, limit, held, 1, used, wider=True)
+    plans = compare_plans(geometry, limit, held, 1, used, wider=True, installed=True)
     refused = [f"{one.name}: {one.refused}" for one in plans if one.plan is None]
     fitting = {one.label: one for one in plans if one.plan is not None}
     if not fitting:

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
@@ -56,6 +57,16 @@ def written(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of caches as a table has them: plain JSON values; of a key nothing."""
     kept = {name: value for name, value in fields.items() if name != "encryption_key"}
     return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}
+
+
+def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any]:
+    """Those of `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
+    and not of a run alone."""
+    usual = type(config)()
+    return {
+        name: value for name, value in written(fields).items()
+        if name not in config.of_a_run and value != getattr(usual, name)
+    }  # fmt: skip
 
 
 def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Chosen:
 
     plan: ComparedPlan
     why: str
-    """A line a cache, the chosen one first: what was measured of it, or why it does not fit."""
+    """A line a cache, the chosen one first: what was measured of it, or why it is left out."""
 
     @property
     def name(self) -> str:
@@ -53,8 +53,10 @@ def measured_caches(
     of a step, and the first two after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a
     file that is none, and for one that is of another model than `model`, by what is known of that, or was measured
     with other fields of the caches than `fields` (None: it is not compared); the shipped one, a first guess, is for
-    all.
+    all, but that it tells nothing of exact caches, which all say the same.
     """
+    if path is None and (fields or {}).get("exact"):
+        return []
     if path is None:
         text = importlib.resources.files(__package__).joinpath("measured_caches.json").read_text(encoding="utf-8")
     else:
@@ -112,13 +114,17 @@ def which_cache(
         hint, beside = "long-prompt", "; after a long output nothing was measured in such a memory"
         told = _told(cells, names, memory, context, goal, hint)
     best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
-    first = _sentence(told[best]) if told else f"the default, since nothing that tells {goal} was measured of any"
+    first = f"the first that fits, since nothing that tells {goal} was measured of any"
+    if fitting[0].config is not None and fitting[0].config.exact:
+        first = "the first that fits: where all is attended to, every cache says the same"
+    if told:
+        first = _sentence(told[best]) + _facts_of_its_cache(told[best], told)
     reasons = [f"{best}: {first}{beside}"]
     for plan in plans:
         if plan.label in told and plan.label != best:
             reasons.append(f"{plan.label}: {_sentence(told[plan.label])}")
         elif plan.label != best and plan.num_selected is None:
-            unknown = "nothing was measured of it there" if plan.plan else f"does not fit: {plan.refused}"
+            unknown = "nothing was measured of it there" if plan.plan else f"left out: {plan.refused}"
             reasons.append(f"{plan.label}: {unknown}")
     return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
 
@@ -165,6 +171,12 @@ def _rank(label: str, told: dict[str, Cell], goal: str, hint: str) -> tuple[floa
         return float(bool(asked)), cell["kl"]
     share = _found(facts)
     return (most - share if share < most - max(_ALIKE, _ONE / facts["known"]) else 0.0), cell["kl"]
+
+
+def _facts_of_its_cache(cell: Cell, told: dict[str, Cell]) -> str:
+    """What a wider step is judged by where it was not asked for all that its cache was."""
+    usual = told.get(cell["cache"], cell)
+    return "" if cell.get("known") or not usual.get("known") else f", facts as of {cell['cache']}"
 
 
 def _found(cell: Cell) -> float:

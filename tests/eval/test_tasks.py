@@ -195,8 +195,8 @@ OF_PAGES = sorted({tuple(words[3:]) for path in (*PAGES, *FRONT) for words in co
 
 @pytest.mark.parametrize("words", OF_PAGES, ids=lambda words: words[words.index("--tasks") + 1])
 def test_commands_of_the_pages_run(words: Sequence[str], tmp_path: Path) -> None:
-    """With the real model, and of each task a short prompt, of whose memory a share is too little. No device is named,
-    and lm-eval's own default is one that may not be there."""
+    """With the real model, and of each task a short prompt, in a share that is not too little for that. No device is
+    named, and lm-eval's own default is one that may not be there."""
     filled = {"MODEL,": f"{default_folder()},", "TASKS": "needle_single,needle_multikey", "1/13": "1/4"}
     command = list(words)
     for name, value in filled.items():
@@ -209,6 +209,7 @@ def test_commands_of_the_pages_run(words: Sequence[str], tmp_path: Path) -> None
     asked = RECALL if "long_context" in words else RECALL[:2]
     assert set(found["results"]) >= {*asked} and ("document_qa" in found["results"]) is ("long_context" in words)
     assert found["config"]["cache"] == "disk-swap" and found["config"]["cache_memory"] == "1/4"
+    assert (found["config"]["cache_plain_requests"], found["config"]["cache_floor_requests"]) == (0, 0)
     assert all(0 <= found["results"][name]["recall,none"] <= 1 for name in asked)
 
 

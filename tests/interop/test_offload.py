@@ -533,13 +533,15 @@ def test_a_memory_that_cannot_be_is_told_before_a_request(memory: str, said: str
 
 
 @pytest.mark.parametrize("name", sorted(CACHES))
-def test_windows_alone_keep_their_own_cache_where_there_is_a_budget(name: str, tmp_path: Path) -> None:
-    """A budget that holds them is kept to, too, by who asks for one."""
+def test_windows_alone_are_within_a_budget_or_too_much_for_it(name: str, tmp_path: Path) -> None:
     own, ids = tiny("mistral_sliding"), prompt(model(), 1, 40)
     expected = generated(own, ids)
-    with offload(own, name, memory="1/13", path=tmp_path) as done:
+    with offload(own, name, memory="1/13", path=tmp_path) as done:  # short: its own cache is within the floor
         assert torch.equal(generated(own, ids), expected)
     assert (done.requests, done.requests_left_plain) == (0, 1)
+    refused = pytest.raises(BudgetError, match="need at least")
+    with offload(own, name, memory="1/13", strict=True, path=tmp_path), refused:
+        generated(own, ids)
     with pytest.warns(UserWarning, match="nothing to offload"):
         cache = cache_class(name).for_budget(own, "8MiB", 60, path=tmp_path)
     with cache:

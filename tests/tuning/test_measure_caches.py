@@ -241,7 +241,10 @@ def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path)
         assert "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=True, path=tmp_path) as cache:
         assert type(cache) is DiskSwapCache
-        assert cache.why == "disk-swap: the first that fits: where all is attended to, every cache says the same"
+        first = "disk-swap: the first that fits: where all is attended to, every cache says the same\n"
+        assert cache.why.startswith(first) and "KL" not in cache.why and "measured without" not in cache.why
+    with offload_cache(model, MEMORY, CONTEXT, exact=False, num_sinks=4, path=tmp_path) as cache:
+        assert "KL" in cache.why and "measured without" not in cache.why  # as they are by default
 
 
 def test_the_context_is_the_models_where_it_is_left_out(model: Any, tmp_path: Path) -> None:
@@ -260,9 +263,11 @@ def test_a_cache_that_lacks_a_package_is_no_choice(
     with pytest.raises(ConfigError, match=r"faiss, which is not installed: pip install 'hf-offload-cache\[cluster\]'"):
         cluster.ClusterCache(model, path=tmp_path)
     with offload_cache(model, MEMORY, CONTEXT, path=tmp_path) as cache:
-        assert "cluster: does not fit: ClusterCache makes clusters by faiss" in cache.why
-    plans = compare_plans.compare_plans(Geometry.of(model), None, CONTEXT, 1, {})
+        assert "cluster: left out: ClusterCache makes clusters by faiss" in cache.why
+    asked = (Geometry.of(model), None, CONTEXT, 1, {})
+    plans = compare_plans.compare_plans(*asked, installed=True)
     assert [plan.name for plan in plans if plan.plan is None] == ["cluster"]
+    assert all(plan.plan is not None for plan in compare_plans.compare_plans(*asked))  # what it would hold
 
 
 def test_bad_requests(model: Any, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_not_chosen_and_said() -> None:
     assert chosen.name == "disk-swap"
     lines = chosen.why.splitlines()
     assert lines[0].startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.5, perplexity 1.000")
-    assert "cluster: does not fit: too little" in lines and len(lines) == len(registry.CACHES)
+    assert "cluster: left out: too little" in lines and len(lines) == len(registry.CACHES)
     with pytest.raises(BudgetError, match="no cache fits this memory: disk-swap: too little; "):
         which_cache(fitting(), cells, 1 / 13, 4096)
 
@@ -154,9 +154,9 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert which_cache(plans, [*cells, *near], 1 / 4, 16384).plan.num_selected is None
 
 
-def test_where_nothing_was_measured_the_default_is_named_as_such() -> None:
+def test_where_nothing_was_measured_that_is_said() -> None:
     unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
-    assert unmeasured.why.startswith("cluster: the default, since nothing that tells fidelity was measured of any")
+    assert unmeasured.why.startswith("cluster: the first that fits, since nothing that tells fidelity was measured")
     cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
     chosen = which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed")
     assert chosen.name == "cluster" and "spec: nothing was measured of it there" in chosen.why
