@@ -135,7 +135,7 @@ def test_a_budget_is_of_each_document(tmp_path: Path) -> None:
 def test_a_document_that_is_too_short_for_its_share_has_the_floor(kind: str, tmp_path: Path) -> None:
     """As a short request has it in `offload`; who opens or streams what it left, too."""
     small: dict[str, Any] = {"exact": False, "memory": "1/90", "contexts": place_of(kind, tmp_path)}
-    with pytest.warns(UserWarning, match="memory='1/90' of a short request .* 64MiB a sequence"):
+    with pytest.warns(UserWarning, match="memory='1/90' of this request .* 64MiB a sequence"):
         first = only(worker(tmp_path, **small)(asked(1, 5)))
     again = only(worker(tmp_path, **small)(asked(1, 5)))
     assert first["error"] is None and first["answers"] == again["answers"] != [""]
