@@ -25,11 +25,15 @@ FLOORS: dict[str, dict[str, Any]] = {
 """What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
 
 
+def _fields(name: str) -> dict[str, Any]:
+    return {**FLOORS, **WIDER}.get(name, {"cache": name})
+
+
 def missing(name: str) -> str | None:
     """Why this one cannot run here, and what to install; None: it can."""
     if name in FIXED:
         return None if is_optimum_quanto_available() else "transformers' quantized cache needs optimum-quanto"
-    cache = {**FLOORS, **WIDER}.get(name, {"cache": name})["cache"]
+    cache = _fields(name)["cache"]
     return cache_class(cache).missing() if cache in CACHES else None
 
 
@@ -38,6 +42,5 @@ def contenders(names: Sequence[str], memories: Sequence[str]) -> dict[str, dict[
     found = {}
     for name in names:
         for memory in ("itself",) if name in FIXED else memories:
-            fields = {**FLOORS, **WIDER}.get(name, {"cache": name})
-            found[f"{name} {memory}"] = {**fields, "memory": "1/1" if name in FIXED else memory}
+            found[f"{name} {memory}"] = {**_fields(name), "memory": "1/1" if name in FIXED else memory}
     return found

@@ -25,6 +25,13 @@ def parse_size(text: str | int, name: str = "size") -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def at_least(**numbers: object) -> None:
+    """Raises `ConfigError` for what is no whole number of at least 1."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
 def parse_memory(text: int | str, full_kv_bytes: int) -> int:
     """Bytes of a number, of "300MiB", or of a fraction of the full KV such as "1/13". Raises `ConfigError`."""
     fraction = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", str(text))

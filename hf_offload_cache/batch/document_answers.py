@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from ..config import at_least
 from ..console.answer import check_length, generate_answer
 from ..console.prompt import document_part, question_part
 from ..core.offload_cache import OffloadCache
 from ..core.prefill import prefill
-from ..errors import ConfigError, ContextError, CorruptRecordError, StoreError, StoreFullError
+from ..errors import ContextError, CorruptRecordError, StoreError, StoreFullError
 from .recipe import Recipe
 from .shared_contexts import Found, SharedContexts
 
@@ -57,9 +58,7 @@ class Answering:
         self, tokenizer: Any, recipe: Recipe, contexts: SharedContexts | None = None, max_new_tokens: int = 64,
         prefill_chunk: int = 1024,
     ) -> None:  # fmt: skip
-        for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        at_least(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
         self._tokenizer, self._recipe, self._contexts = tokenizer, recipe, contexts
         self._new, self._chunk = max_new_tokens, prefill_chunk
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ..config import OffloadConfig, parse_memory, parse_size
-from ..errors import BudgetError, ConfigError, UnsupportedModelError
+from ..config import OffloadConfig, at_least, parse_memory, parse_size
+from ..errors import BudgetError, UnsupportedModelError
 from ..memory.fit import fit_stream
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
@@ -55,9 +55,7 @@ class Budgeted:
         cache goes on with what it holds. Raises as the constructor does, and `BudgetError` with the least memory that
         would do.
         """
-        for name, value in (("max_context", max_context), ("max_batch", max_batch)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        at_least(max_context=max_context, max_batch=max_batch)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
         geometry = Geometry.of(model)

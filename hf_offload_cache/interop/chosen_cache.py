@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..config import parse_memory
+from ..config import at_least, parse_memory
 from ..core.offload_cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.config_values import config_value
@@ -16,7 +16,6 @@ from ..registry import cache_class
 from ..stores.engines import resolve_engine
 from ..tuning.compare_plans import compare_plans
 from ..tuning.measured_model import identity_of, not_measured
-from ..tuning.tunable import at_least
 from ..tuning.which_cache import measured_caches, which_cache
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches.disk_swap import DiskSwapCache
-from ..config import OffloadConfig, parse_memory
+from ..config import OffloadConfig, at_least, parse_memory
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..memory.machine import free_memory
 from ..model.dynamic_cache import dynamic_cache
@@ -27,7 +27,6 @@ from .measured_model import identity_of, written
 from .progress import Progress
 from .sample import sample_ids, windows
 from .task import machine_of
-from .tunable import at_least
 from .turns import TURN, Contender, Followed, follow_in_turns, together, without_seams
 
 _DYNAMIC, _EXACT = "DynamicCache", "an exact DiskSwapCache"

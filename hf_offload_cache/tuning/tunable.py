@@ -51,10 +51,3 @@ def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
     settings = measured.config_class.load(None, fields)
     assert isinstance(settings, DiskSwapConfig)
     return settings
-
-
-def at_least(**numbers: Any) -> None:
-    """Raises `ConfigError` for what is no whole number of at least 1."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

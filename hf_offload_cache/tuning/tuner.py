@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches.disk_swap import DiskSwapCache
-from ..config import parse_memory
+from ..config import at_least, parse_memory
 from ..errors import UnsupportedModelError
 from ..model.geometry import Geometry
 from ..model.inner_model import inner_model
@@ -15,7 +15,7 @@ from .by_solver import tune_by_solver
 from .by_trial import tune_by_trial
 from .solve import Limits
 from .task import Task
-from .tunable import at_least, settings_of, tunable
+from .tunable import settings_of, tunable
 from .tuned import Tuned
 
 _SECONDS, _QUICK_SECONDS = 1500.0, 120.0
