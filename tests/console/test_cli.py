@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hf_offload_cache import registry
+from hf_offload_cache.caches import cluster
 from hf_offload_cache.console import answer, load_model
 from hf_offload_cache.console import arguments as common
 from hf_offload_cache.console import main as cli
@@ -341,7 +342,7 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
 
 
-def test_plan_compares_all_caches(plan):
+def test_plan_compares_all_caches(plan, monkeypatch):
     """Each as its own plan has it; what does not fit is told, and is no error while another does."""
     longer, room = "40000", ("--memory", "40MiB", "--set", "group_size=4")
     code, out, _, written = plan("--compare", *room, context=longer)
@@ -355,6 +356,10 @@ def test_plan_compares_all_caches(plan):
         assert (one["plan"], one["config"]) == (alone["plan"], alone["config"])
         assert one["plan"]["peak_bytes"] <= 40 * 2**20 and 0 < one["attended"] <= 40000
         assert 0 < one["read_bytes"] <= one["plan"]["full_kv_bytes"]
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)  # what is not installed is planned, and that is said
+    code, out, _, written = plan("--compare", *room, "--set", "exact=true", context=longer)
+    assert all(one["plan"] for one in written["plans"]) and "cluster: ClusterCache makes clusters by faiss" in out
+    assert "for speed: disk-swap: the first that fits: where all is attended to" in out  # no figures of other fields
     code, out, _, written = plan("--compare", "--memory", "2000")
     assert code == 1 and written["machine"]["fits"] == [] and "none of them" in out
     assert all(one["plan"] is None and "need at least" in one["refused"] for one in written["plans"])

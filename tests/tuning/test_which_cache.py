@@ -147,6 +147,7 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert len(lines) == len(registry.CACHES) + 1
     assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
     del wider["found"], wider["known"]  # a wider step has the facts of its cache
+    assert which_cache(plans, cells, 1 / 4, 16384).why.splitlines()[0].endswith(", facts as of disk-swap")
     assert which_cache(plans, cells, 1 / 4, 16384).plan.num_selected == 800
     cells[0]["found"] = 5
     assert which_cache(plans, cells, 1 / 4, 16384).name == "cluster"
