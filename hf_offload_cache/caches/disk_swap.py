@@ -15,7 +15,6 @@ from ..core.pace import Pace
 from ..core.planned import LayerKind
 from ..core.selective_cache import SelectiveCache
 from ..core.selective_layer import SelectiveLayer
-from ..core.selective_plan import area_bytes
 from ..errors import ConfigError
 from ..fetch.choice import Choice
 from ..history.record_format import RecordFormat
@@ -220,8 +219,9 @@ class DiskSwapCache(SelectiveCache):
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
-        most = DiskSwapLayer.most_units
-        area = max((area_bytes(kind, settings, context, most(kind, settings, context)) for kind in kinds), default=0)
+        own = DiskSwapLayer
+        most = ((kind, settings, context, own.most_units(kind, settings, context)) for kind in kinds)
+        area = max((own.area_bytes(*each) for each in most), default=0)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
         return fit_disk_swap(search, forms, area)
 

@@ -6,8 +6,7 @@ from ..config import OffloadConfig, SelectiveConfig
 from ..core.offload_layer import OffloadLayer
 from ..core.planned import LayerKind
 from ..core.selective_layer import SelectiveLayer
-from ..core.selective_plan import area_bytes
-from ..fetch.areas import Areas
+from ..fetch.areas import Areas, records_soon
 from ..fetch.chosen_entries import ChosenEntries
 from ..fetch.entry_reads import EntryReads
 from ..fetch.pinned_entries import PinnedEntries
@@ -70,8 +69,8 @@ class SpecPlan(SelectiveLayer):
         units = sealed_groups(form, config, context)
         chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
         latest = -(-latest_tokens(form, config) // form.group_size)
-        view = kind.rows * (min(wanted, units * 9 // 8 + 8) + latest) * form.payload_width * form.dtype.itemsize
-        area, ahead = area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
+        view = kind.rows * (min(wanted, records_soon(units)) + latest) * form.payload_width * form.dtype.itemsize
+        area, ahead = cls.area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
         if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
             area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
         areas = Areas.planned(area, view, view, ahead, kind.device)

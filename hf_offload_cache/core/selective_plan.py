@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..fetch.areas import Areas
+from ..fetch.areas import Areas, records_soon
 from ..fetch.tier import SlotTier
 from ..history.packing import latest_tokens, sealed_groups
 from ..memory.plan import LayerPlan, Planned
@@ -34,6 +34,17 @@ class SelectivePlan(OffloadLayer):
         return units
 
     @classmethod
+    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Records a row that a history of `context` tokens a row lies in at most."""
+        return sealed_groups(kind.form, config, context)
+
+    @classmethod
+    def area_bytes(cls, kind: LayerKind, config: SelectiveConfig, context: int, most_records: int) -> int:
+        """Bytes of one staging area on one side: for at most so many records a row, and no more than there may be."""
+        soon = records_soon(cls.most_stored(kind, config, context))
+        return kind.rows * min(most_records, soon) * kind.form.record_bytes
+
+    @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
         """Entries a row that come with every gather beside records and tail."""
         return 0
@@ -50,17 +61,17 @@ class SelectivePlan(OffloadLayer):
         return 0
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, units: int) -> Planned:
-        """What `make_tiers` makes of `slots` slots in all, over a history of `units` units a row. A prefill gives it
-        back before it begins."""
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
+        """What `make_tiers` makes of `slots` slots in all, over a history of `records` records a row. A prefill gives
+        it back before it begins."""
         form = kind.form
-        return Planned(decode=SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * units))
+        return Planned(decode=SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * records))
 
     @classmethod
-    def plan_slots(cls, kind: LayerKind, config: SelectiveConfig, units: int) -> Planned:
-        """Tiers of as many slots as a history of `units` units a row may have."""
-        slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, kind.form.group_size, units))
-        return cls.plan_tiers(kind, config, slots, units)
+    def plan_slots(cls, kind: LayerKind, config: SelectiveConfig, records: int) -> Planned:
+        """Tiers of as many slots as a history of `records` records a row may have."""
+        slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, kind.form.group_size, records))
+        return cls.plan_tiers(kind, config, slots, records)
 
     @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -71,20 +82,20 @@ class SelectivePlan(OffloadLayer):
         predictor = cls.plan_predictor(kind, config, context)
         wanted = cls.most_units(kind, config, context)
         most_units = cls.most_records(config, form.group_size, wanted)
-        units = sealed_groups(form, config, context)
+        stored = cls.most_stored(kind, config, context)
         payload = form.payload_width * form.dtype.itemsize
         latest = latest_tokens(form, config) + cls.most_beside(kind, config)
         tail_units = -(-latest // form.group_size)
-        soon, ahead = units * 9 // 8 + 8, 0 if config.look_ahead is False else 1
+        soon, ahead = records_soon(stored), 0 if config.look_ahead is False else 1
         together = max(most_units, 2 * wanted)  # of candidates that are verified
         view, widest = (kind.rows * (min(most, soon) + tail_units) * payload for most in (most_units, together))
-        area = area_bytes(kind, config, context, most_units)
+        area = cls.area_bytes(kind, config, context, most_units)
         kept = cls.most_kept(kind, config, context)
         kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
         widens = config.brought_at_most(context) > config.brought(context)
         whole = widest if cls.most_beside(kind, config) else 0  # whole units are kept too where some come beside them
         areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else whole))
-        own = predictor.own + cls.plan_slots(kind, config, units)
+        own = predictor.own + cls.plan_slots(kind, config, stored)
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
         if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
             prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])
@@ -92,9 +103,3 @@ class SelectivePlan(OffloadLayer):
             prefill[owner] = max(0, prefill[owner] - plan.shared.prefill.get(owner, 0))
             decode[owner] = max(0, decode[owner] - plan.shared.decode.get(owner, 0))
         return plan + LayerPlan(own, Planned(prefill, decode) + Planned(decode=areas))
-
-
-def area_bytes(kind: LayerKind, config: SelectiveConfig, context: int, most_units: int) -> int:
-    """Bytes of one staging area on one side: a record for each unit that a query of one layer wants."""
-    units = sealed_groups(kind.form, config, context)
-    return kind.rows * min(most_units, units * 9 // 8 + 8) * kind.form.record_bytes

@@ -12,6 +12,11 @@ from .staging import Staging
 from .view import Filled, View
 
 
+def records_soon(records: int) -> int:
+    """How many there may be soon where there are `records` a row: areas are made for no more."""
+    return records * 9 // 8 + 8
+
+
 class Areas:
     """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
 

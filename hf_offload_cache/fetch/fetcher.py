@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .area_reads import AreaReads
-from .areas import Areas
+from .areas import Areas, records_soon
 from .byte_rows import ByteRows
 from .choice import Choice, Extents
 from .early_look import EarlyLook
@@ -55,7 +55,7 @@ class Fetcher:
 
     def _room(self, history: Source) -> int:
         """Records that areas are made for: no more than there will be soon."""
-        soon = history.records * 9 // 8 + 8
+        soon = records_soon(history.records)
         return history.rows * (soon if soon < self.most_records else self.most_records)
 
     # --- ahead -------------------------------------------------------------------------------------------------

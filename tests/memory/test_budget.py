@@ -585,6 +585,22 @@ def test_slots_make_room_for_a_crop() -> None:
         assert cache.report().peak_memory_bytes <= cache.report().memory_budget
 
 
+@pytest.mark.parametrize("cache_class", [DiskSwapCache, AbstractTreeCache, ClusterCache])
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("num_selected", [400, 800, CONTEXT])
+def test_steps_that_attend_to_nearly_all_hold_what_was_planned(
+    num_selected: int, look_ahead: bool, cache_class: Any
+) -> None:
+    """Of each cluster a page is not full: there are more records than tokens fill, and a step wants most of them."""
+    model = tiny("llama")
+    fields: dict[str, Any] = {"num_selected": num_selected, "look_ahead": look_ahead, "engine": "direct"}
+    fields |= {"max_context": CONTEXT, "max_batch": BATCH}
+    least = cache_class.plan(Geometry.of(model), cache_class.config_class(**fields), CONTEXT, BATCH).peak_bytes
+    with cache_class(model, **fields, memory=least) as cache:
+        run(model, cache, CONTEXT - 24, 256, 24)
+        check_kept(cache, Geometry.of(model))
+
+
 def test_what_the_account_holds_is_what_was_planned() -> None:
     """At the end of the context, by owner, for what does not depend on the moment. Slots are a mean over layers."""
     model = tiny("llama")
