@@ -3,7 +3,8 @@
 Imports nothing of this project. Reads one JSON object a line from stdin, and answers each with one on stdout:
 {"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} decodes "next" token
 by token after "ids" and leaves logits (S, V), float32, in FILE; with "first": tokens that are prefilled at once,
-"answer": the most new ones, and "end": ids that end one, in the place of both it answers greedily.
+"answer": the most new ones, and "end": ids that end one, in the place of both it answers greedily. Jobs that prefill
+the same one after another prefill it once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,34 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
-def prefilled(model: Any, press: str, ratio: float, ids: torch.Tensor) -> DynamicCache:
-    """What a press leaves of ids (1, T)."""
-    cache = DynamicCache(config=model.config)
-    with getattr(kvpress, press)(compression_ratio=ratio)(model):
-        model.model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache
+class Prefill:
+    """One forward over ids (1, T), and what each press would leave of it: a press comes to a layer when that has
+    attended to everything, so that a forward is the same for all of them."""
+
+    def __init__(self, model: Any, ids: torch.Tensor) -> None:
+        self.ids, self._model, self._cache = ids, model, DynamicCache(config=model.config)
+        self._layers: list[tuple[Any, dict[str, Any], Any]] = []
+        attention = [layer.self_attn for layer in model.model.layers]
+        hooks = [module.register_forward_hook(self._seen, with_kwargs=True) for module in attention]
+        try:
+            model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _seen(self, module: Any, _: Any, given: dict[str, Any], output: Any) -> None:
+        self._layers.append((module, given, output[1]))
+
+    def kept(self, press: str, ratio: float) -> DynamicCache:
+        """What a press leaves, in a cache of its own."""
+        cache = DynamicCache(config=self._model.config)
+        for index, layer in enumerate(self._cache.layers):
+            cache.update(layer.keys, layer.values, index)
+        chosen = getattr(kvpress, press)(compression_ratio=ratio)
+        with chosen(self._model):  # what it makes of the model, and then each layer as in a forward
+            for module, given, weights in self._layers:
+                chosen.forward_hook(module, (), {**given, "past_key_values": cache}, (None, weights))
+        return cache
 
 
 def step(model: Any, cache: DynamicCache, token: torch.Tensor, position: int) -> torch.Tensor:
@@ -33,16 +56,19 @@ def step(model: Any, cache: DynamicCache, token: torch.Tensor, position: int) ->
     return said.logits[0, -1].float()
 
 
-def answered(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What comes out of one job: {"held": bytes of keys and values after the prefill, "answer": ids of it}."""
+def answered(model: Any, job: dict[str, Any], before: Prefill | None) -> tuple[dict[str, Any], Prefill]:
+    """What comes out of one job: {"held": bytes of keys and values after the prefill, "answer": ids of it}; and what it
+    prefilled, for the next one."""
     ids = torch.tensor([job["ids"]])
     first = len(job["ids"]) if "next" in job else job["first"]
-    cache = prefilled(model, job["press"], job["ratio"], ids[:, :first])
+    if before is None or not torch.equal(before.ids, ids[:, :first]):
+        before = Prefill(model, ids[:, :first])
+    cache = before.kept(job["press"], job["ratio"])
     found: dict[str, Any] = {"held": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
     if "next" in job:
         said = [step(model, cache, torch.tensor([[token]]), first + at) for at, token in enumerate(job["next"])]
         torch.save(torch.stack(said), job["logits"])
-        return found
+        return found, before
     for place in range(first, ids.shape[1]):
         logits = step(model, cache, ids[:, place : place + 1], place)
     tokens: list[int] = []
@@ -51,17 +77,18 @@ def answered(model: Any, job: dict[str, Any]) -> dict[str, Any]:
         if tokens[-1] in job["end"]:
             break
         logits = step(model, cache, torch.tensor([tokens[-1:]]), ids.shape[1] + len(tokens) - 1)
-    return {**found, "answer": tokens}
+    return {**found, "answer": tokens}, before
 
 
 def main() -> None:
     """The folder of the model and torch's threads are the arguments."""
     torch.set_num_threads(int(sys.argv[2]))
+    before = None
     with contextlib.redirect_stdout(sys.stderr):
         model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
     for line in sys.stdin:
         with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
-            found = answered(model, json.loads(line))
+            found, before = answered(model, json.loads(line), before)
         print(json.dumps(found), flush=True)
 
 

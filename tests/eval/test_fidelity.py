@@ -196,11 +196,12 @@ class SnapKVPress:
         self.kept = 1 - compression_ratio
     @contextlib.contextmanager
     def __call__(self, model):
-        hooks = [layer.self_attn.register_forward_hook(self.press, with_kwargs=True) for layer in model.model.layers]
+        attention = [layer.self_attn for layer in model.model.layers]
+        hooks = [module.register_forward_hook(self.forward_hook, with_kwargs=True) for module in attention]
         yield
         for hook in hooks:
             hook.remove()
-    def press(self, module, args, kwargs, output):
+    def forward_hook(self, module, args, kwargs, output):
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         gone = layer.keys.shape[2] - int(layer.keys.shape[2] * self.kept)
         layer.keys, layer.values = layer.keys[:, :, gone:], layer.values[:, :, gone:]
