@@ -45,11 +45,11 @@ pytest_twice = @first=0; second=0; \
 # A module stays with one worker, so that what its tests share is made once. A worker takes up to a GiB of memory.
 WORKERS := -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench docs docs-serve clean
+.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
@@ -77,6 +77,8 @@ lint: $(VENV)/.model
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+kvpress: $(PRESSES)/.installed
+
 bench: $(VENV)/.model
 	$(BIN)/python -m eval.bench $(ARGS)
 
@@ -88,7 +90,7 @@ docs-serve: $(VENV)/.installed
 	$(BIN)/python -m mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(PRESSES) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp is written after its step, so an install that broke is done again. torch goes in first and alone:
 # a dependant's plain "torch" would be free to bring another build of it, and gigabytes of CUDA packages.
@@ -143,13 +145,10 @@ $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 # kvpress, which `python -m eval.fidelity --kvpress .venv-kvpress/bin/python` measures beside ours. It takes no transformers
 # as new as ours, so it has an environment of its own; its presses work up to transformers 5.2.
 
-.PHONY: kvpress
-kvpress: $(PRESSES)/.installed
-
 $(PRESSES)/.installed:
 	@echo '$(PRESSES): $(KVPRESS)'
 	@rm -rf $(PRESSES)
 	@$(PYTHON) -m venv $(PRESSES)
 	@$(PRESSES)/bin/python $(PIP) '$(TORCH)'
-	@$(PRESSES)/bin/python $(PIP) '$(TORCH)' '$(KVPRESS)' 'transformers<5.3'
+	@$(PRESSES)/bin/python $(PIP) '$(TORCH)' '$(KVPRESS)' 'transformers==5.2.*'
 	@touch $@

@@ -20,7 +20,8 @@ from hf_offload_cache.tuning.sample import sample_ids
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
 from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders, missing
-from .fidelity_tables import LONGEST_FACTS, draw_front, markdown, shipped, summarised
+from .fidelity_pictures import draw_front, draw_layers
+from .fidelity_tables import LONGEST_FACTS, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
@@ -280,6 +281,7 @@ STUDY = Study(
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
     size=(13.0, 4.5), module="eval.fidelity",
     of_a_run=("parts", "tokens", "memory", "few", "caches", "kvpress", "markdown", "shipped"),
+    more_plots={"layers": ("attention mass by layer", draw_layers)},
 )  # fmt: skip
 
 if __name__ == "__main__":

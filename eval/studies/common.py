@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ from ..bench import machine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    Plot = Callable[[dict[str, Any], list[dict[str, Any]], Figure], None]
 
 
 class Rows:
@@ -85,7 +88,7 @@ class Study:
     name: str
     question: str
     run: Callable[[argparse.Namespace, Rows], dict[str, Any]]
-    plot: Callable[[dict[str, Any], list[dict[str, Any]], Figure], None]
+    plot: Plot
     arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     quick: dict[str, Any] = field(default_factory=dict)
     size: tuple[float, float] = (8.0, 4.5)
@@ -94,6 +97,8 @@ class Study:
     """Where its command is; None: a module of `eval.studies` of its name."""
     of_a_run: tuple[str, ...] = ()
     """Arguments that decide which rows there are, and not what one says: a run may go on with others."""
+    more_plots: dict[str, tuple[str, Plot]] = field(default_factory=dict)
+    """By the end of `--plot-NAME`, what else can be drawn, and how."""
 
     @property
     def command(self) -> str:
@@ -115,6 +120,8 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="file for what was measured, written after each row")
     formats = "files for the plot; an ending says the format: .png, .svg, .pdf"
     parser.add_argument("--plot", type=Path, nargs="+", default=[], help=formats)
+    for name, (what, _) in study.more_plots.items():
+        parser.add_argument(f"--plot-{name}", type=Path, nargs="+", default=[], help=f"files for one of {what}")
     parser.add_argument("--path", help="folder on the disk to use")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--resume", action="store_true", help="go on from the rows that --json has")
@@ -125,11 +132,14 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(argv)
     if arguments.resume and arguments.json is None:
         parser.error("--resume goes on from the rows of a file: name it with --json")
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+    more = {f"plot_{name}": plot for name, (_, plot) in study.more_plots.items()}
+    pictures = [(target, study.plot) for target in arguments.plot]
+    pictures += [(target, plot) for name, plot in more.items() for target in getattr(arguments, name)]
+    if pictures and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    apart = ("json", "plot", "path", "resume", *study.of_a_run)
+    apart = ("json", "plot", *more, "path", "resume", *study.of_a_run)
     asked = {name: value for name, value in vars(arguments).items() if name not in apart}
     head = {"study": study.name, "arguments": asked, "machine": machine(arguments.path)}
     rows = Rows(head, arguments.json, say=lambda line: print(line, flush=True))
@@ -142,8 +152,8 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     summary = study.run(arguments, rows)
     last = {"seconds": time.perf_counter() - start, "summary": summary}
     rows.write(**last)
-    for target in arguments.plot:
-        draw(study, summary, rows.rows, target)
+    for target, plot in pictures:
+        draw(dataclasses.replace(study, plot=plot), summary, rows.rows, target)
     for line in summary_lines(summary):
         print(line, flush=True)
     return {**head, **last, "rows": rows.rows}

@@ -18,7 +18,8 @@ from words import words
 
 from eval import fidelity, fidelity_contenders
 from eval.baselines.in_memory import SINKS, quantized_share, window_cache, window_tokens
-from eval.fidelity_tables import draw_front, markdown, shipped, summarised
+from eval.fidelity_pictures import draw_front, draw_layers
+from eval.fidelity_tables import markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
 from eval.studies.contexts import follow, prefill
@@ -185,6 +186,20 @@ def test_the_front_joins_what_nothing_beats() -> None:
     assert list(front[left].get_ydata()) == [0.01, 1e-4]  # disk-swap's wider step, then DynamicCache
     assert list(front[middle].get_ydata()) == [100.0]
     assert list(front[right].get_ydata()) == [10.0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_layers_are_drawn_of_one_memory_of_the_longest_context() -> None:
+    from matplotlib.figure import Figure
+
+    shorter = [{**row, "tokens": 2048} for row in rows()]
+    another = [{**row, "name": "disk-swap 1/4"} for row in rows() if row["name"] == "disk-swap 1/13"]
+    figure = Figure()
+    draw_layers(summarised([*shorter, *rows(), *another]), [], figure)
+    (axes,) = figure.axes
+    assert axes.get_title() == "4,096 tokens, 1/13"
+    assert [line.get_label() for line in axes.lines] == ["disk-swap", "cluster", "window"]
+    assert all(list(line.get_ydata()) == pytest.approx([0.55, 0.9]) for line in axes.lines)
 
 
 # --- kvpress ------------------------------------------------------------------------------------------------------

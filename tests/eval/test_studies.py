@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -434,6 +435,20 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     target = tmp_path / "out.png"
     common.main(_study(_count), ["--quick", "--plot", str(target)])
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+@MATPLOTLIB
+def test_one_of_several_plots_is_drawn(tmp_path: Path) -> None:
+    """By an option of its own, which no row depends on."""
+
+    def backwards(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
+        figure.subplots().plot([row["index"] for row in reversed(rows)])
+
+    study = dataclasses.replace(_study(_count), more_plots={"back": ("the way back", backwards)})
+    target, measured = tmp_path / "out.svg", tmp_path / "out.json"
+    common.main(study, ["--quick", "--json", str(measured)])
+    common.main(study, ["--quick", "--json", str(measured), "--resume", "--plot-back", str(target)])
+    assert "</svg>" in target.read_text() and "plot_back" not in measured.read_text()
 
 
 # --- each study on a tiny model ----------------------------------------------------------------------------------
