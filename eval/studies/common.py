@@ -160,12 +160,15 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def draw(study: Study, summary: dict[str, Any], rows: list[dict[str, Any]], target: Path) -> None:
-    """The study's plot as a picture at `target`. Needs matplotlib; no display, nothing global."""
+    """The study's plot as a picture at `target`, the same bytes for the same values. Needs matplotlib; no display,
+    nothing global."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=study.size, layout="constrained")
     study.plot(summary, rows, figure)
-    figure.savefig(target, dpi=120)
+    with rc_context({"svg.hashsalt": study.name}):
+        figure.savefig(target, dpi=120, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
 def summary_lines(summary: dict[str, Any]) -> Iterable[str]:

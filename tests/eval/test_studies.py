@@ -449,6 +449,9 @@ def test_one_of_several_plots_is_drawn(tmp_path: Path) -> None:
     common.main(study, ["--quick", "--json", str(measured)])
     common.main(study, ["--quick", "--json", str(measured), "--resume", "--plot-back", str(target)])
     assert "</svg>" in target.read_text() and "plot_back" not in measured.read_text()
+    again = tmp_path / "again.svg"
+    common.main(study, ["--quick", "--json", str(measured), "--resume", "--plot-back", str(again)])
+    assert again.read_bytes() == target.read_bytes()
 
 
 # --- each study on a tiny model ----------------------------------------------------------------------------------
