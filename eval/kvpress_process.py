@@ -1,10 +1,10 @@
 """Presses of kvpress, in an environment of their own: `eval.fidelity --kvpress PYTHON` starts it, and asks it.
 
 Imports nothing of this project. Reads one JSON object a line from stdin, and answers each with one on stdout:
-{"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} decodes "next" token
-by token after "ids" and leaves logits (S, V), float32, in FILE; with "first": tokens that are prefilled at once,
-"answer": the most new ones, and "end": ids that end one, in the place of both it answers greedily. Jobs that prefill
-the same one after another prefill it once.
+{"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} lets "next" follow
+after "ids", at once, since what a press has left stays as it is, and leaves logits (S, V), float32, in FILE; with
+"first": tokens that are prefilled under the press, "answer": the most new ones, and "end": ids that end one, in the
+place of both it answers greedily. Jobs that prefill the same one after another prefill it once.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ class Prefill:
         return cache
 
 
-def step(model: Any, cache: DynamicCache, token: torch.Tensor, position: int) -> torch.Tensor:
-    """Logits (V,) after one token (1, 1), at its own position: the cache has fewer entries than that."""
-    where = torch.tensor([[position]])
-    said = model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=where)
-    return said.logits[0, -1].float()
+def after(model: Any, cache: DynamicCache, ids: torch.Tensor, position: int) -> torch.Tensor:
+    """Logits (S, V) after each of ids (1, S), at their own positions: the cache has fewer entries than that."""
+    where = position + torch.arange(ids.shape[1])[None]
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=where).logits[0].float()
 
 
 def answered(model: Any, job: dict[str, Any], before: Prefill | None) -> tuple[dict[str, Any], Prefill]:
@@ -66,17 +65,14 @@ def answered(model: Any, job: dict[str, Any], before: Prefill | None) -> tuple[d
     cache = before.kept(job["press"], job["ratio"])
     found: dict[str, Any] = {"held": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
     if "next" in job:
-        said = [step(model, cache, torch.tensor([[token]]), first + at) for at, token in enumerate(job["next"])]
-        torch.save(torch.stack(said), job["logits"])
+        torch.save(after(model, cache, torch.tensor([job["next"]]), first), job["logits"])
         return found, before
-    for place in range(first, ids.shape[1]):
-        logits = step(model, cache, ids[:, place : place + 1], place)
-    tokens: list[int] = []
-    while len(tokens) < job["answer"]:
-        tokens.append(int(logits.argmax()))
+    tokens, following = [], ids[:, first:]
+    for place in (first, *range(ids.shape[1], ids.shape[1] + job["answer"] - 1)):
+        tokens.append(int(after(model, cache, following, place)[-1].argmax()))
         if tokens[-1] in job["end"]:
             break
-        logits = step(model, cache, torch.tensor([tokens[-1:]]), ids.shape[1] + len(tokens) - 1)
+        following = torch.tensor([tokens[-1:]])
     return {**found, "answer": tokens}, before
 
 
