@@ -21,7 +21,7 @@ class Asked(NamedTuple):
     """Low-rank queries on their way to scores."""
 
     queries: torch.Tensor
-    """(h, components), in the type that they are multiplied in."""
+    """(h, components), as they are multiplied: in 8 bits where products are whole numbers."""
     factor: np.ndarray
     """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
     constant: np.ndarray
@@ -110,7 +110,7 @@ class CompactKeys(ABC):
             count = block if first + block <= tokens else tokens - first
             raw = self._products(asked, held if count == tokens else held.narrow(axis, first // each, count // each))
             if seen is not None:
-                least = -(2**30) if raw.dtype == torch.int32 else torch.finfo(raw.dtype).min / 2
+                least = -(2**30) if asked.queries.dtype == torch.int8 else torch.finfo(raw.dtype).min / 2
                 raw.masked_fill_(~self._in_order(seen[first : first + count]), least)
             found.append(raw.view(heads, -1, unit_size).amax(2) if each == 1 else _largest(raw.view(heads, each, -1)))
         best: np.ndarray = (found[0] if len(found) == 1 else torch.cat(found, 1)).float().numpy(force=True)

@@ -1,9 +1,18 @@
-"""Low-rank queries times 8-bit components, as integers where the processor does that fast."""
+"""Low-rank queries times 8-bit components: whole numbers, by whichever instructions this processor has for them."""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
+
+_WIDENED = 1 << 15
+"""Components that are taken to float32 at a time."""
+_MOST_COMPONENTS = 1024
+"""Of a token, whose products with a query of 8 bits sum up to less than 2 ** 24, which float32 has exactly."""
 
 
 def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -21,10 +30,41 @@ def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np
 
 
 def multiplied(queries: torch.Tensor, components: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`rounded` queries (h, r) times components (r, n) int8: (h, n), in int32 on a CPU and in the first bytes of
-    `memory` (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
+    """`rounded` queries (h, r) times components (r, n) int8: (h, n). On a CPU it is exact, in int32 or in float32, and
+    in the first bytes of `memory` (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
     if components.device.type != "cpu":
         return queries @ components.to(torch.bfloat16)
-    size = 4 * len(queries) * components.shape[1]
-    out = memory[:size].view(torch.int32).view(len(queries), components.shape[1])
-    return torch._int_mm(queries, components, out=out)
+    rank, count = components.shape
+    out = memory[: 4 * len(queries) * count]
+    if rank > _MOST_COMPONENTS or multiplies_bytes():
+        return torch._int_mm(queries, components, out=out.view(torch.int32).view(-1, count))
+    return _widened(queries, components, out.view(torch.float32).view(-1, count))
+
+
+def _widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The same in float32, a few components at a time."""
+    wide, piece = queries.float(), max(1, _WIDENED // len(components))
+    for first in range(0, components.shape[1], piece):
+        some = slice(first, first + piece)
+        torch.mm(wide, components[:, some].float(), out=out[:, some])
+    return out
+
+
+@functools.cache
+def multiplies_bytes() -> bool:
+    """Whether this processor multiplies matrices of bytes faster than it takes them to float32 first: with AVX-512's
+    VNNI it does, with AVX2 alone it takes 10 to 20 times as long. Tried once in a process, in some milliseconds: what
+    torch has a path for is not told, and both ways say the same."""
+    queries, components = torch.ones(9, 24, dtype=torch.int8), torch.ones(24, 2048, dtype=torch.int8)
+    out = torch.empty(9, 2048, dtype=torch.int32)
+
+    def seconds(product: Callable[[], torch.Tensor]) -> float:
+        taken = []
+        for _ in range(4):  # the first one makes what the others use
+            start = time.perf_counter()
+            product()
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    integers = seconds(lambda: torch._int_mm(queries, components, out=out))
+    return integers <= seconds(lambda: _widened(queries, components, out.view(torch.float32)))

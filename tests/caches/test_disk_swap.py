@@ -20,6 +20,7 @@ from hf_offload_cache.core.step import Step
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.model.look_ahead import LookAhead
+from hf_offload_cache.predictors import integer_product
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.predictors.low_rank import LowRankPredictor
 from hf_offload_cache.testing import open_descriptors
@@ -242,6 +243,19 @@ def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch, selection: st
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert all(groups[1].min() == 101 // 4 for _, groups in seen)
             assert all(groups[0].min() == 0 for _, groups in seen)
+            assert len(seen) == 7 * 3
+    assert torch.equal(results[0].logits, results[1].logits)
+
+
+@pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
+def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """Whatever a processor multiplies faster, padding included: the same logits, to the bit."""
+    ids, mask = padded_prompt()
+    results = []
+    for fast in (True, False):
+        monkeypatch.setattr(integer_product, "multiplies_bytes", lambda fast=fast: fast)
+        with sparse(**fields) as cache, selections(monkeypatch) as seen:
+            results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert len(seen) == 7 * 3
     assert torch.equal(results[0].logits, results[1].logits)
 
