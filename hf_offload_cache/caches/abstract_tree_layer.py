@@ -123,8 +123,9 @@ class AbstractTreeLayer(SelectiveLayer):
         return tiers
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
         assert isinstance(config, AbstractTreeConfig)
+        records = cls.most_stored(kind, config, context)
         if config.keeps_all:
             slots = min(slots, kind.rows * _room_for_all(records))
         payload, all_records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * records

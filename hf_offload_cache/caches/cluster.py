@@ -22,6 +22,7 @@ from ..fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
 from ..fetch.tier import SlotTier, Tier
 from ..history.base import History
 from ..history.cluster_history import ClusterHistory
+from ..history.packing import sealed_groups
 from ..history.record_format import RecordFormat
 from ..history.settling import fullest
 from ..memory.plan import LayerPlan, Planned
@@ -85,8 +86,10 @@ class ClusterLayer(SelectiveLayer):
         return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=self._policy())]
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
         assert isinstance(config, ClusterConfig)
+        tokens = sealed_groups(kind.form, config, context) * kind.form.group_size
+        records = config.clusters.most_places(tokens, kind.form.group_size)
         payload = kind.form.payload_width * kind.form.dtype.itemsize
         policy = _POLICIES.get(config.replacement, AlignedWith(np.ones_like))
         return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records, policy=policy))
@@ -112,7 +115,7 @@ class ClusterLayer(SelectiveLayer):
 
     @classmethod
     def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        """Of each cluster one page may not be full."""
+        """As many as tokens fill, and of each cluster one that is not full."""
         assert isinstance(config, ClusterConfig)
         full, group = super().most_stored(kind, config, context), kind.form.group_size
         return full + config.clusters.most_clusters(full * group, group)

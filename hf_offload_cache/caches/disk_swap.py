@@ -219,11 +219,10 @@ class DiskSwapCache(SelectiveCache):
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
-        own = DiskSwapLayer
-        most = ((kind, settings, context, own.most_units(kind, settings, context)) for kind in kinds)
-        area = max((own.area_bytes(*each) for each in most), default=0)
+        layer = DiskSwapLayer
+        areas = (layer.area_bytes(kind, settings, context, layer.most_units(kind, settings, context)) for kind in kinds)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
-        return fit_disk_swap(search, forms, area)
+        return fit_disk_swap(search, forms, max(areas, default=0))
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:

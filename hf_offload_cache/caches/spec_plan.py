@@ -79,7 +79,7 @@ class SpecPlan(SelectiveLayer):
         shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
         own = Planned(decode={"chosen entries": chosen})
         if config.reuse_capacity and not config.records_apart:
-            own += cls.plan_slots(kind, config, units)
+            own += cls.plan_slots(kind, config, context)
         if config.records_apart and kind.device == "cuda":
             own += Planned.always({"tables": PinnedEntries.planned(kind.rows, units)})
         selecting = LayerPlan(own, shared)

@@ -39,10 +39,10 @@ class SelectivePlan(OffloadLayer):
         return sealed_groups(kind.form, config, context)
 
     @classmethod
-    def area_bytes(cls, kind: LayerKind, config: SelectiveConfig, context: int, most_records: int) -> int:
-        """Bytes of one staging area on one side: for at most so many records a row, and no more than there may be."""
+    def area_bytes(cls, kind: LayerKind, config: SelectiveConfig, context: int, wanted: int) -> int:
+        """Bytes of one staging area on one side: for at most `wanted` records a row, and no more than there may be."""
         soon = records_soon(cls.most_stored(kind, config, context))
-        return kind.rows * min(most_records, soon) * kind.form.record_bytes
+        return kind.rows * min(wanted, soon) * kind.form.record_bytes
 
     @classmethod
     def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
@@ -61,17 +61,18 @@ class SelectivePlan(OffloadLayer):
         return 0
 
     @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, records: int) -> Planned:
-        """What `make_tiers` makes of `slots` slots in all, over a history of `records` records a row. A prefill gives
-        it back before it begins."""
-        form = kind.form
-        return Planned(decode=SlotTier.planned(slots, form.payload_width * form.dtype.itemsize, kind.rows * records))
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
+        """What `make_tiers` makes of `slots` slots in all, over a history of `context` tokens a row. A prefill gives it
+        back before it begins."""
+        payload, records = kind.form.payload_width * kind.form.dtype.itemsize, cls.most_stored(kind, config, context)
+        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records))
 
     @classmethod
-    def plan_slots(cls, kind: LayerKind, config: SelectiveConfig, records: int) -> Planned:
-        """Tiers of as many slots as a history of `records` records a row may have."""
+    def plan_slots(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> Planned:
+        """Tiers of as many slots as a history of `context` tokens a row may have."""
+        records = cls.most_stored(kind, config, context)
         slots = kind.rows * min(cls.most_slots(kind, config), most_slots(config, kind.form.group_size, records))
-        return cls.plan_tiers(kind, config, slots, records)
+        return cls.plan_tiers(kind, config, slots, context)
 
     @classmethod
     def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
@@ -81,21 +82,21 @@ class SelectivePlan(OffloadLayer):
         form, plan = kind.form, cls.plan_history(kind, config, context)
         predictor = cls.plan_predictor(kind, config, context)
         wanted = cls.most_units(kind, config, context)
-        most_units = cls.most_records(config, form.group_size, wanted)
+        records = cls.most_records(config, form.group_size, wanted)
         stored = cls.most_stored(kind, config, context)
         payload = form.payload_width * form.dtype.itemsize
         latest = latest_tokens(form, config) + cls.most_beside(kind, config)
         tail_units = -(-latest // form.group_size)
         soon, ahead = records_soon(stored), 0 if config.look_ahead is False else 1
-        together = max(most_units, 2 * wanted)  # of candidates that are verified
-        view, widest = (kind.rows * (min(most, soon) + tail_units) * payload for most in (most_units, together))
-        area = cls.area_bytes(kind, config, context, most_units)
+        together = max(records, 2 * wanted)  # of candidates that are verified
+        view, widest = (kind.rows * (min(most, soon) + tail_units) * payload for most in (records, together))
+        area = cls.area_bytes(kind, config, context, records)
         kept = cls.most_kept(kind, config, context)
         kept = kind.rows * (kept + tail_units * form.group_size) * form.entry_bytes if kept else 0
         widens = config.brought_at_most(context) > config.brought(context)
         whole = widest if cls.most_beside(kind, config) else 0  # whole units are kept too where some come beside them
         areas = Areas.planned(area, view, widest, ahead, kind.device, (kept, kept if widens else whole))
-        own = predictor.own + cls.plan_slots(kind, config, stored)
+        own = predictor.own + cls.plan_slots(kind, config, context)
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
         if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
             prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])

@@ -33,3 +33,7 @@ class ClusterForm:
         """Clusters that so many tokens of a row are in at most, but for keys that lie as no model's do: many in one
         place, and each of the others alone."""
         return round(tokens * MOST_ROOM / self.places(group_size)) + FEWEST
+
+    def most_places(self, tokens: int, group_size: int) -> int:
+        """Records of a store that so many tokens of a row have places in at most: of pools of two clusters each."""
+        return 2 * self.places(group_size) // group_size * -(-self.most_clusters(tokens, group_size) // 2)

@@ -25,7 +25,7 @@ def planned_clusters(
     labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
     tables, means = Partition.planned(count, form.key_width, rows)
     tables += ClusterPages.planned(count, rows) + rows * (labels + 8 * count) + (0 if clusters.mapped else means)
-    records = rows * 2 * clusters.places(form.group_size) // form.group_size * -(-count // 2)
+    records = rows * clusters.most_places(tokens, form.group_size)
     tables += 2 * records
     own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
     moving = {"moving rows": tail + waiting} if rows > 1 else {}

@@ -1,4 +1,4 @@
-"""Compact keys of a few bits a component, which are unpacked some at a time and multiplied as integers."""
+"""Compact keys of a few bits a component, which are unpacked some at a time and multiplied as whole numbers."""
 
 from __future__ import annotations
 

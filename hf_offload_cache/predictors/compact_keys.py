@@ -124,8 +124,7 @@ class CompactKeys(ABC):
         """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`; `visible` as above."""
         some = self._rows.of_units(row, units, unit_size)
         asked = self._asked(low, False)
-        scores: np.ndarray = self._products(asked, some).float().numpy(force=True)
-        scores *= asked.factor
+        scores: np.ndarray = self._products(asked, some).float().numpy(force=True) * asked.factor  # not in their memory
         scores += asked.constant
         if visible is not None:
             seen = self._in_order(self._seen(visible, row, units, unit_size))

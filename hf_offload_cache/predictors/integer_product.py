@@ -12,7 +12,7 @@ import torch
 _WIDENED = 1 << 15
 """Components that are taken to float32 at a time."""
 _MOST_COMPONENTS = 1024
-"""Of a token, whose products with a query of 8 bits sum up to less than 2 ** 24, which float32 has exactly."""
+"""Of a token, whose products with a query of 8 bits sum up to 2 ** 24 at most, and float32 has such whole numbers."""
 
 
 def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -34,15 +34,15 @@ def multiplied(queries: torch.Tensor, components: torch.Tensor, memory: torch.Te
     in the first bytes of `memory` (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
     if components.device.type != "cpu":
         return queries @ components.to(torch.bfloat16)
-    rank, count = components.shape
-    out = memory[: 4 * len(queries) * count]
+    (heads, rank), count = queries.shape, components.shape[1]
+    out = memory[: 4 * heads * count]
     if rank > _MOST_COMPONENTS or multiplies_bytes():
-        return torch._int_mm(queries, components, out=out.view(torch.int32).view(-1, count))
-    return _widened(queries, components, out.view(torch.float32).view(-1, count))
+        return torch._int_mm(queries, components, out=out.view(torch.int32).view(heads, count))
+    return _widened(queries, components, out.view(torch.float32).view(heads, count))
 
 
 def _widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The same in float32, a few components at a time."""
+    """The same in float32, as many components at a time as take 128 KiB."""
     wide, piece = queries.float(), max(1, _WIDENED // len(components))
     for first in range(0, components.shape[1], piece):
         some = slice(first, first + piece)
@@ -53,10 +53,10 @@ def _widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor)
 @functools.cache
 def multiplies_bytes() -> bool:
     """Whether this processor multiplies matrices of bytes faster than it takes them to float32 first: with AVX-512's
-    VNNI it does, with AVX2 alone it takes 10 to 20 times as long. Tried once in a process, in some milliseconds: what
-    torch has a path for is not told, and both ways say the same."""
-    queries, components = torch.ones(9, 24, dtype=torch.int8), torch.ones(24, 2048, dtype=torch.int8)
-    out = torch.empty(9, 2048, dtype=torch.int32)
+    VNNI it does, with AVX2 alone it takes 2 to 14 times as long, of many tokens. Tried once in a process, in some
+    milliseconds: what torch has a path for is not told, and both ways say the same."""
+    queries, components = (torch.ones(shape, dtype=torch.int8, device="cpu") for shape in ((9, 24), (24, 2048)))
+    out = torch.empty(9, 2048, dtype=torch.int32, device="cpu")
 
     def seconds(product: Callable[[], torch.Tensor]) -> float:
         taken = []

@@ -197,7 +197,7 @@ def test_layers_are_drawn_of_one_memory_of_the_longest_context() -> None:
     figure = Figure()
     draw_layers(summarised([*shorter, *rows(), *another]), [], figure)
     (axes,) = figure.axes
-    assert axes.get_title() == "4,096 tokens, 1/13"
+    assert axes.get_title() == "4,096 tokens, 1/13 of the full KV"
     assert [line.get_label() for line in axes.lines] == ["disk-swap", "cluster", "window"]
     assert all(list(line.get_ydata()) == pytest.approx([0.55, 0.9]) for line in axes.lines)
 
@@ -231,14 +231,14 @@ def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = long_model()
 
-    def wanted(first: int, tokens: list[int], greedy: int = 0) -> torch.Tensor:
+    def wanted(first: int, tokens: list[int], greedy: int = 0, dropped: int = gone) -> torch.Tensor:
         """Logits of these and of so many greedy ones after the first tokens of IDS."""
         cache, said = DynamicCache(config=model.config), []
         with torch.no_grad():
             model(IDS[:, :first], past_key_values=cache)
             for place in range(first, first + len(tokens) + greedy):
                 seen = torch.ones(1, place + 1, dtype=torch.int64)
-                seen[:, :gone] = 0
+                seen[:, :dropped] = 0
                 token = tokens[place - first] if place - first < len(tokens) else int(said[-1].argmax())
                 where = torch.tensor([[place]])
                 given = {"attention_mask": seen, "position_ids": where, "past_key_values": cache}
@@ -254,6 +254,11 @@ def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest
         assert said == wanted(40, IDS[0, 40:].tolist(), 5)[-6:].argmax(-1).tolist()
         assert held == 2 * full * (40 - gone) // 40
         assert press.answer("SnapKVPress", share, IDS, 40, 6, said[1:2])[0] == said[: said.index(said[1]) + 1]
+        for first, ratio in ((30, "1/2"), (40, "1/2"), (40, share)):  # another context, memory; and as it was
+            logits, _ = press.follow("SnapKVPress", ratio, IDS[:, :first], IDS[:, first : first + 3])
+            dropped = first - first * 2 // 4 if ratio == "1/2" else gone
+            then = wanted(first, IDS[0, first : first + 3].tolist(), dropped=dropped)
+            torch.testing.assert_close(logits, then, rtol=1e-4, atol=1e-4)
         process, folder = press._process, Path(press._folder.name)
         with pytest.raises(RuntimeError, match="kvpress ended with 1 at NoPress"):
             press.follow("NoPress", share, IDS[:, :40], IDS[:, 40:50])

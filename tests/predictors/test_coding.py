@@ -12,7 +12,7 @@ import torch
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.buffers import Workspace
-from hf_offload_cache.predictors import ranking
+from hf_offload_cache.predictors import integer_product, ranking
 from hf_offload_cache.predictors.coded_keys import CodedKeys
 from hf_offload_cache.predictors.coding import Coding, bytes_of, default_summary_bytes, most_bytes, most_components
 from hf_offload_cache.predictors.compact_keys import BLOCK, HIDDEN
@@ -214,6 +214,20 @@ def test_padding_is_below_everything(unit_size: int) -> None:
     scores = found.of_units(low, 1, np.array([5, 2, 0]), 4, visible)
     assert (scores[:, 2] == HIDDEN).all() and (scores[:, 1, :2] == HIDDEN).all() and (scores[:, 0] > HIDDEN).all()
     np.testing.assert_allclose(best[:, 5], scores[:, 0].max(-1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_scores_stay_as_they_were_said(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the memory that the next products come to, by whichever way those are made; alike, to the bit."""
+    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: fast)
+    found, query = coded(keys_of(1, 64), coding_of(keys_of(1, 1000), 8)), query_of(1)
+    low = found.low_rank_query(query)[0]
+    first = found.of_units(low, 0, np.array([1, 2]), 4, None)
+    kept = first.copy()
+    found.of_units(low, 0, np.array([7, 9]), 4, None)
+    assert (first == kept).all()
+    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: not fast)
+    assert (found.of_units(low, 0, np.array([1, 2]), 4, None) == kept).all()
 
 
 @pytest.mark.parametrize("unit_size", [1, 4])

@@ -31,7 +31,7 @@ def bytes_are_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("heads", "rank", "count"), [(9, 24, 1), (9, 24, 5000), (1, 160, 700), (3, 1024, 65)])
 def test_a_product_is_exact(heads: int, rank: int, count: int, transposed: bool, bytes_are_fast: bool) -> None:
-    """In the memory that it is given; several pieces among them, and the largest sums that there can be."""
+    """In the memory that it is given; several pieces among them."""
     queries, components = bytes_of(heads, rank, 0), bytes_of(rank, count, 1)
     if transposed:
         components = components.t().contiguous().t()
@@ -40,6 +40,13 @@ def test_a_product_is_exact(heads: int, rank: int, count: int, transposed: bool,
     assert torch.equal(found.long(), queries.long() @ components.long())
     assert found.dtype == (torch.int32 if bytes_are_fast else torch.float32)
     assert found.data_ptr() == memory.data_ptr() and not memory[-8:].any()
+
+
+def test_the_largest_sums_are_exact(bytes_are_fast: bool) -> None:
+    """Of as many components as float32 has the whole numbers for."""
+    queries = torch.tensor([[127], [-127]], dtype=torch.int8).expand(-1, 1024).contiguous()
+    found = multiplied(queries, torch.full((1024, 3), -128, dtype=torch.int8), torch.zeros(24, dtype=torch.uint8))
+    assert found.tolist() == [[-127 * 128 * 1024] * 3, [127 * 128 * 1024] * 3]
 
 
 def test_sums_beyond_what_float32_has_are_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +65,29 @@ def test_queries_are_rounded_in_units_of_their_largest() -> None:
     assert unit[0, 0] == np.float32(2) / np.float32(127) and used.tolist() == queries.tolist()
 
 
-def test_which_is_tried_once() -> None:
-    """And is one of both; a second look takes nothing."""
+@pytest.mark.parametrize("faster", ["integers", "float32"])
+def test_the_faster_way_is_taken(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each product moves on; tried once, on the host whatever torch's default device is."""
+    clock, product = [0.0], torch._int_mm
+
+    def integers(*given: Any, **more: Any) -> torch.Tensor:
+        clock[0] += 1.0 if faster == "integers" else 3.0
+        return product(*given, **more)
+
+    def widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert queries.device.type == components.device.type == "cpu"
+        clock[0] += 2.0
+        return out
+
+    monkeypatch.setattr(integer_product.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "_int_mm", integers)
+    monkeypatch.setattr(integer_product, "_widened", widened)
     integer_product.multiplies_bytes.cache_clear()
-    first: Any = integer_product.multiplies_bytes()
-    assert first in (True, False) and integer_product.multiplies_bytes() is first
-    assert integer_product.multiplies_bytes.cache_info().hits == 1
+    try:
+        with torch.device("meta"):
+            assert integer_product.multiplies_bytes() is (faster == "integers")
+        done = clock[0]
+        integer_product.multiplies_bytes()
+        assert clock[0] == done
+    finally:
+        integer_product.multiplies_bytes.cache_clear()
