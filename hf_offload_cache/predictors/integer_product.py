@@ -52,9 +52,9 @@ def _widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor)
 
 @functools.cache
 def multiplies_bytes() -> bool:
-    """Whether this processor multiplies matrices of bytes faster than it takes them to float32 first: with AVX-512's
-    VNNI it does, with AVX2 alone it takes 2 to 14 times as long, of many tokens. Tried once in a process, in some
-    milliseconds: what torch has a path for is not told, and both ways say the same."""
+    """Whether this processor multiplies matrices of bytes faster than it takes them to float32 first. With AVX2
+    alone it takes 2 to 14 times as long, of many tokens. Tried once in a process, in some milliseconds: what torch has
+    a path for is not told, and both ways say the same."""
     queries, components = (torch.ones(shape, dtype=torch.int8, device="cpu") for shape in ((9, 24), (24, 2048)))
     out = torch.empty(9, 2048, dtype=torch.int32, device="cpu")
 
