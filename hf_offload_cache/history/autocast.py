@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -13,5 +13,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """In it, operations of this thread on `device` have the type of their arguments."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
+    of what a device attends to is chosen."""
+    off = ExitStack()
+    for kind in {device.type, "cpu"}:
+        if torch.is_autocast_enabled(kind):
+            off.enter_context(torch.autocast(kind, enabled=False))
+    return off

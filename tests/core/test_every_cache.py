@@ -11,7 +11,7 @@ import pytest
 import torch
 import walk
 from checked_cache import checked
-from harness import SMALL, Decoded, assert_exact, compare, generate, prompt
+from harness import DEVICE, SMALL, Decoded, assert_exact, compare, generate, prompt
 from long_llama import LENGTH, SOME, long_model
 from long_models import long_fresh
 from transformers import DynamicCache
@@ -253,7 +253,7 @@ def test_autocast(method: str, fields: dict[str, Any]) -> None:
     learnt, stored or chosen by."""
     model, asked = long_fresh("llama"), {"max_new_tokens": 3}
     ids, cls = prompt(model, 2, LENGTH), checked(cache_class(method))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         expected = generate(model, DynamicCache(config=model.config), ids, **asked)
         with cls(model, **{**SOME, "reuse_capacity": 0, **fields}) as cache:
             found = generate(model, cache, ids, **asked)

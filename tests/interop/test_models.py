@@ -123,14 +123,15 @@ def test_a_step_of_a_model_is_one_step_where_a_part_has_seams_too(tmp_path: Path
             model(input_ids=token, past_key_values=cache, **picture)
         report = cache.report()
         assert report.decode_steps == NEW - 1 and 0.05 < (report.selected_fraction or 1) < 0.2
-        assert report.tokens == expected.tokens.shape[1] - 1 and torch.equal(cache.input_ids, expected.tokens[:, :-1])
+        given = expected.tokens[:, :-1].cpu()
+        assert report.tokens == given.shape[1] and torch.equal(cache.input_ids, given)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("5.17."), reason="GIT itself fails there: index out of range")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_picture_that_no_ids_stand_for_is_of_the_request(rows: int, tmp_path: Path) -> None:
     """GIT puts five tokens before the prompt."""
-    model, words, picture = git(), ids(0).expand(rows, -1), pixels(rows, 3, 28, 28)
+    model, words, picture = git(), ids(0).expand(rows, -1).to(DEVICE), pixels(rows, 3, 28, 28).to(DEVICE)
     inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "pixel_values": picture}
     expected, entry = answer(model, inputs), 2 * 2 * 64 * 4
     assert not compare(expected, answer(model, {**inputs, "pixel_values": -picture})).exact
@@ -144,7 +145,7 @@ def test_a_picture_that_no_ids_stand_for_is_of_the_request(rows: int, tmp_path: 
 
 def test_a_picture_alone_is_a_request_of_as_many_rows(tmp_path: Path) -> None:
     """GIT begins each picture's text with a token of its own."""
-    model, inputs = git(), {"pixel_values": pixels(3, 3, 28, 28)}
+    model, inputs = git(), {"pixel_values": pixels(3, 3, 28, 28).to(DEVICE)}
     expected = answer(model, inputs)
     assert expected.tokens.shape == (3, 1 + NEW)
     with unchanged(model), offload(model, memory="2MiB", path=tmp_path, exact=True) as done:
@@ -199,13 +200,13 @@ QUANTISED: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 def test_quantised_weights(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     kind, dtype, options = QUANTISED[name]
-    own = loaded(folder, quantization_config=transformers.BitsAndBytesConfig(**options), dtype=dtype, device_map="cpu")
+    own = loaded(folder, quantization_config=transformers.BitsAndBytesConfig(**options), dtype=dtype, device_map=DEVICE)
     assert type(own.model.layers[0].mlp.up_proj).__name__ == kind
     for module in own.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # that kernel rounds activations to bfloat16
     rounds = kind == "Linear8bitLt" or dtype == torch.bfloat16  # what differs by a last bit, by much more afterwards
-    check(own, tmp_path, exact="bitwise" if rounds else True)
+    check(own, tmp_path, DEVICE, exact="bitwise" if rounds else True)
 
 
 PARTS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
@@ -242,7 +243,7 @@ def test_a_quantised_model_with_an_adapter(folder: Path, tmp_path: Path) -> None
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    own = loaded(folder, quantization_config=four, dtype=torch.float32, device_map="cpu")
+    own = loaded(folder, quantization_config=four, dtype=torch.float32, device_map=DEVICE)
     given = {"input_ids": prompt(long_model(), 1, 60)}
     plain = answer(own, given)
     torch.manual_seed(0)

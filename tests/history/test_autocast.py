@@ -1,0 +1,22 @@
+"""`without_autocast`: off for a device and for the processor beside it, and on again afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_offload_cache.history.autocast import autocast_dtype, without_autocast
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_is_chosen_is_computed_without(kind: str) -> None:
+    """Also on the processor for what a GPU attends to."""
+    numbers = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_autocast(torch.device(kind)):
+            assert autocast_dtype(CPU) is None and (numbers @ numbers).dtype == torch.float32
+        assert autocast_dtype(CPU) == torch.bfloat16 and (numbers @ numbers).dtype == torch.bfloat16
+    with without_autocast(torch.device(kind)):
+        assert autocast_dtype(CPU) is None and (numbers @ numbers).dtype == torch.float32
