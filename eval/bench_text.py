@@ -25,6 +25,7 @@ from hf_offload_cache.tuning.sample import sample_ids
 from hf_offload_cache.tuning.turns import without_seams
 
 from .bench import machine
+from .contenders import synchronise
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
 from .studies.common import write_json
@@ -56,7 +57,9 @@ class Contender:
     def _feed(self, first: int, last: int) -> torch.Tensor:
         with torch.no_grad():
             fed = self.ids[:, first:last]
-            return self.model(fed, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = self.model(fed, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        synchronise(self.ids.device.type)
+        return logits
 
     def prefill(self, chunk: int) -> None:
         """All of the history, `chunk` tokens at a time."""
@@ -195,22 +198,24 @@ def measure(
     shared_prefill: bool = False,
     path: str | None = None,
     profile: str = "own",
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """`run` with the embedded model on a text, Python's help texts where none is given; what was asked, and whether
-    that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
+    """`run` with the embedded model, on `device`, on a text, Python's help texts where none is given; what was asked,
+    and whether that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     model, tokenizer = load_default_model(torch.bfloat16)
+    model.to(device)
     texts = None if text is None else text.read_text(encoding="utf-8")
     ids = text_rows(sample_ids(texts, tokenizer)[0], batch, tokens + steps + 1)
     trained = model.config.max_position_embeddings
     if tokens + steps > trained:
         say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
     options: dict[str, Any] = {"shared_prefill": shared_prefill, "path": path, "profile": profile}
-    rows = run(model, ids, tokens, steps, chunk, ours, in_memory, say=say, **options)
-    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, **options}
+    rows = run(model, ids.to(device), tokens, steps, chunk, ours, in_memory, say=say, **options)
+    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, "device": device, **options}
     return {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
 
 
@@ -226,6 +231,7 @@ def main() -> int:
     parser.add_argument("--only-ours", action="store_true", help="and the model alone")
     parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all rows and caches")
     parser.add_argument("--profile", choices=PROFILES, default="own", help="the device that ours read from")
+    parser.add_argument("--device", default="cpu", help="of the model: cuda, say")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
     parser.add_argument("--path", help="folder on the disk to use")
@@ -237,7 +243,7 @@ def main() -> int:
     in_memory = () if given.only_ours else (DYNAMIC, STATIC)
     found = measure(
         tokens, given.batch, steps, ours, given.chunk, given.text, in_memory, given.shared_prefill, given.path,
-        given.profile,
+        given.profile, given.device,
     )  # fmt: skip
     if given.json:
         write_json(given.json, {"machine": machine(given.path), **found})

