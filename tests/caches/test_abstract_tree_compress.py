@@ -63,8 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         yield seen
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("abstracts", ["memory", "disk"])
+@pytest.mark.parametrize(("abstracts", "look_ahead"), [("memory", False), ("disk", True)])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_what_attention_is_given(
     share: float, abstracts: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from hf_offload_cache.testing import open_descriptors
 
 BLOCK = 4096
 KEY = bytes(range(32))
-LEAST = 500
+LEAST = 250
 """Corruptions tried."""
 
 NAMED = (errors.ContextError, errors.CorruptRecordError, errors.EncryptionKeyError, errors.ConfigError)
@@ -290,13 +290,13 @@ def try_all(base: dict[str, Saved], tmp_path: Path, seed: int, each: int, both: 
 def test_no_corruption_changes_an_answer(
     base: dict[str, Saved], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    total = try_all(base, tmp_path, seed=4, each=2, both=False)
+    total = try_all(base, tmp_path, seed=4, each=1, both=False)
     record_property("corruptions", sum(total.values()))
     assert sum(total.values()) >= LEAST
     assert {kind for kind, _ in total} == {"manifest", "cache", "layer", "records", "replicas"}
-    assert total["records", "refused in a step"] > 50
+    assert total["records", "refused in a step"] > 25
 
 
 @pytest.mark.slow
 def test_many_more(base: dict[str, Saved], tmp_path: Path) -> None:
-    assert sum(try_all(base, tmp_path, seed=5, each=12, both=True).values()) >= 7 * LEAST
+    assert sum(try_all(base, tmp_path, seed=5, each=12, both=True).values()) >= 14 * LEAST

@@ -550,26 +550,26 @@ def run_sparse(machine: type[Sparse], fields: dict[str, Any], examples: int) -> 
 
 
 def test_exact() -> None:
-    run(Exact, 10)
+    run(Exact, 6)
 
 
 def test_sparse() -> None:
-    run_sparse(Sparse, SPARSE, 9)
+    run_sparse(Sparse, SPARSE, 6)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_tree(place: str) -> None:
-    run_sparse(Tree, {**TREE, "abstracts": place}, 12)
+    run_sparse(Tree, {**TREE, "abstracts": place}, 6)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_tree_with_replicas(place: str) -> None:
-    run_sparse(Tree, {**PACKED, "abstracts": place}, 6)
+    run_sparse(Tree, {**PACKED, "abstracts": place}, 4)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_clusters(place: str) -> None:
-    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 8)
+    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 4)
 
 
 @pytest.mark.slow

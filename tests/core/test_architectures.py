@@ -34,7 +34,7 @@ def check(result: walk.Result) -> None:
 
 @pytest.mark.parametrize("name", walk.architectures())
 def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
-    """Greedy, beams and left padding within the tolerance; greedy bitwise with `exact="bitwise"`; model restored."""
+    """Greedy, and beams of padded rows, within the tolerance; greedy bitwise with `exact="bitwise"`; model restored."""
     results[name] = walk.walk_one(walk.architectures()[name])
     check(results[name])
 
@@ -47,7 +47,8 @@ def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
     ],
 )
 def test_architecture_in_further_cases(name: str) -> None:
-    """Sampling, batches, chunked prefill, prompt lookup and a second turn, wherever `DynamicCache` runs them."""
+    """Beams, left padding, sampling, batches, chunked prefill, prompt lookup and a second turn, wherever `DynamicCache`
+    runs them."""
     check(walk.walk_one(walk.architectures()[name], ("greedy", *walk.FURTHER_CASES)))
 
 

@@ -117,7 +117,7 @@ COMBINATIONS = [
     for engine in ("memory", "direct")
     for reuse in REUSE
 ]
-THROUGHOUT = ("llama", "gemma3", "gpt_oss")
+THROUGHOUT = ("llama",)
 PICKED = [
     ("default", "memory", "none"),
     ("default", "direct", "some"),

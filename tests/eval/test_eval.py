@@ -29,7 +29,7 @@ class Words:
 @pytest.mark.parametrize(
     ("cache", "chunk", "fields"),
     [
-        ("disk-swap", 0, {"summary_bytes": 64}),
+        pytest.param("disk-swap", 0, {"summary_bytes": 64}, marks=pytest.mark.slow),
         ("disk-swap", 1024, {"summary_bytes": 64}),
         ("abstract-tree", 1024, {"resident_layers": 0}),
     ],
@@ -47,12 +47,12 @@ def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[st
 
 @pytest.mark.parametrize(
     ("budget", "fields"),
-    [("1/6", {"abstracts": "disk"}), ("1/5", {"compress": 0.5}), (None, {})],
+    [("1/6", {"abstracts": "disk"}), pytest.param("1/5", {"compress": 0.5}, marks=pytest.mark.slow), (None, {})],
     ids=["abstracts on the disk", "replicas", "resident"],
 )
 def test_account_of_a_tree_agrees_with_the_process(budget: str | None, fields: dict[str, Any]) -> None:
     """With all that it may hold, where 5% is more than the noise of a process."""
-    run = memory.Run(12288, steps=20, cache="abstract-tree", budget=budget, fields=fields, filled=True)
+    run = memory.Run(12288, steps=8, cache="abstract-tree", budget=budget, fields=fields, filled=True)
     found = memory.measure(run)
     for stage, row in found["stages"].items():
         assert row["agrees"], (stage, row)

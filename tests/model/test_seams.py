@@ -772,7 +772,8 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
             pair.step(chosen.choice([1, 1, 1, 2, 5, 19]))
 
 
-@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True])
 def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
     """With the setting that the limits name, which makes a layer's number no constant: nine layers, one more than
     torch's limit, are compiled into as many graphs as three."""
