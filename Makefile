@@ -35,10 +35,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PIP := -m pip install -qq
 
-# Two calls of pytest: a worker a core, then one by one what needs the whole machine. Both show their results and both
+# Two calls of pytest: several workers, then one by one what needs the whole machine. Both show their results and both
 # count; that one of them has no test (exit code 5, of a narrow ARGS) is right while the other has.
 pytest_twice = @first=0; second=0; \
-    echo '[1/2] a worker a core'; $(1) -m pytest $(WORKERS) $(2) $(ARGS) || first=$$?; \
+    echo '[1/2] several workers'; $(1) -m pytest $(WORKERS) $(2) $(ARGS) || first=$$?; \
     echo '[2/2] alone'; $(1) -m pytest --alone $(2) $(ARGS) || second=$$?; \
     case $$first-$$second in 0-0|0-5|5-0) ;; *) echo "exit codes of pytest: $$first and $$second"; exit 1;; esac
 
