@@ -215,13 +215,16 @@ def _bounds(row: dict[str, Any]) -> str:
 
 
 def machine(path: str | None = None) -> dict[str, Any]:
-    """What the figures depend on: processor, memory, disk, versions, date."""
+    """What the figures depend on: processor, memory, disk, GPU, versions, date."""
+    import torch
+
     directory = path or tempfile.gettempdir()
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
         "memory": _field("/proc/meminfo", "MemTotal"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load": os.getloadavg(),
         "kernel": platform.release(),
         "disk": {"path": directory, "file_system": _file_system(directory)},

@@ -44,7 +44,7 @@ def _models(real: bool) -> Any:
     if real:
         from hf_offload_cache.console.default_model import load_default_model
 
-        return load_default_model()
+        return load_default_model(torch.bfloat16)
     return build_model(SMOLLM2), None
 
 

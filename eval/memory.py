@@ -125,9 +125,11 @@ def child(run: Run) -> dict[str, Any]:
 
 def _model(run: Run) -> tuple[Any, int]:
     if run.real:
+        import torch
+
         from hf_offload_cache.console.default_model import load_default_model
 
-        model, _ = load_default_model()
+        model, _ = load_default_model(torch.bfloat16)
         return model, model.config.vocab_size
     from .synthetic import build_model
 

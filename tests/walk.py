@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import pytest
 import transformers
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_offload_cache import DiskSwapCache
 
-NEW = 12
+NEW = 13
 """Tokens to generate: three groups are sealed meanwhile, one of them a block's last; beams cross, windows slide."""
 
 BESIDE = 4
@@ -55,6 +56,10 @@ REPRESENTATIVES = (
     "zamba2",
 )
 """Architectures unlike each other, which the default run takes through the further cases too."""
+WITH_EVERY_CACHE = (
+    "bloom", "cpmant", "deepseek_v3", "falcon_h1", "gemma3n_text", "gpt_oss", "minimax_m3_vl_text", "qwen3_next",
+)  # fmt: skip
+"""Of these, the ones that the default run takes through steps of every cache, and not of `DiskSwapCache` alone."""
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, POSITIONS, WINDOW = 4, 64, 4, 2, 16, 96, 160, 512, 16
 
@@ -266,6 +271,12 @@ class Result:
     def tagged_throughout(self) -> bool:
         """Exact, and no layer of the cache had to hand out its whole history."""
         return self.status == "exact" and not self.layers.get("full") and not self.layers.get("unknown")
+
+
+def usually(some: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Parameters for each of the names, slow but for `some`."""
+    some = set(some)
+    return [pytest.param(name, marks=[] if name in some else pytest.mark.slow) for name in names]
 
 
 MakeCache = Callable[..., Any]

@@ -57,7 +57,8 @@ def find_gguf() -> Path:
 
 def usual_dtype(device: str = "cpu") -> torch.dtype:
     """What the default model is in on `device` where nobody says: bfloat16, but float32 on a processor whose best
-    instructions are AVX2, where torch takes 8 to 13 times as long to multiply matrices of bfloat16."""
+    instructions are AVX2, where torch was measured to take 8 to 13 times as long to multiply matrices of bfloat16.
+    Others without AVX-512 (ARM) were not measured, and have as much memory as bfloat16 leaves them."""
     import torch
 
     slow = torch.device(device).type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -126,12 +127,10 @@ def load_default_model(
 
 def load_default_tokenizer() -> PreTrainedTokenizerBase:
     """The model's tokenizer alone, from where it is at hand. Raises `DefaultModelMissingError`."""
-    import torch
-
     file = find_gguf()
-    folders = [kept_at(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    folder = kept_at(usual_dtype())
     with _quiet():
-        return _tokenizer(next((folder for folder in folders if _is_whole(folder, _to_stderr)), file))
+        return _tokenizer(folder if _is_whole(folder, _to_stderr) else file)
 
 
 def kept_at(dtype: torch.dtype) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..model.geometry import Geometry
@@ -29,7 +30,7 @@ def load(
     from .default_model import load_default_model, usual_dtype
 
     model: Any  # transformers' own hints know neither `to(device)` nor `generate`
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(_device(device))
     if name is None:
         model, tokenizer = load_default_model(usual_dtype(device) if dtype == "auto" else getattr(torch, dtype))
     else:
@@ -44,6 +45,16 @@ def load(
         return model.to(device).eval(), tokenizer
     except RuntimeError as error:
         raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name; None: CUDA where there is one, else the CPU. Raises `ModelLoadError`."""
+    import torch
+
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ModelLoadError(f"there is no device {name!r}: {error}") from error
 
 
 def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
@@ -65,7 +76,7 @@ def load_geometry(name: str | None = None, dtype: str = "auto", device: str | No
     """
     import torch
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    where = _device(device).type
     if name is None:
         from .default_model import default_geometry
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -12,11 +13,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
     """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
     of what a device attends to is chosen."""
-    off = ExitStack()
-    for kind in {device.type, "cpu"}:
-        if torch.is_autocast_enabled(kind):
-            off.enter_context(torch.autocast(kind, enabled=False))
-    return off
+    with ExitStack() as off:
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                off.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -114,9 +114,10 @@ def _compare(stored: dict[str, str], current: dict[str, str]) -> None:
         if before != now:
             before, now = _shortened(before, now)
             what = "tokenizer" if name == "tokenizer" else "model"
+            way = f"load it in {before} (`--dtype`)" if name == "dtype" else f"open it with the {what} that made it"
             raise ContextMismatchError(
                 f"the context was made with another {what}: {name} was {before}, here it is {now}; "
-                f"open it with the {what} that made it, or prefill again"
+                f"{way}, or prefill again"
             )
 
 

@@ -63,7 +63,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         yield seen
 
 
-@pytest.mark.parametrize(("abstracts", "look_ahead"), [("memory", False), ("disk", True)])
+@pytest.mark.parametrize(
+    ("abstracts", "look_ahead"),
+    [
+        ("memory", True), ("disk", False),
+        pytest.param("memory", False, marks=pytest.mark.slow), pytest.param("disk", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_what_attention_is_given(
     share: float, abstracts: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch

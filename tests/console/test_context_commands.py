@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import SMALL, prompt
+from harness import PROMPT, SMALL, prompt
 from harness import tiny as tiny_model
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache
@@ -192,7 +192,7 @@ def test_a_context_that_turns_up_meanwhile_is_not_replaced(
     monkeypatch.setattr(answer, "prefill", meanwhile)
     code, out, err = ask("--prompt-file", document, "--save", saved)
     assert (code, out) == (2, "") and one_line(err, "--save", "saved")
-    assert json.loads((saved / "manifest.json").read_text())["manifest"]["tokens"] == 56
+    assert json.loads((saved / "manifest.json").read_text())["manifest"]["tokens"] == PROMPT
 
 
 @pytest.mark.parametrize(

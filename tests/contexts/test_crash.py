@@ -1,4 +1,5 @@
-"""A process that saves a real cache is killed at every system call: the old context is there, or the new, in full."""
+"""A process that saves a real cache is killed at a system call, by default at every fourth or tenth, else at every one:
+the old context is there, or the new, in full."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import crash_driver
 import pytest
 
 LEAST = 100
-"""Points at which a real cache is killed; those of test_publish.py come on top."""
+"""Points at which a real cache is killed, if at every second call; those of test_publish.py come on top."""
 
 
 def kill(folder: Path, step: int, method: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import subprocess
@@ -112,41 +113,46 @@ import sys
 from hf_offload_cache.registry import cache_class
 from test_caches_matrix import answer, long_model
 for method, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    with cache_class(method).open(folder, long_model()) as cache:
-        print(method, answer(cache))
+    try:
+        with cache_class(method).open(folder, long_model()) as cache:
+            print(method, answer(cache))
+    except Exception as error:
+        print(method, repr(error))
 """
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with a context of each method, by its place in `METHODS`; what a new process says that they answer."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By method, what one new process says that a context answers, or why it does not."""
     folder, arguments = tmp_path_factory.mktemp("contexts"), []
     for number, method in enumerate(METHODS):
         with cache_class(method)(long_model(), path=folder, **{**SOME, "engine": "auto"}) as cache:
             generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=4)
-            cache.save(folder / str(number))
+            with contextlib.suppress(Exception):  # its own test says so
+                cache.save(folder / str(number))
         arguments += [method, str(folder / str(number))]
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     command = f"import sys\nsys.path[:0] = {paths}\n{_OPEN}"
     done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    said = dict(line.split() for line in done.stdout.splitlines())
-    return folder, {str(method): digest for method, digest in said.items()}
+    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
 
 
-def test_saved_opened_and_forked(method: str, elsewhere: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """A fork, the context opened here, and opened in a new process answer to the bit as the cache itself."""
+def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
+    """A fork, the context opened here, and one of the same tokens that a new process opens answer to the bit as the
+    cache itself."""
     cls, model = cache_class(method), long_model()
     with cls(model, path=tmp_path, **{**SOME, "engine": "auto"}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
+        cache.save(tmp_path / "context")
         with cache.fork() as twin:
             forked = answer(twin)
-        with cls.open(elsewhere[0] / str(METHODS.index(method)), model, path=tmp_path) as opened:
+        with cls.open(tmp_path / "context", model, path=tmp_path) as opened:
             assert type(opened) is cls and opened.tokens == LENGTH + 3
             assert answer(opened) == forked
             assert opened.report().selected_fraction < 1
         assert answer(cache) == forked
-    assert elsewhere[1][method] == forked
+    assert elsewhere.get(method) == forked, elsewhere
 
 
 def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("numbers", [(1, 5), pytest.param((2, 3, 4, 7), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_one_of_whose_reads_fails(method: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_one_of_whose_reads_fails(
+    method: str, change: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crop is ended by the next call, other changes have not begun: nothing is lost, whichever read it is."""
     cls, model, left = cache_class(method), long_model(), one_read_fails(monkeypatch)
 
@@ -118,7 +121,7 @@ def test_a_change_one_of_whose_reads_fails(method: str, change: str, monkeypatch
             return model(prompt(model, cache.sequences or 2, count, seed=seed), past_key_values=cache).logits[:, -1:]
 
     failed = 0
-    for number in (1, 5):
+    for number in numbers:
         with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
             for held in (cache, twin):
                 call(held, 0, LENGTH)
@@ -227,7 +230,7 @@ SEEDS = {"minimax_m3_vl_text": 1}
 once they change by a millionth, and so does a cache whose entries are summed in another order."""
 
 
-@pytest.mark.parametrize("name", walk.REPRESENTATIVES)
+@pytest.mark.parametrize("name", walk.usually(walk.WITH_EVERY_CACHE, walk.REPRESENTATIVES))
 def test_an_architecture_with_everything_selected(method: str, name: str) -> None:
     """Greedy, and beams of padded rows, as with `DynamicCache`, through steps that select; and bitwise."""
 

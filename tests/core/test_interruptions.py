@@ -28,6 +28,7 @@ from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.fetch.ticket import Ticket
 
 LENGTH = 620
+SLOW = pytest.mark.slow
 EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
 """Over the fields of `sparse`."""
 ALL: dict[str, Any] = {"num_selected": 2048, "reuse_capacity": 60}
@@ -108,6 +109,15 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
         ([0, 1, 2], StoreFullError, 0, EXACT),
         ([0, 1, 2], StoreFullError, 0, {"engine": "direct"}),
         ([0, 1, 2], StoreError, 60, {}),
+        pytest.param([0, 0, 0], StoreFullError, 0, EXACT, marks=SLOW),
+        pytest.param([0, 0, 0], StoreFullError, 0, {"engine": "direct"}, marks=SLOW),
+        pytest.param([0, 0, 0], StoreError, 60, {}, marks=SLOW),
+        pytest.param([2, 0, 0], StoreFullError, 60, EXACT, marks=SLOW),
+        pytest.param([2, 0, 0], StoreFullError, 60, {"engine": "direct"}, marks=SLOW),
+        pytest.param([2, 0, 0], StoreError, 0, {}, marks=SLOW),
+        pytest.param([0, 1, 2], StoreFullError, 0, {}, marks=SLOW),
+        pytest.param([0, 1, 2], StoreError, 60, EXACT, marks=SLOW),
+        pytest.param([0, 1, 2], StoreError, 60, {"engine": "direct"}, marks=SLOW),
     ],
     ids=str,
 )
@@ -120,7 +130,7 @@ def test_a_write_that_fails_in_the_first_layer(
     checked_gathers: Gathers,
 ) -> None:
     """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error.
-    All fields meet all rows and both errors."""
+    All fields meet all rows and both errors; with the slow ones, every two of rows, error, reuse and fields."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": reuse, "path": tmp_path, **fields}
     tokens = singles(model, 3, 16)
@@ -214,7 +224,7 @@ def test_a_window_that_moved_on_does_not_go_back() -> None:
 # ---------------------------------------------------------------------------------------------- (b) failing crops
 
 
-@pytest.mark.parametrize("layer_idx", [0, 2])
+@pytest.mark.parametrize("layer_idx", [0, 1, pytest.param(2, marks=SLOW)])
 @pytest.mark.parametrize("fields", [{}, {"reuse_capacity": 0}, EXACT, ALL], ids=["sparse", "no reuse", "exact", "all"])
 @pytest.mark.parametrize("tokens", [13, 300])
 def test_a_crop_whose_read_fails(
@@ -381,7 +391,9 @@ def test_an_error_within_the_whole_model(fields: dict[str, Any], layer_idx: int)
 # ---------------------------------------------------------------------------------------------- (e) Ctrl-C
 
 
-@pytest.mark.parametrize(("slow", "reuse"), [(False, 0), (False, 60), (True, 60)], ids=str)
+@pytest.mark.parametrize(
+    ("slow", "reuse"), [(False, 60), (True, 0), *(pytest.param(*one, marks=SLOW) for one in ((False, 0), (True, 60)))]
+)
 @pytest.mark.parametrize("number", range(7))
 def test_ctrl_c_while_waiting(
     number: int, reuse: int, slow: bool, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers

@@ -1037,7 +1037,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
         cache.shared.check_open()
 
 
-POINTS = 50
+POINTS = 75
 
 
 @pytest.mark.parametrize("engine", ["uring", "direct"])

@@ -15,15 +15,9 @@ from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 
-FURTHER = ("jamba", "opt", "phi", "stablelm", "gpt_neox", "bamba", "mixtral", "qwen3")
-"""What the default run takes beside `walk.REPRESENTATIVES`; the others are slow."""
-
-
-def names(usual: tuple[str, ...]) -> list[Any]:
-    """Every architecture, all but the `usual` ones slow."""
-    return [pytest.param(name, marks=[] if name in usual else pytest.mark.slow) for name in walk.architectures()]
-
-
+REPRESENTATIVES = (*walk.REPRESENTATIVES, "jamba", "opt", "phi", "stablelm", "gpt_neox", "bamba", "mixtral", "qwen3")
+"""What the default run takes; the others are slow. With some test_every_cache.py selects everything by every cache."""
+FURTHER = set(REPRESENTATIVES) - set(walk.WITH_EVERY_CACHE)
 _TIES = harness.since("5.23", "two blocks tie in the indexer of that model itself, and rounding decides")
 
 
@@ -45,11 +39,10 @@ def check(result: walk.Result) -> None:
 
 @pytest.mark.parametrize(
     "name", [pytest.param(*each.values, marks=[*each.marks, _TIES]) if "minimax_m3_vl_text" in each.values else each
-             for each in names(FURTHER)],
+             for each in walk.usually(FURTHER, walk.architectures())],
 )  # fmt: skip
 def test_everything_selected(name: str) -> None:
-    """Greedy, and beams of padded rows, as with `DynamicCache`; tagged layers gather, in every step. Those that are not
-    here are in test_every_cache.py, with every cache."""
+    """Greedy, and beams of padded rows, as with `DynamicCache`; tagged layers gather, in every step."""
     with checking() as seen:
         result = walk.walk_one(walk.architectures()[name], make=all_selected)
     check(result)
@@ -70,7 +63,7 @@ def dynamic_runs(model: Any, cases: list[dict[str, Any]]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", names((*walk.REPRESENTATIVES, *FURTHER)))
+@pytest.mark.parametrize("name", walk.usually(REPRESENTATIVES, walk.architectures()))
 def test_little_selected(name: str, checked_gathers: Gathers) -> None:
     """A prompt long enough for the adapter, alone and padded beams: no error, right gathers in every tagged layer."""
     mask = padding(2, LENGTH, 101)

@@ -38,7 +38,7 @@ def refused(stored: dict[str, str], model: Any, tokenizer: Any = None) -> str:
     """The message of the refusal, without what every one says."""
     with pytest.raises(ContextMismatchError) as caught:
         check_fingerprint(stored, model, tokenizer)
-    return str(caught.value).partition(": ")[2].partition("; open it")[0]
+    return str(caught.value).partition(": ")[2].partition("; ")[0]
 
 
 def of_config(name: str, **changed: Any) -> Any:
@@ -244,6 +244,8 @@ def test_the_type_of_the_weights() -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     assert refused(stored, model) == "dtype was float32, here it is bfloat16"
+    with pytest.raises(ContextMismatchError, match=r"load it in float32 \(`--dtype`\), or prefill again"):
+        check_fingerprint(stored, model)
     check_fingerprint(full_fingerprint(model), model)
 
 
