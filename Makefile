@@ -32,6 +32,8 @@ export HF_HUB_OFFLINE := 1
 # Its advertisement of another generator.
 export NO_MKDOCS_2_WARNING := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images for containers forbid bytecode; then every process that a test starts compiles this package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 PIP := -m pip install -qq
 
