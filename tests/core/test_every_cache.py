@@ -225,9 +225,10 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
         assert_exact(generate(model, twin, ids, max_new_tokens=4), healed)
 
 
-SEEDS = {"minimax_m3_vl_text": 1}
+SEEDS = {"minimax_m3_vl_text": 3}
 """Of weights. With the usual ones a step's choice of experts is a tie: `DynamicCache` itself says something else there
-once they change by a millionth, and so does a cache whose entries are summed in another order."""
+once they change by a millionth, and so does a cache whose entries are summed in another order. With 1, under
+transformers 5.17, a choice of blocks is one for beams of padded rows."""
 
 
 @pytest.mark.parametrize("name", walk.usually(walk.WITH_EVERY_CACHE, walk.REPRESENTATIVES))
