@@ -1,4 +1,4 @@
-"""What holds for every test: one torch thread, and tests marked `alone` run beside no other.
+"""What holds for every test: one torch thread, a cache folder of the run, and tests marked `alone` beside no other.
 
 With workers (`-n`) the tests marked `alone` are left out; `--alone` runs them and no others. Without either, all run,
 one after the other. `make test` makes both calls.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,17 @@ def has_workers(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--alone") and has_workers(config):
         raise pytest.UsageError("--alone runs tests one after the other: it cannot be combined with -n")
+    if not hasattr(config, "workerinput"):
+        keep_within_the_run(config)
+
+
+def keep_within_the_run(config: pytest.Config) -> None:
+    """Nothing goes into the real home: what is kept in `$XDG_CACHE_HOME` lies in a folder that is removed at the end.
+    It is that of all workers, and of the processes that tests start, so that the default model is unpacked once."""
+    folder, patch = tempfile.mkdtemp(prefix="cache-of-tests-"), pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", folder)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.add_cleanup(patch.undo)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -152,9 +152,9 @@ def test_a_copy_that_is_behind_is_made_when_attention_comes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"speculative": False}, {"top_up": "always"}], ids=["guess", "none", "topped up"]
-)
-@pytest.mark.parametrize("batch", [1, 2])
+    ("fields", "batch"),
+    [({}, 1), ({"speculative": False}, 2), ({"top_up": "always"}, 2)], ids=["guess", "none", "topped up"],
+)  # fmt: skip
 def test_layers_that_share_keys_count_each_token_once(fields: dict[str, Any], batch: int) -> None:
     """Through steps in which groups leave the tail."""
     model = gemma3n()

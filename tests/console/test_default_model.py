@@ -4,6 +4,7 @@ commands named."""
 import dataclasses
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +18,16 @@ from hf_offload_cache.model.geometry import Geometry
 
 
 @pytest.fixture(scope="module")
+def cache_home(tmp_path_factory):
+    """`$XDG_CACHE_HOME` of these tests, where nothing is kept before."""
+    folder = tmp_path_factory.mktemp("xdg")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def loaded(cache_home):
     """From the package, as the first start does; it is kept in `cache_home`."""
     from transformers.utils import logging

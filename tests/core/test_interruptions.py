@@ -467,8 +467,13 @@ def test_gradients_enabled(fields: dict[str, Any], checked_gathers: Gathers) -> 
     assert bool(len(checked_gathers)) != bool(fields.get("exact"))
 
 
-@pytest.mark.parametrize("engine", ["mapped", "direct", "memory"])
-@pytest.mark.parametrize("reuse", [0, 60])
+@pytest.mark.parametrize(
+    ("engine", "reuse"),
+    [
+        ("mapped", 60), ("direct", 0), ("memory", 60),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("mapped", 0), ("direct", 60), ("memory", 0))),
+    ],
+)  # fmt: skip
 def test_inference_mode_then_no_grad(engine: str, reuse: int, tmp_path: Path, checked_gathers: Gathers) -> None:
     """What one mode allocates the other writes to; beams, a crop and a reset included."""
     model = long_tiny("llama")

@@ -1037,7 +1037,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
         cache.shared.check_open()
 
 
-POINTS = 75
+POINTS = 50
 
 
 @pytest.mark.parametrize("engine", ["uring", "direct"])

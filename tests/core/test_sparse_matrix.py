@@ -119,10 +119,8 @@ COMBINATIONS = [
 ]
 THROUGHOUT = ("llama",)
 PICKED = [
-    ("default", "memory", "none"),
     ("default", "direct", "some"),
     ("paper", "memory", "default"),
-    ("paper", "direct", "none"),
 ]
 """What models other than `THROUGHOUT` run by default."""
 

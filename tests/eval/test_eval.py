@@ -31,7 +31,7 @@ class Words:
     [
         pytest.param("disk-swap", 0, {"summary_bytes": 64}, marks=pytest.mark.slow),
         ("disk-swap", 1024, {"summary_bytes": 64}),
-        ("abstract-tree", 1024, {"resident_layers": 0}),
+        pytest.param("abstract-tree", 1024, {"resident_layers": 0}, marks=pytest.mark.slow),
     ],
     ids=["piece", "chunks", "tree"],
 )

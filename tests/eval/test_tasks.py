@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -18,15 +17,17 @@ import lm_eval
 import lm_eval.tasks
 import pytest
 import torch
+from harness import build
 from lm_eval.tasks import TaskManager
 from long_llama import long_model
 from site_pages import FRONT, PAGES, commands
+from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
 
 from eval import lm_eval as ours
 from eval.lm_eval import TASKS
 from eval.tasks.long_context import samples
-from hf_offload_cache.console.default_model import kept_at, load_default_model, load_default_tokenizer, usual_dtype
+from eval.tokens import tokens_of
 
 RECALL = (
     "needle_single", "needle_multikey", "needle_multivalue", "needle_multiquery", "variable_tracking", "common_words",
@@ -36,13 +37,11 @@ FOUND = dict(zip(RECALL, (1, 1, 4, 4, 5, 10, 3, 24), strict=True))
 """Answers of each."""
 ANSWERS = dict(zip((*RECALL, "document_qa"), (48, 48, 128, 128, 96, 128, 64, 640, 16), strict=True))
 """Tokens for them."""
-_TOKENIZER = functools.cache(load_default_tokenizer)
 
 
-@pytest.fixture(autouse=True)
-def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded once."""
-    monkeypatch.setattr(samples, "load_default_tokenizer", _TOKENIZER)
+def default_tokenizer() -> Any:
+    """Loaded once, for the tasks too."""
+    return tokens_of({}).tokenizer
 
 
 def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -52,7 +51,7 @@ def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
 def has_what_is_asked_for(name: str, samples: list[dict[str, Any]]) -> None:
     """As many tokens as asked, less those of a chat template and of an answer, and less than a paragraph or a
     hundredth."""
-    tokenizer, beside = _TOKENIZER(), 64 + ANSWERS[name]
+    tokenizer, beside = default_tokenizer(), 64 + ANSWERS[name]
     for one in samples:
         tokens = len(tokenizer(one["input"], verbose=False)["input_ids"])
         assert one["length"] - beside - max(30, one["length"] // 100) < tokens <= one["length"] - beside
@@ -77,6 +76,7 @@ def test_they_are_as_long_as_128k_tokens() -> None:
     every, code = [*RECALL, "document_qa"], """
 import hashlib, sys
 from eval.tasks.long_context import samples
+from eval.tokens import tokens_of
 for name in sys.argv[1:]:
     (one,) = getattr(samples, name)(max_seq_lengths=[131_072], samples=1)["test"]
     print(hashlib.sha256(one["input"].encode()).hexdigest())
@@ -111,7 +111,7 @@ def test_frequent_words_are_as_often_as_a_zeta_distribution_has_it() -> None:
 
 def test_a_right_answer_is_not_cut() -> None:
     """A sentence for each of what is asked for, one a line and numbered."""
-    tokenizer, metadata = _TOKENIZER(), {"max_seq_lengths": [2048], "samples": 1}
+    tokenizer, metadata = default_tokenizer(), {"max_seq_lengths": [2048], "samples": 1}
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
     of_one = {"common_words": "{}", "frequent_words": "{}", "variable_tracking": "{}"}
     for name in RECALL:
@@ -127,7 +127,7 @@ def test_a_right_answer_is_not_cut() -> None:
 
 def test_a_prompt_as_long_as_the_model_takes_is_not_cut() -> None:
     """With its template: lm-eval keeps of it what an answer leaves of the model's length."""
-    tokenizer, asked = _TOKENIZER(), [{"role": "user", "content": "<text>"}]
+    tokenizer, asked = default_tokenizer(), [{"role": "user", "content": "<text>"}]
     empty = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     manager = TaskManager(
         include_path=str(TASKS), include_defaults=False, metadata={"max_seq_lengths": [1024, 8192], "samples": 1}
@@ -181,11 +181,17 @@ def results(arguments: list[str], tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
-def default_folder() -> Path:
-    """Where the default model lies, as one that is named."""
-    folder = kept_at(usual_dtype())
-    if not folder.exists():
-        load_default_model()
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a model lies that has the default one's tokenizer, length and heads, and random weights: twelve layers
+    of thirty."""
+    folder, tokenizer = tmp_path_factory.mktemp("small"), default_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=256, num_hidden_layers=12, num_attention_heads=3,
+        num_key_value_heads=3, max_position_embeddings=8192, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    build(LlamaForCausalLM, config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -194,21 +200,22 @@ OF_PAGES = sorted({tuple(words[3:]) for path in (*PAGES, *FRONT) for words in co
 
 
 @pytest.mark.parametrize("words", OF_PAGES, ids=lambda words: words[words.index("--tasks") + 1])
-def test_commands_of_the_pages_run(words: Sequence[str], tmp_path: Path) -> None:
-    """With the real model, and of each task a short prompt, in a share that is not too little for that. No device is
+def test_commands_of_the_pages_run(words: Sequence[str], small: Path, tmp_path: Path) -> None:
+    """With a small model, and of each task a short prompt, in a share that is not too little for that. No device is
     named, and lm-eval's own default is one that may not be there."""
-    filled = {"MODEL,": f"{default_folder()},", "TASKS": "needle_single,needle_multikey", "1/13": "1/4"}
+    filled = {"MODEL,": f"{small},", "TASKS": "needle_single,needle_multikey", "1/13": "1/2"}
     command = list(words)
     for name, value in filled.items():
         command = [word.replace(name, value) for word in command]
-    command[command.index("--model_args") + 1] += f",path={tmp_path}"
+    at = command.index("--model_args") + 1
+    command[at] += f",path={tmp_path}" + ("" if "pretrained=" in command[at] else f",pretrained={small}")
     if "--metadata" in command:
         command = command[: command.index("--metadata")]
     few = ["--metadata", '{"max_seq_lengths": [1024], "samples": 1}', "--gen_kwargs", "max_gen_toks=4"]
     found = results([*command, *few], tmp_path)
     asked = RECALL if "long_context" in words else RECALL[:2]
     assert set(found["results"]) >= {*asked} and ("document_qa" in found["results"]) is ("long_context" in words)
-    assert found["config"]["cache"] == "disk-swap" and found["config"]["cache_memory"] == "1/4"
+    assert found["config"]["cache"] == "disk-swap" and found["config"]["cache_memory"] == "1/2"
     assert (found["config"]["cache_plain_requests"], found["config"]["cache_floor_requests"]) == (0, 0)
     assert all(0 <= found["results"][name]["recall,none"] <= 1 for name in asked)
 

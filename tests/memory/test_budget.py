@@ -334,7 +334,7 @@ chosen_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     geometry=geometries, context=st.integers(1, 40_000), batch=st.integers(1, 16),
     divisor=st.floats(0.5, 60), fields=chosen_fields,

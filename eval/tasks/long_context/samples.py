@@ -16,32 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
-from transformers import AutoTokenizer
 
 from eval.needles import ADJECTIVES, NOUNS
-from hf_offload_cache.console.default_model import load_default_tokenizer
-from hf_offload_cache.tuning.sample import bundled_prose
+from eval.tokens import Tokens, tokens_of
 
 _TEMPLATE = 64
 """Tokens that a chat template may take."""
 Sample = dict[str, Any]
 Make = Callable[["Text", random.Random], Sample]
-
-
-class Tokens:
-    """Counts a model's tokens; those of the paragraphs to fill prompts with, once."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.paragraphs = [(one, self.behind(one)) for one in bundled_prose()]
-
-    def of(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def behind(self, paragraph: str) -> int:
-        """Tokens of a paragraph that is not the first of its text."""
-        return self.of(f"\n\n{paragraph}")
 
 
 class Text:
@@ -107,27 +89,19 @@ def _task(answer: int) -> Callable[[Make], Callable[..., dict[str, datasets.Data
     def task(make: Make) -> Callable[..., dict[str, datasets.Dataset]]:
         @functools.wraps(make)
         def samples(**arguments: Any) -> dict[str, datasets.Dataset]:
-            tokens_of = Tokens(_tokenizer(arguments))
+            counted = tokens_of(arguments)
             count, seed = int(arguments.get("samples", 20)), int(arguments.get("seed", 0))
             found = []
             for tokens in arguments.get("max_seq_lengths", [4096]):
                 for index in range(count):
                     generator = random.Random(f"{make.__name__} {seed} {tokens} {index}")
-                    text = Text(tokens_of, tokens, answer, 41 * index + 97 * seed)
+                    text = Text(counted, tokens, answer, 41 * index + 97 * seed)
                     found.append({**make(text, generator), "length": tokens})
             return {"test": datasets.Dataset.from_list(found)}
 
         return samples
 
     return task
-
-
-def _tokenizer(arguments: dict[str, Any]) -> Any:
-    name = arguments.get("tokenizer") or arguments.get("pretrained")
-    if not isinstance(name, str):
-        return load_default_tokenizer()
-    options = {one: arguments[one] for one in ("revision", "subfolder", "trust_remote_code") if one in arguments}
-    return AutoTokenizer.from_pretrained(name, **options)
 
 
 def _places(generator: random.Random, count: int) -> list[str]:
