@@ -25,8 +25,8 @@ from hf_offload_cache.testing.model_walk import SMALL
 
 __all__ = ["SMALL", "TOLERANCE", "Comparison", "Decoded", "compare"]  # tests find here what they share
 
-PROMPT, NEW = 60, 20
-"""Tokens of a prompt and tokens to generate: with `SMALL`, 20 groups and 5 blocks of history."""
+PROMPT, NEW = 60, 14
+"""Tokens of a prompt and tokens to generate: with `SMALL`, 16 groups, and a fourth block that is sealed meanwhile."""
 
 PAD = 0
 """Padding token; prompts do not contain it."""
