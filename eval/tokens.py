@@ -31,7 +31,8 @@ class Tokens:
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tokens:
-    """Of the model that lm-eval's arguments name, or else of the default one; the tokenizer is loaded once."""
+    """Of the model that lm-eval's arguments name, or else of the default one. The tokenizer is loaded once in a
+    process, also where its folder changes meanwhile."""
     name = arguments.get("tokenizer") or arguments.get("pretrained")
     if not isinstance(name, str):
         return _tokens_of(None)

@@ -153,7 +153,12 @@ def test_a_copy_that_is_behind_is_made_when_attention_comes(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("fields", "batch"),
-    [({}, 1), ({"speculative": False}, 2), ({"top_up": "always"}, 2)], ids=["guess", "none", "topped up"],
+    [
+        ({}, 1), ({"speculative": False}, 2), ({"top_up": "always"}, 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+            ({}, 2), ({"speculative": False}, 1), ({"top_up": "always"}, 1),
+        )),
+    ],
 )  # fmt: skip
 def test_layers_that_share_keys_count_each_token_once(fields: dict[str, Any], batch: int) -> None:
     """Through steps in which groups leave the tail."""

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
 
 from eval import lm_eval as ours
+from eval import tokens
 from eval.lm_eval import TASKS
 from eval.tasks.long_context import samples
-from eval.tokens import tokens_of
 
 RECALL = (
     "needle_single", "needle_multikey", "needle_multivalue", "needle_multiquery", "variable_tracking", "common_words",
@@ -41,7 +41,7 @@ ANSWERS = dict(zip((*RECALL, "document_qa"), (48, 48, 128, 128, 96, 128, 64, 640
 
 def default_tokenizer() -> Any:
     """Loaded once, for the tasks too."""
-    return tokens_of({}).tokenizer
+    return tokens.tokens_of({}).tokenizer
 
 
 def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -53,8 +53,8 @@ def has_what_is_asked_for(name: str, samples: list[dict[str, Any]]) -> None:
     hundredth."""
     tokenizer, beside = default_tokenizer(), 64 + ANSWERS[name]
     for one in samples:
-        tokens = len(tokenizer(one["input"], verbose=False)["input_ids"])
-        assert one["length"] - beside - max(30, one["length"] // 100) < tokens <= one["length"] - beside
+        length = len(tokenizer(one["input"], verbose=False)["input_ids"])
+        assert one["length"] - beside - max(30, one["length"] // 100) < length <= one["length"] - beside
         wanted = one["choices"] if name == "document_qa" else one["outputs"]
         assert all(answer in one["input"] for answer in wanted)
         short = name == "long_generation" and one["length"] < 2048
@@ -76,7 +76,6 @@ def test_they_are_as_long_as_128k_tokens() -> None:
     every, code = [*RECALL, "document_qa"], """
 import hashlib, sys
 from eval.tasks.long_context import samples
-from eval.tokens import tokens_of
 for name in sys.argv[1:]:
     (one,) = getattr(samples, name)(max_seq_lengths=[131_072], samples=1)["test"]
     print(hashlib.sha256(one["input"].encode()).hexdigest())
@@ -123,6 +122,20 @@ def test_a_right_answer_is_not_cut() -> None:
             lines = [f"{number}. {line}" for number, line in enumerate(said, 1)]
             answer = "\n".join(["Based on the text above, these are what you have asked for:", *lines])
             assert len(tokenizer(answer)["input_ids"]) < most == ANSWERS[name] and version == 3.0
+
+
+def test_tasks_load_one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though lm-eval imports the functions of each anew."""
+    loaded = []
+    monkeypatch.setattr(tokens, "load_default_tokenizer", lambda: loaded.append(1) or words())
+    tokens._tokens_of.cache_clear()
+    try:
+        metadata = {"max_seq_lengths": [1024], "samples": 1}
+        manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+        assert set(manager.load(["needle_single", "needle_multikey"])["tasks"]) == {"needle_single", "needle_multikey"}
+    finally:
+        tokens._tokens_of.cache_clear()
+    assert loaded == [1]
 
 
 def test_a_prompt_as_long_as_the_model_takes_is_not_cut() -> None:
