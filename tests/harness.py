@@ -25,8 +25,9 @@ from hf_offload_cache.testing.model_walk import SMALL
 
 __all__ = ["SMALL", "TOLERANCE", "Comparison", "Decoded", "compare"]  # tests find here what they share
 
-PROMPT, NEW = 60, 14
-"""Tokens of a prompt and tokens to generate: with `SMALL`, 16 groups, and a fourth block that is sealed meanwhile."""
+PROMPT, NEW = 67, 8
+"""Tokens of a prompt and tokens to generate: with `SMALL`, 14 groups, and two more that are sealed meanwhile, of which
+the second is a fourth block's last."""
 
 PAD = 0
 """Padding token; prompts do not contain it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         yield seen
 
 
+USUALLY = [(0.0, "memory", True), (0.5, "memory", True), (0.5, "disk", False), (1.0, "disk", False)]
+FURTHER = [one for one in itertools.product((0.0, 0.5, 1.0), ("memory", "disk"), (True, False)) if one not in USUALLY]
+
+
 @pytest.mark.parametrize(
-    ("abstracts", "look_ahead"),
-    [
-        ("memory", True), ("disk", False),
-        pytest.param("memory", False, marks=pytest.mark.slow), pytest.param("disk", True, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+    ("share", "abstracts", "look_ahead"), [*USUALLY, *(pytest.param(*one, marks=pytest.mark.slow) for one in FURTHER)]
+)
 def test_what_attention_is_given(
     share: float, abstracts: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,8 +151,13 @@ class CheckedLayer(SpecLayer):
         return output, weights
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "padded"),
+    [
+        (1, False), (2, True), (4, False),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, True), (2, False), (4, True))),
+    ],
+)  # fmt: skip
 def test_a_step_attends_to_what_it_should(bits: int, padded: bool) -> None:
     """Latest tokens and what was chosen as they came, the rest as the copy has it; the guess chooses what follows."""
     steps: list[int] = []

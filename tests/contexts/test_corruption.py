@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 import re
@@ -24,7 +25,7 @@ from hf_offload_cache.testing import open_descriptors
 BLOCK = 4096
 KEY = bytes(range(32))
 LEAST = 250
-"""Corruptions tried."""
+"""Corruptions tried, where each file has a few; the default run tries every other one."""
 
 NAMED = (errors.ContextError, errors.CorruptRecordError, errors.EncryptionKeyError, errors.ConfigError)
 
@@ -235,11 +236,11 @@ def outcome(folder: Path, saved: Saved, exact: bool, engine: str) -> str:
     return "the same"
 
 
-def sweep(saved: Saved, tmp_path: Path, seed: int, each: int, both: bool) -> Counter[tuple[str, str]]:
+def sweep(saved: Saved, tmp_path: Path, seed: int, each: int, both: bool, every: int) -> Counter[tuple[str, str]]:
     """How many corruptions ended how, by kind of file. Now and then, and at the end, the context itself answers."""
     outcomes: Counter[tuple[str, str]] = Counter()
     names = files_of(saved.folder)
-    for number, corruption in enumerate(corruptions(saved, seed, each)):
+    for number, corruption in enumerate(itertools.islice(corruptions(saved, seed, each), 0, None, every)):
         target = copy_of(saved.folder, tmp_path / f"{number}", names[corruption.file])
         path = target / names[corruption.file]
         content = path.read_bytes()
@@ -275,13 +276,15 @@ def check_base(saved: Saved) -> None:
         assert same(answer(cache, 2), saved.answers[True]), "another cache of this process answers something else"
 
 
-def try_all(base: dict[str, Saved], tmp_path: Path, seed: int, each: int, both: bool) -> Counter[tuple[str, str]]:
+def try_all(
+    base: dict[str, Saved], tmp_path: Path, seed: int, each: int, both: bool, every: int = 1
+) -> Counter[tuple[str, str]]:
     gc.collect()  # what earlier tests left
     before = open_descriptors()
     total: Counter[tuple[str, str]] = Counter()
     for kind, saved in base.items():
         (tmp_path / kind).mkdir()
-        total += sweep(saved, tmp_path / kind, seed, each, both)
+        total += sweep(saved, tmp_path / kind, seed, each, both, every)
     assert open_descriptors() == before
     print(f"{sum(total.values())} corruptions: {dict(total)}")
     return total
@@ -290,11 +293,11 @@ def try_all(base: dict[str, Saved], tmp_path: Path, seed: int, each: int, both: 
 def test_no_corruption_changes_an_answer(
     base: dict[str, Saved], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    total = try_all(base, tmp_path, seed=4, each=1, both=False)
+    total = try_all(base, tmp_path, seed=4, each=1, both=False, every=2)
     record_property("corruptions", sum(total.values()))
-    assert sum(total.values()) >= LEAST
+    assert sum(total.values()) >= LEAST // 2
     assert {kind for kind, _ in total} == {"manifest", "cache", "layer", "records", "replicas"}
-    assert total["records", "refused in a step"] > 25
+    assert total["records", "refused in a step"] > 12
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from saved_contexts import answer, feed, ids, opened, prefilled, same
 from hf_offload_cache.contexts.folder import remove
 from hf_offload_cache.testing import file_maps, open_descriptors
 
-CYCLES, FIRST = 300, 20
+CYCLES, FIRST = 150, 20
 """Cycles, and those before the first count: what is made once for good is made in them."""
 GROWTH = 16 * 2**20
 """Bytes that resident memory may grow by in `CYCLES - FIRST` cycles. A cycle that kept its 200 KiB of tables, slots and
-staging would take 55 MiB; what malloc holds back for later varies by some MiB."""
+staging would take 25 MiB; what malloc holds back for later varies by some MiB."""
 
 
 def resident() -> int:

@@ -187,8 +187,15 @@ def test_exact_goes_on_as_dynamic_cache(case: str, way: str, tmp_path: Path) -> 
     made[-1].close()
 
 
-@pytest.mark.parametrize("exact", [True, "bitwise"])
-@pytest.mark.parametrize("case", ["_greedy", "_sample", "_padded"])
+@pytest.mark.parametrize(
+    ("case", "exact"),
+    [
+        ("_greedy", "bitwise"), ("_sample", True), ("_padded", True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+            ("_greedy", True), ("_sample", "bitwise"), ("_padded", "bitwise"),
+        )),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "mistral_sliding", "deepseek_v2", "opt", "qwen3"])
 def test_models_with_other_layers(name: str, case: str, exact: bool | str, tmp_path: Path) -> None:
     """Sliding windows, latent keys, attention that is not ours: all come back."""

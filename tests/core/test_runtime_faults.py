@@ -1040,7 +1040,7 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
 POINTS = 50
 
 
-@pytest.mark.parametrize("engine", ["uring", "direct"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.slow), "direct"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_anywhere(model: Any, engine: str, tmp_path: Path) -> None:
     """In the prompt, or in a later step: the cache goes on token for token, at once or after it said that the step was

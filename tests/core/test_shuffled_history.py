@@ -41,7 +41,7 @@ def test_all_units_selected_is_exact(kind: Any, case: str) -> None:
     cls = checked(kind)
     with cls(tiny("llama"), num_selected=512, reuse_capacity=64, **SMALL) as cache:
         assert_exact(reference("llama", case), CASES[case](tiny("llama"), cache))
-        assert len(cls.gathers) > 10
+        assert len(cls.gathers) >= 9  # of three layers, three steps at the least
 
 
 @KINDS

@@ -122,13 +122,17 @@ PICKED = [
     ("default", "direct", "some"),
     ("paper", "memory", "default"),
 ]
-"""What models other than `THROUGHOUT` run by default."""
+"""What models other than `THROUGHOUT` run by default, in turns."""
+
+
+def by_default(name: str, *fields: str) -> bool:
+    return name in THROUGHOUT or fields == PICKED[MODELS.index(name) % len(PICKED)]
 
 
 @pytest.mark.parametrize(
     ("name", "selection", "engine", "reuse"),
     [
-        pytest.param(*one, marks=[] if one[0] in THROUGHOUT or one[1:] in PICKED else pytest.mark.slow)
+        pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow)
         for one in COMBINATIONS
     ],
 )

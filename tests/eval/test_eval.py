@@ -47,7 +47,10 @@ def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[st
 
 @pytest.mark.parametrize(
     ("budget", "fields"),
-    [("1/6", {"abstracts": "disk"}), pytest.param("1/5", {"compress": 0.5}, marks=pytest.mark.slow), (None, {})],
+    [
+        pytest.param("1/6", {"abstracts": "disk"}, marks=pytest.mark.slow),
+        pytest.param("1/5", {"compress": 0.5}, marks=pytest.mark.slow), (None, {}),
+    ],
     ids=["abstracts on the disk", "replicas", "resident"],
 )
 def test_account_of_a_tree_agrees_with_the_process(budget: str | None, fields: dict[str, Any]) -> None:

@@ -13,12 +13,14 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from long_llama import SOME, SPARSE, long_model
+from long_models import long_fresh
 from walk import tiny_model
 from words import words
 
 from eval.continuations import Asked, Continuations, Needed, runs
 from eval.lm_eval import OffloadLM
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.console import default_model
 from hf_offload_cache.console.named_cache import offloading_class
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model.geometry import Geometry
@@ -395,7 +397,11 @@ def test_weights_of_four_bits(saved: str, tmp_path: Path) -> None:
     assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
 
 
-def test_the_default_model_goes_where_it_is_told() -> None:
+def test_the_default_model_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_default_model(dtype: torch.dtype) -> tuple[Any, Any]:
+        return long_fresh("llama").to(dtype), words()  # the model itself is unpacked for half a minute, in each type
+
+    monkeypatch.setattr(default_model, "load_default_model", load_default_model)
     lm = OffloadLM(device="meta", dtype="bfloat16")
     assert (lm.model.device.type, lm.model.dtype, lm.device.type) == ("meta", torch.bfloat16, "meta")
 

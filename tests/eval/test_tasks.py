@@ -196,11 +196,11 @@ def results(arguments: list[str], tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a model lies that has the default one's tokenizer, length and heads, and random weights: twelve layers
-    of thirty."""
+    """Where a model lies that has the default one's tokenizer, length and heads, and random weights: six layers of
+    thirty."""
     folder, tokenizer = tmp_path_factory.mktemp("small"), default_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=256, num_hidden_layers=12, num_attention_heads=3,
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=256, num_hidden_layers=6, num_attention_heads=3,
         num_key_value_heads=3, max_position_embeddings=8192, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     build(LlamaForCausalLM, config).save_pretrained(folder)

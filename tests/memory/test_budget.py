@@ -334,7 +334,7 @@ chosen_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     geometry=geometries, context=st.integers(1, 40_000), batch=st.integers(1, 16),
     divisor=st.floats(0.5, 60), fields=chosen_fields,
@@ -459,17 +459,17 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     + [(AbstractTreeCache, part) for part in ("1/1", "3/5")],  # two chunks of 64 are more than a tenth of this context
 )
 def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
-    """Prefill, 20 steps, a second turn and 20 more, up to the last token of the context; nothing raises."""
+    """Prefill, 10 steps, a second turn and 10 more, up to the last token of the context; nothing raises."""
     model = tiny("llama")
     geometry = Geometry.of(model)
     with cache_class.for_budget(model, part, CONTEXT, BATCH) as cache:
-        mask = run(model, cache, 700, chunk, 20)
+        mask = run(model, cache, 700, chunk, 10)
         check_kept(cache, geometry)
-        mask = run(model, cache, CONTEXT - 760, chunk, 20, mask)
+        mask = run(model, cache, CONTEXT - 740, chunk, 10, mask)
         assert cache.get_seq_length() == CONTEXT - 20
         run(model, cache, 19, 19, 1, mask)
         check_kept(cache, geometry)
-        assert cache.report().decode_steps == 41
+        assert cache.report().decode_steps == 21
 
 
 def wide_keys() -> Any:
@@ -490,10 +490,10 @@ def test_the_least_budget_is_kept_where_most_is_generated(name: str) -> None:
     for memory in (least, least * 5 // 4):
         with cls.for_budget(model, memory, max_context=700, engine="mapped") as cache, torch.no_grad():
             model(ids[:, :500], past_key_values=cache)
-            for place in range(500, 600):
+            for place in range(500, 540):
                 model(ids[:, place : place + 1], past_key_values=cache)
             report = cache.report()
-        assert report.peak_memory_bytes <= memory and report.decode_steps == 100
+        assert report.peak_memory_bytes <= memory and report.decode_steps == 40
         assert report.selected_fraction < 0.9
 
 
@@ -585,8 +585,13 @@ def test_slots_make_room_for_a_crop() -> None:
         assert cache.report().peak_memory_bytes <= cache.report().memory_budget
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("num_selected", [800, CONTEXT])
+@pytest.mark.parametrize(
+    ("num_selected", "look_ahead"),
+    [
+        (800, True), (CONTEXT, False),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((800, False), (CONTEXT, True))),
+    ],
+)  # fmt: skip
 def test_steps_that_attend_to_nearly_all_clusters_hold_what_was_planned(num_selected: int, look_ahead: bool) -> None:
     """Of each cluster a page is not full: there are more records than tokens fill, and a step wants most of them. What
     a prefill takes is small here, so that steps decide what is planned."""

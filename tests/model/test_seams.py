@@ -322,8 +322,14 @@ def dynamo() -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ["streamed", "sparse"])
-@pytest.mark.parametrize("how", ["wrapper", "compiled forward"])
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        ("wrapper", "streamed"), ("compiled forward", "sparse"),
+        pytest.param("wrapper", "sparse", marks=pytest.mark.slow),
+        pytest.param("compiled forward", "streamed", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
     """Compiled with the eager backend, as a wrapper or as the inner forward: the same tokens, sparse with the guesses
     of the look-ahead. The tracer breaks at `update`, at attention and at the seams alone, and never looks into them."""
