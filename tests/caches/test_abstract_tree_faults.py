@@ -93,7 +93,9 @@ def sweep(
             number += stride
 
 
-@pytest.mark.parametrize(("look_ahead", "residents"), [(False, 0), (True, 0), (False, 2)])
+@pytest.mark.parametrize(
+    ("look_ahead", "residents"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (False, 2)]
+)
 def test_the_nth_read(look_ahead: bool, residents: int, tmp_path: Path) -> None:
     """Of chunks or abstracts, for a step or ahead of it, or for layers that are to be in memory as a whole."""
     fields = {**FIELDS, "look_ahead": look_ahead, "resident_layers": residents}
@@ -101,7 +103,7 @@ def test_the_nth_read(look_ahead: bool, residents: int, tmp_path: Path) -> None:
     assert tried > (10 if residents else 20) and raised > 3
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fields", [{}, {"compress": 1.0, "chunk_size": 64, "dense_layers": 0}, {"resident_layers": 2}],
     ids=["plain", "int4", "resident"],
@@ -122,7 +124,7 @@ def test_the_nth_write(tmp_path: Path) -> None:
     assert tried > 10 and raised > 5
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("look_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_the_nth_read_with_replicas(share: float, look_ahead: bool, tmp_path: Path) -> None:
     """What fails of replicas is read whole, so that logits may be closer to the truth; what is kept of the context is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,17 @@ def asked(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return prompt(long_model(), rows, LENGTH).masked_fill(mask == 0, PAD), {"attention_mask": mask}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("way", WAYS)
+USUALLY = {
+    ("speculative", "beams"), ("speculative", "sample"), ("topped up", "beams"), ("topped up", "candidates"),
+    ("not speculative", "greedy"), ("not speculative", "candidates"), ("1 bit", "greedy"), ("1 bit", "sample"),
+}  # fmt: skip
+"""What the default run has: each setting twice, and each way."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "way"),
+    [pytest.param(*one, marks=[] if one in USUALLY else pytest.mark.slow) for one in itertools.product(SETTINGS, WAYS)],
+)
 def test_all_of_it_chosen_is_exact(setting: str, way: str) -> None:
     """Whatever the copy says: all of it is replaced, while more becomes a part of it. `DynamicCache`'s tokens."""
     model, rows = long_model(), 1 if way == "candidates" else 2
@@ -300,7 +310,7 @@ def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
     assert plan.peak_bytes <= share * full
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_path: Path) -> None:
     """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too; but for the
     order of sums, and which of two tokens that matter as much is chosen then."""

@@ -1222,6 +1222,7 @@ def test_no_space_in_the_middle(
 # ---------------------------------------------------------------------------------------------- again and again
 
 
+@pytest.mark.slow
 def test_a_thousand_caches(tmp_path: Path) -> None:
     """Made, filled, closed: descriptors, threads, maps and accounts do not grow."""
     engines = [engine for engine in ("uring", "direct", "mapped") if works(engine, tmp_path)]

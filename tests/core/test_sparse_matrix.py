@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,16 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-@pytest.mark.parametrize("selection", ["default", "paper"])
-@pytest.mark.parametrize("name", MODELS)
+IN_TURNS = {(name, ("default", "paper")[place % 2]) for place, name in enumerate(MODELS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "selection"),
+    [
+        pytest.param(*one, marks=[] if one[0] in THROUGHOUT or one in IN_TURNS else pytest.mark.slow)
+        for one in itertools.product(MODELS, ("default", "paper"))
+    ],
+)
 def test_generate(name: str, selection: str, checked_gathers: Gathers) -> None:
     """Greedy, a left-padded batch, and beams of a padded batch, with the default reuse buffer."""
     model = long_tiny(name)

@@ -246,6 +246,7 @@ def test_figures_of_hand_made_rows() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_promises_name_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each, with its bound and a value, from runs on a tiny shape."""
     monkeypatch.setitem(compare.SHAPES, "replay", TINY)
@@ -315,7 +316,8 @@ def test_the_command_writes_rows_and_a_picture(tmp_path: Path, monkeypatch: pyte
 
 
 @MATPLOTLIB
-@pytest.mark.parametrize("study", [speed_throughput, speed_group, speed_latency, speed_budget])
+@pytest.mark.parametrize("study", [pytest.param(speed_throughput, marks=pytest.mark.slow), speed_group,
+                                   pytest.param(speed_latency, marks=pytest.mark.slow), speed_budget])
 def test_studies_run_and_draw(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At tiny sizes: rows with rates, a summary, JSON and a picture."""
     own: Study = study.STUDY

@@ -189,6 +189,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], c
     return decodes(long_decode, tmp_path_factory.mktemp("decode"), *words, **fields)
 
 
+@pytest.mark.slow
 def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) -> None:
     """Only the adaptive clusters are read for what joins them, and split; those of the prompt stay as many."""
     found, rows = decoded
@@ -208,6 +209,7 @@ def test_long_outputs_are_compared(decoded: tuple[dict[str, Any], common.Rows]) 
     assert late["measured"] == pytest.approx(adaptive["mass"][2] / static["mass"][2])
 
 
+@pytest.mark.slow
 @MATPLOTLIB
 def test_long_outputs_are_drawn(decoded: tuple[dict[str, Any], common.Rows], tmp_path: Path) -> None:
     found, rows = decoded

@@ -221,6 +221,7 @@ def test_a_call_between_two_lines_of_another_thread(verb: str) -> None:
     assert Seam(verb, 0)(torch.nn.Identity(), (hidden,), hidden) is None
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_anew() -> None:
     """What is compiled keeps the hooks that it was compiled with, whatever the pace does; tokens are right."""
     torch._dynamo.reset()

@@ -177,6 +177,7 @@ def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert json.loads(out.read_text())["cache"] == "AbstractTreeCache"
 
 
+@pytest.mark.slow
 def test_clusters_of_other_sizes_are_tried() -> None:
     asked = {**ASKED, "cache": "cluster", "max_context": 4096, "max_batch": 1, "memory": "4/1"}
     found = tune(tiny_llama(), **asked)
