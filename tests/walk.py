@@ -340,8 +340,10 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, result: Re
         result.status, result.reason = "not generating", result.refused.get("greedy", "greedy was not asked for")
         return
     before = harness.fingerprint(model)
-    streamed = {case: each for case, each in references.items() if case != "greedy" or "padded_beams" not in references}
-    try:  # beams of padded rows are all that one row is, and more
+    streamed = dict(references)
+    if cases == SHORT_CASES and "padded_beams" in references:
+        del streamed["greedy"]  # one row is in the further cases
+    try:
         for case, reference in streamed.items():
             found, layers, _ = _run(model, case, reference, make, True)
             result.deviations[case] = found.deviation

@@ -132,10 +132,7 @@ def by_default(name: str, *fields: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "selection", "engine", "reuse"),
-    [
-        pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow)
-        for one in COMBINATIONS
-    ],
+    [pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow) for one in COMBINATIONS],
 )
 def test_changes_of_the_batch(
     name: str, selection: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers

@@ -334,12 +334,26 @@ chosen_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+wishes = given(
     geometry=geometries, context=st.integers(1, 40_000), batch=st.integers(1, 16),
     divisor=st.floats(0.5, 60), fields=chosen_fields,
 )  # fmt: skip
-def test_a_fit_keeps_to_the_budget_or_says_what_would(
+
+
+@settings(max_examples=25, deadline=None)
+@wishes
+def test_a_fit_keeps_to_the_budget_or_says_what_would(**wish: Any) -> None:
+    keeps_to_the_budget_or_says_what_would(**wish)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@wishes
+def test_fits_of_many_wishes(**wish: Any) -> None:
+    keeps_to_the_budget_or_says_what_would(**wish)
+
+
+def keeps_to_the_budget_or_says_what_would(
     geometry: Geometry, context: int, batch: int, divisor: float, fields: dict[str, Any]
 ) -> None:
     memory = max(1, int(geometry.full_kv_bytes(context, batch) / divisor))
