@@ -162,7 +162,7 @@ def check(folder: Path, scenario: Scenario, expected: Expected) -> str:
 
 
 def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expected, step: int) -> Counter[str]:
-    """What was at the target after a kill at every `step`-th point, until the child came to its end, and four times as
+    """What was at the target after a kill at every `step`-th point, until the child came to its end, and six times as
     often among the last ones: what comes after the new context is in its place is short."""
     outcomes: Counter[str] = Counter()
 
@@ -191,7 +191,7 @@ def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expe
     point = 1
     while killed(point):
         point += step
-    for missed in range(point - 1, max(0, point - step), -max(1, step // 4)):
+    for missed in range(point - 1, max(0, point - step), -max(1, step // 6)):
         killed(missed)
     return outcomes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import random
 import re
@@ -240,7 +239,9 @@ def sweep(saved: Saved, tmp_path: Path, seed: int, each: int, both: bool, every:
     """How many corruptions ended how, by kind of file. Now and then, and at the end, the context itself answers."""
     outcomes: Counter[tuple[str, str]] = Counter()
     names = files_of(saved.folder)
-    for number, corruption in enumerate(itertools.islice(corruptions(saved, seed, each), 0, None, every)):
+    tried = list(corruptions(saved, seed, each))
+    random.Random(seed).shuffle(tried)  # those of one place follow each other
+    for number, corruption in enumerate(tried[::every]):
         target = copy_of(saved.folder, tmp_path / f"{number}", names[corruption.file])
         path = target / names[corruption.file]
         content = path.read_bytes()

@@ -48,7 +48,7 @@ def test_opened_forked_and_closed(context: Path, engine: str) -> None:
     with opened(context) as cache:
         expected = answer(cache, 1)
     before, memory = (), 0
-    for cycle in range(CYCLES * 2 // 3):
+    for cycle in range(CYCLES):
         cache = opened(context, engine=engine)
         held = cache.memory_bytes
         twin = cache.fork()

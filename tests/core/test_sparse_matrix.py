@@ -192,7 +192,7 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-IN_TURNS = {(name, ("default", "paper")[place % 2]) for place, name in enumerate(MODELS)}
+IN_TURNS = {(name, ("paper", "default")[place % 2]) for place, name in enumerate(MODELS)}
 
 
 @pytest.mark.parametrize(
