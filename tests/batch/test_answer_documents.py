@@ -98,8 +98,13 @@ def test_answers_are_those_of_a_dynamic_cache(tmp_path: Path) -> None:
     assert single.column_names == ["text", "asked", *COLUMNS]
 
 
-@pytest.mark.parametrize("kind", ["saved", "published"])
-@pytest.mark.parametrize("name", list(CACHES))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind == ("saved", "published")[place % 2] else pytest.mark.slow)
+        for place, name in enumerate(CACHES) for kind in ("saved", "published")
+    ],
+)  # fmt: skip
 def test_a_shared_context_gives_what_a_prefill_does(name: str, kind: str, tmp_path: Path) -> None:
     """Where a cache selects, too; for a question that nobody had asked, by another worker."""
     contexts = place_of(kind, tmp_path)

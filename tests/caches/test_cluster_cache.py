@@ -101,7 +101,7 @@ def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, A
         assert fields != {"num_selected": 4000} or cache.report().selected_fraction == 1.0
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_step_attends_to_what_is_named(device: str, padded: bool) -> None:
     """Gather by gather, while clusters are joined and split; each key head as many tokens."""

@@ -154,9 +154,9 @@ def test_a_copy_that_is_behind_is_made_when_attention_comes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "batch"),
     [
-        ({}, 1), ({"top_up": "always"}, 2),
+        ({"top_up": "always"}, 2),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-            ({}, 2), ({"speculative": False}, 1), ({"speculative": False}, 2), ({"top_up": "always"}, 1),
+            ({}, 1), ({}, 2), ({"speculative": False}, 1), ({"speculative": False}, 2), ({"top_up": "always"}, 1),
         )),
     ],
 )  # fmt: skip

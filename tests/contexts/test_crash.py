@@ -48,7 +48,7 @@ def test_killed_at_every_twelfth_call(tmp_path: Path, record_property: Callable[
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-@pytest.mark.parametrize("method", ["abstract-tree", "cluster"])
+@pytest.mark.parametrize("method", ["abstract-tree", pytest.param("cluster", marks=pytest.mark.slow)])
 def test_killed_with_abstracts_and_replicas_and_in_clusters(tmp_path: Path, method: str) -> None:
     check(kill(tmp_path, 24, method), LEAST // 12)
 

@@ -45,11 +45,11 @@ def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[st
     assert found["share_of_full_kv"] < 1 / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "fields"),
     [
-        pytest.param("1/6", {"abstracts": "disk"}, marks=pytest.mark.slow),
-        pytest.param("1/5", {"compress": 0.5}, marks=pytest.mark.slow), (None, {}),
+        ("1/6", {"abstracts": "disk"}), ("1/5", {"compress": 0.5}), (None, {}),
     ],
     ids=["abstracts on the disk", "replicas", "resident"],
 )

@@ -66,6 +66,7 @@ def test_more_tokens_hold_more_of_the_attention(measured: Any) -> None:
     assert len(few["layer_mass"]) == 3 and few["worst"] == min(few["layer_mass"])
 
 
+@pytest.mark.slow
 def test_every_device_is_taken(measured: Any) -> None:
     found, rows = measured(low_bit_speed)
     assert set(found["seconds"]) == {"own", "ufs"} <= set(PROFILES)

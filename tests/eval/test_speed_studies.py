@@ -249,6 +249,7 @@ def test_growth_is_drawn(grown: tuple[dict[str, Any], common.Rows], tmp_path: Pa
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_steps_are_compared_at_equal_mass(tmp_path: Path) -> None:
     """Those that attend to more take in more of the attention; what each takes is told at the mass of the first."""
     usual, small = long_equal_mass.USUAL, {"reuse_capacity": 32, "cluster_size": 16}
@@ -283,6 +284,7 @@ def test_time_at_equal_mass_lies_between_those_measured() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_clusters_read_is_compared(tmp_path: Path) -> None:
     """Places that queries chose lie together, places in any order do not; slots answer some of what is wanted."""
     small = {"num_selected": 64, "cluster_size": 8}

@@ -353,6 +353,7 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
         assert 0 < dynamo["frames"]["ok"] <= (80 if older else 60)
 
 
+@pytest.mark.slow
 def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
     """After some steps nothing is compiled anew, however long the history grows."""
     model = fresh("llama")
