@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # and how many there are decides the last bits of a sum.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+gc.disable()  # until all modules are imported, which leaves nothing to collect
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only the tests that run beside no other")
@@ -54,6 +56,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--alone") and collection_path.suffix == ".py":
         return "mark.alone" not in collection_path.read_text() or None
     return None
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,13 +5,18 @@ Each owner says what it will hold beside the line that allocates it (`planned`);
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 Bytes = Mapping[str, int]
 """Bytes by owner."""
+
+
+def _merged(one: Bytes, two: Bytes, merge: Callable[[int, int], int]) -> Bytes:
+    """By owner, in the order in which they come. A `Counter` does as much in three times the time, and finding a budget
+    takes hundreds of plans."""
+    return {owner: merge(one.get(owner, 0), two.get(owner, 0)) for owner in {**one, **two}}
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,11 @@ class Planned:
 
     def __add__(self, other: Planned) -> Planned:
         """Both are held."""
-        return Planned(*(Counter(one) + Counter(two) for one, two in self._pairs(other)))
+        return Planned(*(_merged(one, two, int.__add__) for one, two in self._pairs(other)))
 
     def __or__(self, other: Planned) -> Planned:
         """One of them is held at a time, by each owner."""
-        return Planned(*(Counter(one) | Counter(two) for one, two in self._pairs(other)))
+        return Planned(*(_merged(one, two, max) for one, two in self._pairs(other)))
 
     def __mul__(self, times: int) -> Planned:
         """As much, so many times."""

@@ -94,9 +94,9 @@ def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, A
     """Greedy, beams and verified candidates: `DynamicCache`'s tokens; all that is held is attended to."""
     model, rows = long_model(), 1 if "prompt_lookup_num_tokens" in how else 2
     ids = prompt(model, rows, LENGTH)
-    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40, **how)
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=24, **how)
     with ClusterCache(model, block_tokens=64, **SMALL, **fields) as cache:
-        found = generate(model, cache, ids, max_new_tokens=40, **how)
+        found = generate(model, cache, ids, max_new_tokens=24, **how)
         assert torch.equal(found.tokens, expected.tokens)
         assert fields != {"num_selected": 4000} or cache.report().selected_fraction == 1.0
 

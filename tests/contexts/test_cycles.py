@@ -43,7 +43,7 @@ def context(tmp_path: Path) -> Path:
     return tmp_path / "contexts" / "context"
 
 
-@pytest.mark.parametrize("engine", ["auto", "mapped", "memory"])
+@pytest.mark.parametrize("engine", ["auto", "mapped", pytest.param("memory", marks=pytest.mark.slow)])
 def test_opened_forked_and_closed(context: Path, engine: str) -> None:
     with opened(context) as cache:
         expected = answer(cache, 1)

@@ -466,12 +466,15 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     assert cache.storage.account.pressed == 0
 
 
-@pytest.mark.parametrize("chunk", [CONTEXT, 128])
+PARTS = [(cls, part) for cls in (DiskSwapCache, OffloadCache) for part in ("1/1", "3/5", "2/5")]
+PARTS += [(AbstractTreeCache, part) for part in ("1/1", "3/5")]  # two chunks of 64 are more than a tenth of this
+
+
 @pytest.mark.parametrize(
-    ("cache_class", "part"),
-    [(cls, part) for cls in (DiskSwapCache, OffloadCache) for part in ("1/1", "3/5", "2/5")]
-    + [(AbstractTreeCache, part) for part in ("1/1", "3/5")],  # two chunks of 64 are more than a tenth of this context
-)
+    ("cache_class", "part", "chunk"),
+    [pytest.param(*one, chunk, marks=pytest.mark.slow if (turn + (chunk == 128)) % 2 else [])
+     for turn, one in enumerate(PARTS) for chunk in (CONTEXT, 128)],
+)  # fmt: skip
 def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
     """Prefill, 10 steps, a second turn and 10 more, up to the last token of the context; nothing raises."""
     model = tiny("llama")
@@ -492,23 +495,23 @@ def wide_keys() -> Any:
     return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, **sizes}))
 
 
+@pytest.mark.parametrize("quarters", [4, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", registry.CACHES)
-def test_the_least_budget_is_kept_where_adapters_are_made_in_a_step(name: str) -> None:
+def test_the_least_budget_is_kept_where_adapters_are_made_in_a_step(name: str, quarters: int) -> None:
     """What a history is known by is found out in a step, once there are 512 tokens of it. Wide keys: that takes as much
     as selecting does."""
     model, cls = wide_keys(), registry.cache_class(name)
     with pytest.raises(BudgetError) as refused:
         cls.for_budget(model, "1KiB", max_context=540, engine="mapped")
     least = int(re.search(r"need at least ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
-    ids = torch.randint(1, 199, (1, 540), generator=torch.Generator().manual_seed(0))
-    for memory in (least, least * 5 // 4):
-        with cls.for_budget(model, memory, max_context=540, engine="mapped") as cache, torch.no_grad():
-            model(ids[:, :500], past_key_values=cache)
-            for place in range(500, 540):
-                model(ids[:, place : place + 1], past_key_values=cache)
-            report = cache.report()
-        assert report.peak_memory_bytes <= memory and report.decode_steps == 40
-        assert report.selected_fraction < 0.9
+    ids, memory = torch.randint(1, 199, (1, 540), generator=torch.Generator().manual_seed(0)), least * quarters // 4
+    with cls.for_budget(model, memory, max_context=540, engine="mapped") as cache, torch.no_grad():
+        model(ids[:, :500], past_key_values=cache)
+        for place in range(500, 540):
+            model(ids[:, place : place + 1], past_key_values=cache)
+        report = cache.report()
+    assert report.peak_memory_bytes <= memory and report.decode_steps == 40
+    assert report.selected_fraction < 0.9
 
 
 @pytest.mark.parametrize("look_ahead", [True, None])

@@ -100,11 +100,18 @@ def test_the_console_of_the_wheel(built: dict[str, Path], tmp_path: Path) -> Non
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--target", str(installed), str(built["wheel"])], check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    names = f"import hf_offload_cache as h; print(h.__file__); [getattr(h, name) for name in {exported!r}]"
-    said = asked(environment, [sys.executable, "-c", names], empty)
-    assert said.strip() == str(installed / "hf_offload_cache" / "__init__.py")
-    script = [sys.executable, str(installed / "bin" / "hf-offload-cache")]
-    said = asked(environment, [*script, "plan", "--compare", "--memory", "1/6", "--context", "8192"], empty)
+    words = ["hf-offload-cache", "plan", "--compare", "--memory", "1/6", "--context", "8192"]
+    code = f"""
+import runpy, sys
+import hf_offload_cache as h
+print(h.__file__)
+for name in {exported!r}:
+    getattr(h, name)
+sys.argv = {words!r}
+runpy.run_path({str(installed / "bin" / "hf-offload-cache")!r}, run_name="__main__")
+"""
+    said = asked(environment, [sys.executable, "-c", code], empty)
+    assert said.splitlines()[0] == str(installed / "hf_offload_cache" / "__init__.py")
     assert "for fidelity: " in said and "for speed: " in said
 
 
