@@ -125,7 +125,7 @@ def test_the_nth_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_nth_read_with_replicas(share: float, look_ahead: bool, tmp_path: Path) -> None:
     """What fails of replicas is read whole, so that logits may be closer to the truth; what is kept of the context is
     as it was, and no area is lost."""

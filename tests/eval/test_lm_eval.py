@@ -85,7 +85,11 @@ def test_exact_scores_are_the_plain_ones(name: str, batch: int, tmp_path: Path) 
     assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in CACHES), ("disk-swap", 3)])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("cluster", 1), ("disk-swap", 3),
+     *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("disk-swap", "abstract-tree", "spec"))],
+)  # fmt: skip
 def test_bitwise_scores_and_texts_are_the_plain_ones_to_the_last_bit(
     name: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
