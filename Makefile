@@ -68,7 +68,8 @@ test-all: lint test-lowest test-kernels
 test-gpu: $(VENV)/.tools
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	TEST_DEVICE=cuda $(BIN)/python -m pytest $(WORKERS) tests/core/test_exactness.py tests/core/test_sparse_matrix.py \
-	    tests/core/test_every_cache.py tests/interop/test_models.py $(ARGS)
+	    tests/core/test_every_cache.py tests/core/test_walk_sparse.py::test_everything_selected \
+	    tests/interop/test_models.py $(ARGS)
 
 # On a CPU, in Triton's interpreter, which is chosen as Triton is imported, by whichever test that is. It lies beside the
 # environment, where nothing else finds a gigabyte of it.
