@@ -108,7 +108,7 @@ def test_shares_are_compared_on_each_link(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one["measured"] for one in found["must_reach"]] == [0.5, 2.0]
 
 
-@pytest.mark.parametrize("study", [speed_chunks, speed_compress, speed_ablation])
+@pytest.mark.parametrize("study", [speed_chunks, speed_compress, pytest.param(speed_ablation, marks=pytest.mark.slow)])
 def test_they_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contender, on a tiny model, and all that the summary is made of."""
     runs = speed_chunks if study is speed_ablation else study
