@@ -45,8 +45,8 @@ pytest_twice = @first=0; second=0; \
     case $$first-$$second in 0-0|0-5|5-0) ;; *) echo "exit codes of pytest: $$first and $$second"; exit 1;; esac
 
 # A module stays with one worker, so that what its tests share is made once. A worker takes up to a GiB of memory, and
-# waits a fourth of its time, for the disk or for a process of its own: there are two more than cores.
-WORKERS = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 2 ))) --maxprocesses 8 \
+# waits a fourth of its time, for the disk or for a process of its own: there are three for two cores. Four take as long.
+WORKERS = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 3 / 2 ))) --maxprocesses 8 \
     --dist loadscope --no-loadscope-reorder
 
 .PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve clean
