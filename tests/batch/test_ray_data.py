@@ -1,4 +1,4 @@
-"""Two workers of Ray's: one dies in the midst of a document, and a second job opens what either has prefilled.
+"""Two workers of Ray's: one dies in the midst of a document; and another process opens what either has prefilled.
 
 The page of many documents runs here, too: starting Ray a second time would take half a minute.
 """
@@ -26,7 +26,7 @@ from site_pages import text as page_text
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from words import words
 
-from hf_offload_cache import answer_documents
+from hf_offload_cache import AnswerDocuments, answer_documents
 from hf_offload_cache.errors import ConfigError
 
 pytestmark = pytest.mark.alone
@@ -73,7 +73,7 @@ def rows_of(model: Any, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_worker_that_dies_loses_its_turn_and_a_second_job_prefills_nothing(
+def test_a_worker_that_dies_loses_its_turn_and_what_it_prefilled_is_opened(
     ray: Any, model: Any, folder: Path, tmp_path: Path
 ) -> None:
     mark, contexts = tmp_path / "mark", tmp_path / "contexts"
@@ -82,24 +82,21 @@ def test_a_worker_that_dies_loses_its_turn_and_a_second_job_prefills_nothing(
         "num_recent": 8, "group_size": 4,
     }  # fmt: skip
 
-    def job(seed: int, workers: int) -> list[dict[str, Any]]:
-        asked = rows_of(model, seed)
-        loads = functools.partial(dies_once, str(folder), str(mark))
-        # One block, of which a worker that dies would lose all: what is opened again would not be "prefilled".
-        documents = ray.data.from_items(asked, override_num_blocks=1)
-        answered = answer_documents(documents, loads, concurrency=workers, **options)
-        found = sorted(answered.take_all(), key=lambda row: row["name"])
+    def check(found: list[dict[str, Any]], asked: list[dict[str, Any]], context: str) -> None:
         assert [row["name"] for row in found] == list(range(6)) and {row["error"] for row in found} == {None}
+        assert {row["context"] for row in found} == {context} and {row["context_note"] for row in found} == {None}
         for row, given in zip(found, asked, strict=True):
             assert row["answers"] == expected(model, words(), given["document"], given["questions"])
-        return found
 
-    first = job(100, workers=2)
+    loads, asked = functools.partial(dies_once, str(folder), str(mark)), rows_of(model, 100)
+    # One block, of which a worker that dies would lose all: what is opened again would not be "prefilled".
+    answered = answer_documents(ray.data.from_items(asked, override_num_blocks=1), loads, concurrency=2, **options)
+    check(sorted(answered.take_all(), key=lambda row: row["name"]), asked, "prefilled")
     assert is_gone(mark) and int(mark.read_text()) != os.getpid()
-    assert {row["context"] for row in first} == {"prefilled"} and {row["context_note"] for row in first} == {None}
     assert len(list(contexts.iterdir())) == 6
     assert listening(psutil.Process()) == {"127.0.0.1"}
-    assert {row["context"] for row in job(300, workers=1)} == {"opened"}
+    asked = rows_of(model, 300)  # without Ray, who would start a worker anew
+    check(AnswerDocuments(loads, **options)(pyarrow.Table.from_pylist(asked)).to_pylist(), asked, "opened")
     assert {path.name for path in tmp_path.iterdir()} == {"mark", "contexts"}
 
 

@@ -1,11 +1,13 @@
-"""A process of its own that works with caches as it is told, line by line; `Other` is the end that tells it.
+"""Processes that work with caches as they are told, line by line; `Other` is the end that tells one.
 
-As a script it reads `[verb, arguments...]` as JSON from its input, and answers each with a line: `["ok", result]` or
+As a script it takes the numbers of pipes' ends, two for each process. From the first of them that reads
+`[verb, arguments...]` as JSON, and answers each in the second with a line: `["ok", result]` or
 `["error", name of the class, message]`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -13,30 +15,25 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class Other:
-    """A process like that. `begin` returns at once, `end` waits for what was begun; `ask` does both."""
+    """A process like that, at the other ends of two pipes. `begin` returns at once, `end` waits for what was begun;
+    `ask` does both."""
 
-    def __init__(self) -> None:
-        here = Path(__file__).parent
-        paths = [str(here), str(here.parent), str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, replies: int, commands: int) -> None:
+        self._replies, self._commands = os.fdopen(replies), os.fdopen(commands, "w")
 
     def begin(self, *command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        self._commands.write(json.dumps(command) + "\n")
+        self._commands.flush()
 
     def end(self) -> Any:
         """The result. Raises `RuntimeError` with the class and the message of an error."""
-        assert self._process.stdout is not None
-        kind, *found = json.loads(self._process.stdout.readline() or '["error", "it has ended", ""]')
+        kind, *found = json.loads(self._replies.readline() or '["error", "it has ended", ""]')
         if kind == "error":
             raise RuntimeError(": ".join(found))
         return found[0]
@@ -45,13 +42,30 @@ class Other:
         self.begin(*command)
         return self.end()
 
-    def close(self) -> int:
-        """Its exit status."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        status = self._process.wait()
-        self._process.stdout.close()
-        return status
+    def close(self) -> None:
+        """It ends."""
+        self._commands.close()
+        self._replies.close()
+
+
+@contextlib.contextmanager
+def others(count: int) -> Iterator[list[Other]]:
+    """So many, forked from one that has imported what they need: that takes most of their time. All end well."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    commands, replies = [os.pipe() for _ in range(count)], [os.pipe() for _ in range(count)]
+    theirs = [end for (read, _), (_, write) in zip(commands, replies, strict=True) for end in (read, write)]
+    process = subprocess.Popen([sys.executable, __file__, *map(str, theirs)], env=environment, pass_fds=theirs)
+    for end in theirs:
+        os.close(end)
+    found = [Other(read, write) for (read, _), (_, write) in zip(replies, commands, strict=True)]
+    try:
+        yield found
+    finally:
+        for other in found:
+            other.close()
+        assert process.wait() == 0
 
 
 def digest(cache: Any, seed: int, steps: int) -> str:
@@ -113,20 +127,38 @@ class _Worker:
         self.cache = None
 
 
-def main() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # as its parent: how many there are decides the last bits of a sum
+def work(commands: IO[str], replies: IO[str]) -> None:
     worker = _Worker()
-    for line in sys.stdin:
+    for line in commands:
         verb, *arguments = json.loads(line)
         try:
             reply = ["ok", getattr(worker, verb)(*arguments)]
         except Exception as error:
             reply = ["error", type(error).__name__, str(error)]
-        print(json.dumps(reply), flush=True)
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def main(ends: list[int]) -> None:
+    """Forks one for each two of `ends`, and waits for them."""
+    import saved_contexts  # noqa: F401  # with all that it needs
+    import torch
+
+    torch.set_num_threads(1)  # as its parent: how many there are decides the last bits of a sum
     gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
+    children = []
+    for own in range(0, len(ends), 2):
+        child = os.fork()
+        if child == 0:
+            for end in {*ends} - {*ends[own : own + 2]}:
+                os.close(end)
+            with os.fdopen(ends[own]) as commands, os.fdopen(ends[own + 1], "w") as replies:
+                work(commands, replies)
+            return
+        children.append(child)
+    for end in ends:
+        os.close(end)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
 
 
 if __name__ == "__main__":
-    main()
+    main([int(end) for end in sys.argv[1:]])

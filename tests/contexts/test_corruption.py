@@ -302,5 +302,6 @@ def test_no_corruption_changes_an_answer(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_many_more(base: dict[str, Saved], tmp_path: Path) -> None:
     assert sum(try_all(base, tmp_path, seed=5, each=12, both=True).values()) >= 14 * LEAST

@@ -1,5 +1,5 @@
-"""A process that saves a real cache is killed at a system call, by default at every twelfth or twenty-fourth, else at
-every one: the old context is there, or the new, in full."""
+"""A process that saves a real cache is killed at a system call, by default at every eighteenth or thirty-sixth, else
+at every one: the old context is there, or the new, in full."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def check(found: dict[str, Any], least: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-def test_killed_at_every_twelfth_call(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    found = kill(tmp_path, 12, "disk-swap")
+def test_killed_at_every_eighteenth_call(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    found = kill(tmp_path, 18, "disk-swap")
     record_property("kill points", found["points"])
     print(found)
-    check(found, LEAST // 6)
+    check(found, LEAST // 9)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 @pytest.mark.parametrize("method", ["abstract-tree", pytest.param("cluster", marks=pytest.mark.slow)])
 def test_killed_with_abstracts_and_replicas_and_in_clusters(tmp_path: Path, method: str) -> None:
-    check(kill(tmp_path, 24, method), LEAST // 12)
+    check(kill(tmp_path, 36, method), LEAST // 18)
 
 
 @pytest.mark.slow

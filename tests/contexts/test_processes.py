@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import context_process
 import pytest
 from context_process import Other, digest
 from saved_contexts import files_of, opened, prefilled
@@ -23,13 +24,9 @@ FIELDS = ({"exact": True}, {"engine": "auto"})
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[list[Other]]:
-    """Three processes, for all tests: most of their time is importing torch."""
-    found = [Other() for _ in range(3)]
-    try:
+    """Three processes, for all tests."""
+    with context_process.others(3) as found:
         yield found
-    finally:
-        ended = [other.close() for other in found]
-    assert ended == [0, 0, 0]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Words:
 )
 def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[str, Any]) -> None:
     """After prefill and after decoding: within 5% of what the kernel says, or 3 MiB; nothing is left after close."""
-    found = memory.measure(memory.Run(3072, chunk, steps=8, layers=12, heads=3, cache=cache, fields=fields))
+    found = memory.measure(memory.Run(4096, chunk, steps=8, layers=16, heads=3, cache=cache, fields=fields))
     for stage, row in found["stages"].items():
         assert row["agrees"], (stage, row)
         assert row["account"] > 2 * memory.LEAST_BYTES if stage == "decode" else row["account"] > memory.LEAST_BYTES
