@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # and how many there are decides the last bits of a sum.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-gc.disable()  # until all modules are imported, which leaves nothing to collect
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only the tests that run beside no other")
@@ -40,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--alone runs tests one after the other: it cannot be combined with -n")
     if not hasattr(config, "workerinput"):
         keep_within_the_run(config)
+    if hasattr(config, "workerinput") or not has_workers(config):
+        gc.disable()  # while it imports all modules, which leaves nothing to collect
 
 
 def keep_within_the_run(config: pytest.Config) -> None:

@@ -59,7 +59,8 @@ REPRESENTATIVES = (
 WITH_EVERY_CACHE = (
     "bloom", "cpmant", "deepseek_v3", "falcon_h1", "gemma3n_text", "gpt_oss", "minimax_m3_vl_text", "qwen3_next",
 )  # fmt: skip
-"""Of these, the ones that the default run takes through steps of every cache, and not of `DiskSwapCache` alone."""
+"""Of these, the ones that the default run takes through steps of another cache, too, and not of `DiskSwapCache` alone;
+the slow tests of every one."""
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, POSITIONS, WINDOW = 4, 64, 4, 2, 16, 96, 160, 512, 16
 

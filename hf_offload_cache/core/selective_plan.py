@@ -99,7 +99,7 @@ class SelectivePlan(OffloadLayer):
         own = predictor.own + cls.plan_slots(kind, config, context)
         prefill, decode = (dict(each) for each in (predictor.shared.prefill, predictor.shared.decode))
         if "fitting" in prefill:  # records are packed before a predictor learns, not meanwhile
-            prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill["packing"])
+            prefill["fitting"] = max(0, prefill["fitting"] - plan.shared.prefill.get("packing", 0))
         for owner in {"moving rows"} & prefill.keys():  # one thing is moved at a time
             prefill[owner] = max(0, prefill[owner] - plan.shared.prefill.get(owner, 0))
             decode[owner] = max(0, decode[owner] - plan.shared.decode.get(owner, 0))

@@ -5,6 +5,7 @@ Each owner says what it will hold beside the line that allocates it (`planned`);
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -36,7 +37,7 @@ class Planned:
 
     def __add__(self, other: Planned) -> Planned:
         """Both are held."""
-        return Planned(*(_merged(one, two, int.__add__) for one, two in self._pairs(other)))
+        return Planned(*(_merged(one, two, operator.add) for one, two in self._pairs(other)))
 
     def __or__(self, other: Planned) -> Planned:
         """One of them is held at a time, by each owner."""

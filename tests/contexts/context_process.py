@@ -1,7 +1,7 @@
 """Processes that work with caches as they are told, line by line; `Other` is the end that tells one.
 
-As a script it takes the numbers of pipes' ends, two for each process. From the first of them that reads
-`[verb, arguments...]` as JSON, and answers each in the second with a line: `["ok", result]` or
+As a script it takes the numbers of pipes' ends, two for each process, which reads `[verb, arguments...]` as JSON from
+the first of them, and answers each with a line in the second: `["ok", result]` or
 `["error", name of the class, message]`.
 """
 
@@ -42,9 +42,12 @@ class Other:
         self.begin(*command)
         return self.end()
 
+    def hang_up(self) -> None:
+        """It ends, once it has answered."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._commands.close()
+
     def close(self) -> None:
-        """It ends."""
-        self._commands.close()
         self._replies.close()
 
 
@@ -64,8 +67,11 @@ def others(count: int) -> Iterator[list[Other]]:
         yield found
     finally:
         for other in found:
+            other.hang_up()
+        status = process.wait()
+        for other in found:
             other.close()
-        assert process.wait() == 0
+    assert status == 0
 
 
 def digest(cache: Any, seed: int, steps: int) -> str:

@@ -123,11 +123,12 @@ PICKED = [
     ("default", "direct", "some"),
     ("paper", "memory", "default"),
 ]
-"""What models other than `THROUGHOUT` run by default, in turns."""
+"""What changes of the batch run by default: one of them with each model, in turns; both with those of `THROUGHOUT`, and
+with each use of slots."""
 
 
 def by_default(name: str, *fields: str) -> bool:
-    if name in THROUGHOUT:  # each use of slots with both
+    if name in THROUGHOUT:
         return fields[:2] in {picked[:2] for picked in PICKED}
     return fields == PICKED[MODELS.index(name) % len(PICKED)]
 

@@ -27,7 +27,7 @@ transformers 5.17, a choice of blocks is one for beams of padded rows."""
 
 def pairs() -> list[Any]:
     """`DiskSwapCache` with every architecture, the others with representatives. In the default run these take turns:
-    each of the caches meets every other one."""
+    each of the caches meets four of the eight in `walk.WITH_EVERY_CACHE`."""
     found = [pytest.param("disk-swap", *one.values, marks=one.marks)
              for one in walk.usually(REPRESENTATIVES, walk.architectures())]  # fmt: skip
     for turn, method in enumerate(sorted(CACHES.keys() - {"disk-swap"})):

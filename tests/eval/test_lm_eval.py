@@ -87,8 +87,8 @@ def test_exact_scores_are_the_plain_ones(name: str, batch: int, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    [("cluster", 1), ("disk-swap", 3),
-     *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("disk-swap", "abstract-tree", "spec"))],
+    [("disk-swap", 3),
+     *(pytest.param(name, 1, marks=[] if name == "cluster" else pytest.mark.slow) for name in CACHES)],
 )  # fmt: skip
 def test_bitwise_scores_and_texts_are_the_plain_ones_to_the_last_bit(
     name: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

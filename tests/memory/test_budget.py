@@ -467,7 +467,7 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
 
 
 PARTS = [(cls, part) for cls in (DiskSwapCache, OffloadCache) for part in ("1/1", "3/5", "2/5")]
-PARTS += [(AbstractTreeCache, part) for part in ("1/1", "3/5")]  # two chunks of 64 are more than a tenth of this
+PARTS += [(AbstractTreeCache, part) for part in ("1/1", "3/5")]  # of less, two chunks are more than a tenth
 
 
 @pytest.mark.parametrize(
