@@ -168,9 +168,9 @@ class SpecCache(SelectiveCache):
         super().batch_select_indices(indices)
         self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices, device=self._guess.device)]
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self._stop_recording()
-        super().reset()
+        super().forget()
 
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "guess": self._guess}

@@ -238,13 +238,18 @@ class CacheOperations(Cache):
 
     def reset(self) -> None:
         """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        self.forget()
+        self.recording = False
+        self.shared.storage.reset_counters()
+
+    def forget(self) -> None:
+        """Forget what is held, as `reset`. Counters go on, and candidates are verified as before."""
         self.shared.mend()
         self.shared.check_open()
         super().reset()
         self._renew_kept()
-        self.recording, self._cropped = False, None
+        self._cropped = None
         self._tokens.truncate(0)
-        self.shared.storage.reset_counters()
 
     def _renew_kept(self) -> None:
         """transformers' own layers keep the batch size of their states: new ones take their places."""

@@ -34,6 +34,16 @@ def check_prompt(
         )
 
 
+def repeats(
+    tokens: TokenLog, held: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> bool:
+    """Whether ids (B, t), or embeddings (B, t, hidden), begin with the `held` tokens, as far as ids tell."""
+    given = input_ids if input_ids is not None else inputs_embeds
+    if given is None or given.shape[1] < held:
+        return False
+    return input_ids is None or tokens.first_difference(input_ids[:, :held]) is None
+
+
 def check_positions(positions: Any, mask: Any, held: int, *, use_cache: Any = None) -> None:
     """Raises `PromptError` for a step over `held` tokens whose positions begin at 0.
 

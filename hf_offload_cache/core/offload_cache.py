@@ -25,7 +25,7 @@ from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
 from .cache_operations import CacheOperations
-from .continuation import check_model, check_planned, check_prompt
+from .continuation import check_model, check_planned, check_prompt, repeats
 from .forward_ended import ForwardEnded
 from .held import Held
 from .layers import make_layers
@@ -201,6 +201,20 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.shared.check_open()
         self.check_whole()
         check_prompt(self._tokens, self.held(), input_ids, inputs_embeds)
+
+    def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+        held = self.held()
+        if held and not repeats(self._tokens, held, input_ids, inputs_embeds):
+            self._warn_once(
+                f"{type(self.model).__name__} dropped the {held:,} tokens that this cache held and goes on without them, "
+                "as it does with DynamicCache: its rotary embedding changes at this length, and it was not given the "
+                "whole text; begin a text that will be this long with a longer prompt"
+            )
+        self.forget()
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self.warnings:
+            self._warn(message)
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)

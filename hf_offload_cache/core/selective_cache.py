@@ -197,8 +197,8 @@ class SelectiveCache(OffloadCache):
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        super().reset()
+    def forget(self) -> None:
+        super().forget()
         if self.selecting is not None:
             self.selecting.reset()
 

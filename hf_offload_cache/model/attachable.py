@@ -52,6 +52,10 @@ class Attachable:
     def prepare_step(self, *, first: bool) -> None:
         """`generate` is about to call the model; `first`: with a prompt, or a piece of one."""
 
+    def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+        """The model wants the keys of all tokens made anew: the step that comes with ids (B, t), or embeddings
+        (B, t, hidden), is the first one of what is held from then on."""
+
     def close(self) -> None:
         """The cache is not to be used any more."""
 

@@ -30,5 +30,10 @@ class PrepareInputs(MethodOnModel):
             if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
             cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
-        found: dict[str, Any] = self.method()(input_ids, **kwargs)
-        return found
+        prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
+        if cache is not None:
+            name = next(name for name, value in kwargs.items() if value is cache)
+            if prepared.get(name) is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+                cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
+                prepared[name] = cache
+        return prepared
