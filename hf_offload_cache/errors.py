@@ -55,6 +55,10 @@ class SeamLostError(RuntimeError):
     """
 
 
+class CacheUnusedError(RuntimeError):
+    """A model was given this cache and ran without it; raised in the same forward, before any token."""
+
+
 class CacheClosedError(RuntimeError):
     """The cache was closed; its data is gone."""
 

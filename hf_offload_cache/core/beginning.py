@@ -46,7 +46,7 @@ def begin(
                 f"the cache holds {batch} sequences and the model was given {sequences}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
-        check_positions(kwargs.get("position_ids"), mask, history, use_cache=kwargs.get("use_cache"))
+        check_positions(kwargs.get("position_ids"), mask, history)
     check_planned(config, sequences, history + count)
     padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
     several = candidates and not config.exact and count <= min(MOST_CANDIDATES, config.num_recent)

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 
 from ..config import OffloadConfig
-from ..errors import BudgetError, PromptError
+from ..errors import BudgetError, CacheUnusedError, PromptError, UnsupportedModelError
 from ..model.masks import shown
 from ..model.own_model import OwnModel, model_text
+from .step import Step
 from .token_log import TokenLog
+
+USE_CACHE_IS_FALSE = (
+    "use_cache=False was given together with this cache, which would not be used: leave use_cache out, or leave "
+    "past_key_values out to run without a cache"
+)
 
 
 def check_prompt(
@@ -44,7 +50,39 @@ def repeats(
     return input_ids is None or tokens.first_difference(input_ids[:, :held]) is None
 
 
-def check_positions(positions: Any, mask: Any, held: int, *, use_cache: Any = None) -> None:
+def check_uses_cache(own: OwnModel, kwargs: dict[str, Any]) -> None:
+    """Before a forward with these arguments: raises `PromptError` and `UnsupportedModelError` where the model would be
+    given the cache and would not keep it."""
+    if kwargs.get("use_cache") is False:
+        raise PromptError(USE_CACHE_IS_FALSE)
+    if own.checkpoints_gradients():
+        raise UnsupportedModelError(
+            f"model {type(own()).__name__} is in training mode with gradient checkpointing, which gives its layers no "
+            "cache: call model.eval(), or model.gradient_checkpointing_disable(), before it runs with this cache"
+        )
+
+
+def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> None:
+    """After the `step`: raises `CacheUnusedError` where none of the `layers`, which have a length, took its tokens, or
+    where its output goes on with another cache."""
+    theirs = getattr(output, "past_key_values", None)
+    if theirs is not None and theirs is not cache:
+        raise CacheUnusedError(
+            f"the model was given this cache and returned another, {type(theirs).__name__}: generate would go on with "
+            "that one; run this model without this cache"
+        )
+    if not layers or not step.tokens:
+        return
+    for layer, before in zip(layers, step.lengths, strict=True):
+        if layer.get_seq_length() != before:
+            return
+    raise CacheUnusedError(
+        f"the model was given this cache and {step.tokens:,} tokens, and none of its layers used the cache: what it "
+        "returned would not follow what is held; something in the model or around it drops past_key_values"
+    )
+
+
+def check_positions(positions: Any, mask: Any, held: int) -> None:
     """Raises `PromptError` for a step over `held` tokens whose positions begin at 0.
 
     Not for rows that hold only padding so far; and what is itself masked has no position, so that each row begins with
@@ -66,12 +104,9 @@ def check_positions(positions: Any, mask: Any, held: int, *, use_cache: Any = No
     begins = positions.gather(1, there.int().argmax(1, keepdim=True))[:, 0]
     if not bool(rows.any()) or bool((begins[rows] != 0).any()):
         return
-    why = "reset() the cache for a new prompt, or pass only the tokens that are new"
-    if use_cache is False:
-        why = "use_cache=False makes generate pass the whole sequence at every step: leave it out"
     raise PromptError(
         f"the step starts at position 0 and the cache already holds {held} tokens: transformers would append "
-        f"the prompt to them; {why}"
+        "the prompt to them; reset() the cache for a new prompt, or pass only the tokens that are new"
     )
 
 

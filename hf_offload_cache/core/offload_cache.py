@@ -25,7 +25,7 @@ from ..report.cache_report import CacheReport
 from .beginning import begin
 from .budgeted import Budgeted
 from .cache_operations import CacheOperations
-from .continuation import check_model, check_planned, check_prompt, repeats
+from .continuation import check_model, check_planned, check_prompt, check_uses_cache, check_was_used, repeats
 from .forward_ended import ForwardEnded
 from .held import Held
 from .layers import make_layers
@@ -131,6 +131,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         shared = self.shared
         shared.check_open()
         check_model(self._model, model)
+        check_uses_cache(self._model, kwargs)
         intact = attach.intact(self._model() or model)  # the step may be a part's
         if intact:  # else an interruption is not what kept keys from attention
             self.check_whole()
@@ -158,6 +159,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """After the model's forward: keep the ids, stop the clock."""
         shared, step = self.shared, self.shared.step
         shared.check_seam()
+        if step is not None:
+            check_was_used(self, step, self._with_length, output)
         if step is not None and step.ids is not None:
             self._tokens.append(step.ids, step.history, step.padding)
         shared.step = None
@@ -206,9 +209,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         held = self.held()
         if held and not repeats(self._tokens, held, input_ids, inputs_embeds):
             self._warn_once(
-                f"{type(self.model).__name__} dropped the {held:,} tokens that this cache held and goes on without them, "
-                "as it does with DynamicCache: its rotary embedding changes at this length, and it was not given the "
-                "whole text; begin a text that will be this long with a longer prompt"
+                f"{type(self.model).__name__} dropped the {held:,} tokens that this cache held, and goes on without "
+                "them, as it does with DynamicCache: its rotary embedding changes at this length, and transformers "
+                "passed on only the latest tokens; begin such a text with a prompt that is longer than that"
             )
         self.forget()
 

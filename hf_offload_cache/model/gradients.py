@@ -1,10 +1,15 @@
-"""What came back from a store has no graph behind it: a backward pass through it raises."""
+"""Where training gets in the way of a cache.
+
+What came back from a store has no graph behind it: a backward pass through it raises. Layers that checkpoint gradients
+are given no cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from .decoder_blocks import decoder_blocks
 
 
 class _NoBackward(torch.autograd.Function):
@@ -26,3 +31,16 @@ def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     if not (torch.is_grad_enabled() and beside.requires_grad):
         return tensor
     return _NoBackward.apply(tensor.requires_grad_())
+
+
+def checkpointing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that keep a cache from a decoder block while they train and their `gradient_checkpointing` is on: the
+    blocks themselves, and what they lie in."""
+    blocks = {block for _, block, _ in decoder_blocks(model)}
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing")
+        and not getattr(module, "_can_checkpoint_with_cache", False)
+        and any(part in blocks for part in module.modules())
+    ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .gradients import checkpointing_modules
 from .inner_model import is_model
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class OwnModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self._ref = weakref.ref(model)
         self._parts = weakref.WeakSet(module for module in model.modules() if is_model(module))
+        self._checkpointing = [weakref.ref(module) for module in checkpointing_modules(model)]
 
     def __call__(self) -> PreTrainedModel | None:
         """The model, while it lives."""
@@ -29,6 +31,14 @@ class OwnModel:
         """Whether `model` is the cache's own, a part of it, or has it as a part: a step of one runs the other."""
         own = self._ref()
         return model in self._parts or (own is not None and any(module is own for module in model.modules()))
+
+    def checkpoints_gradients(self) -> bool:
+        """Whether some decoder block would be given no cache now, since it trains and checkpoints gradients."""
+        for ref in self._checkpointing:
+            module = ref()
+            if module is not None and module.training and module.gradient_checkpointing:
+                return True
+        return False
 
     def stranger(self) -> PreTrainedModel | None:
         """The model whose forward the caller runs in, if it runs in one and none around it is the cache's own.
