@@ -75,7 +75,7 @@ def _waited_for() -> set[threading.Thread]:
 def _say(done: Offloading) -> None:
     plain = ""
     if done.requests_left_plain:
-        plain = f", {done.requests_left_plain} were left plain (short ones, or of models with nothing to offload)"
+        plain = f", {done.requests_left_plain} were left plain (short ones, or with a cache of their own)"
     if done.requests_at_floor:
         plain = f" ({done.requests_at_floor} of them in --floor, since a share did not do){plain}"
     print(f"{done.requests} requests were offloaded{plain}", file=sys.stderr)

@@ -8,15 +8,12 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import BudgetError, CacheUnusedError, PromptError, UnsupportedModelError
+from ..model.attachable import unwrapped
 from ..model.masks import shown
+from ..model.own_generate import USE_CACHE_IS_FALSE
 from ..model.own_model import OwnModel, model_text
 from .step import Step
 from .token_log import TokenLog
-
-USE_CACHE_IS_FALSE = (
-    "use_cache=False was given together with this cache, which would not be used: leave use_cache out, or leave "
-    "past_key_values out to run without a cache"
-)
 
 
 def check_prompt(
@@ -66,7 +63,7 @@ def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> No
     """After the `step`: raises `CacheUnusedError` where none of the `layers`, which have a length, took its tokens, or
     where its output goes on with another cache."""
     theirs = getattr(output, "past_key_values", None)
-    if theirs is not None and theirs is not cache:
+    if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(
             f"the model was given this cache and returned another, {type(theirs).__name__}: generate would go on with "
             "that one; run this model without this cache"

@@ -15,10 +15,11 @@ from typing import Any
 
 from ..config import parse_memory, parse_size
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError, UnsupportedModelError
-from ..model.inner_model import inner_model
-from ..model.own_generate import OwnGenerate, Request, every_generate
+from ..errors import CacheUnusedError, ConfigError, UnsupportedModelError
+from ..model.inner_model import inner_model, is_model
+from ..model.own_generate import InRequest, OwnGenerate, Request, every_generate
 from ..model.place import generates_by_parts, has_own_generate, no_place, nothing_to_offload
+from ..model.plain_caches import plain_caches
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
 from .request_cache import FLOOR, beyond_share, request_cache
@@ -33,8 +34,9 @@ class Offloading:
     requests_at_floor: int = 0
     """Those of them whose share was less than any such cache needs, and that held up to `floor` a sequence."""
     requests_left_plain: int = 0
-    """That have ended with transformers' own cache, since ours was of no use: short ones (see `request_cache`), and
-    within `offload_all` those of models with nothing to offload."""
+    """With transformers' own cache, since ours was of no use or not used: short ones (see `request_cache`), within
+    `offload_all` those of models with nothing to offload, and generations that made a cache of their own (continuous
+    batching, a model's own loop, a forward with `use_cache=True`)."""
     report: CacheReport | None = None
     """Of the latest of `requests`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -72,7 +74,8 @@ def offload(
             prompt and all that may be generated ("1/13"), of each request; None: what `fields` come to.
         floor: what each sequence of a request may hold all the same where its share is less than any cache needs; a
             request whose full KV is no more than that has transformers' own cache, as `requests_left_plain` counts.
-        strict: such a request raises `BudgetError`.
+        strict: such a request raises `BudgetError`. A generation that makes a cache of its own raises
+            `UnsupportedModelError`, and one that left its cache unused `CacheUnusedError`; else both warn once a model.
         path: folder on the disk to use; None: the temporary folder.
         fields: of the cache's configuration.
 
@@ -84,19 +87,27 @@ def offload(
     why = no_place(model)
     if why is not None and not generates_by_parts(inner):
         raise UnsupportedModelError(why)
-    if has_own_generate(inner):  # it may call this class's or a part's, past what lies on the model itself
-        parts = weakref.WeakSet(module for module in inner.modules() if hasattr(module, "generate"))
-        with every_generate(lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext()):
+    parts = weakref.WeakSet(module for module in inner.modules() if is_model(module))
+
+    def told(one: Any, what: str) -> None:
+        if one in parts:
+            way.note_unseen(one, what)
+
+    with plain_caches(told, way.within):
+        if has_own_generate(inner):  # it may call this class's or a part's, past what lies on the model itself
+            with every_generate(
+                lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext(), way.within
+            ):
+                yield way.done
+            return
+        make = functools.partial(way.cache, model)
+        ours = OwnGenerate(inner, vars(inner).get("generate"), make, way.within)
+        inner.__dict__["generate"] = ours
+        try:
             yield way.done
-        return
-    ours = OwnGenerate(inner, vars(inner).get("generate"), functools.partial(way.cache, model))
-    inner.__dict__["generate"] = ours
-    try:
-        yield way.done
-    finally:
-        ours.stop()
-        if vars(inner).get("generate") is ours:
-            OwnGenerate.take_off(inner)
+        finally:
+            ours.stop()
+            OwnGenerate.unlink(inner, lambda method: method is ours)
 
 
 @contextlib.contextmanager
@@ -113,8 +124,6 @@ def offload_all(
     place for such a cache (an encoder-decoder, a prefix of PEFT's), or nothing to offload (Mamba, RWKV, sliding windows
     alone), is left alone, after one warning."""
     way = _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
-    warned: weakref.WeakSet[Any] = weakref.WeakSet()
-
     @contextlib.contextmanager
     def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
         why = nothing_to_offload(model)
@@ -122,13 +131,11 @@ def offload_all(
             with way.cache(model, request) as own:
                 yield own
             return
-        if model not in warned:
-            warned.add(model)
-            warnings.warn(f"{type(model).__name__} keeps its own cache: {why}", stacklevel=2)
+        way.warn_plain(model, why)
         yield None
         way.done._note_plain()
 
-    with every_generate(make):
+    with plain_caches(way.note_unseen, way.within), every_generate(make, way.within):
         yield way.done
 
 
@@ -156,6 +163,8 @@ class _Way:
     path: str | Path | None
     fields: dict[str, Any]
     done: Offloading = field(default_factory=Offloading)
+    within: InRequest = field(default_factory=InRequest)
+    warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     @contextlib.contextmanager
     def cache(self, model: Any, request: Request) -> Iterator[OffloadCache | None]:
@@ -170,4 +179,30 @@ class _Way:
             return
         with own:
             yield own
+            if not own.held():
+                self._note_unused(model)
+                return
             self.done._note(own.report(), beyond_share(own, model, self.memory))
+
+    def note_unseen(self, model: Any, what: str) -> None:
+        """A generation of `model` begins with a cache of its own. With `strict`, and a place for ours, raises
+        `UnsupportedModelError`."""
+        if self.strict and no_place(model) is None:
+            raise UnsupportedModelError(f"{type(model).__name__} would keep its own cache: {what}; or leave strict out")
+        self.warn_plain(model, what)
+        self.done._note_plain()
+
+    def _note_unused(self, model: Any) -> None:
+        """A request of `model` has ended, and its cache never had a token."""
+        what = "generate was given a cache of this library and did not use it"
+        if self.strict:
+            raise CacheUnusedError(f"{type(model).__name__}: {what}; leave strict out to let such requests run")
+        self.warn_plain(model, what)
+        self.done._note_plain()
+
+    def warn_plain(self, model: Any, what: str) -> None:
+        """Warn of a model, once for each reason, that it is left plain."""
+        known = self.warned.setdefault(model, set())
+        if what not in known:
+            known.add(what)
+            warnings.warn(f"{type(model).__name__} keeps its own cache: {what}", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The seams of a model, put on with its first cache and taken off with its last: hooks, names, `prepare_inputs`.
+"""The seams of a model, put on with its first cache and taken off with its last: hooks, names, and two methods.
 
 The hooks of its blocks are on only while some cache wants to be told of blocks.
 
@@ -19,6 +19,8 @@ from . import config_names
 from .attachable import Attachable
 from .config_names import Renamed
 from .inner_model import inner_model, is_model
+from .method_on_model import MethodOnModel
+from .own_generate import GivenCache
 from .place import generating_parts, has_own_generate
 from .prepare_inputs import PrepareInputs
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
@@ -27,6 +29,9 @@ from .untraced import ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_METHODS: tuple[type[MethodOnModel], ...] = (PrepareInputs, GivenCache)
 
 
 @dataclass
@@ -140,7 +145,8 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     config_names.rename(model, attachment.renamed, _renamed_now())
     for one in _running(model):
         hook_model(one, attachment.hooks)
-        PrepareInputs.put_on(one)
+        for method in _METHODS:
+            method.put_on(one)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
@@ -148,7 +154,8 @@ def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.hooks)
     config_names.restore(attachment.renamed, _renamed_now())
     for one in _running(model):
-        PrepareInputs.take_off(one)
+        for method in _METHODS:
+            method.take_off(one)
 
 
 def _running(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -175,7 +182,8 @@ def _strip_copied(model: PreTrainedModel) -> None:
     strip_hooks(model, counted)
     config_names.strip(model, _renamed_now())
     for one in _running(model):
-        PrepareInputs.take_off(one)
+        for method in _METHODS:
+            method.take_off(one)
 
 
 def _renamed_now() -> Renamed:

@@ -62,7 +62,13 @@ class Attachable:
 
 def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
     """The cache of ours in the arguments of a forward."""
-    cache = kwargs.get("past_key_values")
+    cache = unwrapped(kwargs.get("past_key_values"))
     if isinstance(cache, Attachable):
         return cache
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Attachable)), None)
+
+
+def unwrapped(cache: Any) -> Any:
+    """`cache`, or what it has for self-attention: a decoder with cross-attention (GPT-2's) puts the cache that it is
+    given into an `EncoderDecoderCache`, and returns that."""
+    return getattr(cache, "self_attention_cache", cache)

@@ -6,11 +6,45 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Plain = Callable[..., Any]
+
+
+@contextmanager
+def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> Iterator[None]:
+    """Within it `owner.name` is what `wrap` makes of it. It is taken off in the end, also from under another of these;
+    under what others put over it, it stays, and does nothing of its own."""
+    inherited = name not in vars(owner)
+    under = [getattr(owner, name)]
+    wrapped, on = wrap(lambda *args, **kwargs: under[0](*args, **kwargs)), True
+
+    @functools.wraps(under[0])
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs) if on else under[0](*args, **kwargs)
+
+    method.__dict__["under"] = under
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        on = False
+        above, latest = None, vars(owner).get(name)
+        while latest is not None and latest is not method:
+            above = getattr(latest, "under", None)
+            latest = None if above is None else above[0]
+        if latest is not None and above is not None:
+            above[0] = under[0]
+        elif latest is not None and inherited:
+            delattr(owner, name)
+        elif latest is not None:
+            setattr(owner, name, under[0])
 
 
 class MethodOnModel:
@@ -52,11 +86,28 @@ class MethodOnModel:
         return model
 
     @classmethod
+    def put_on(cls, model: PreTrainedModel) -> None:
+        """Put ours in the place of the method of `model`, if it has one."""
+        if hasattr(model, cls.name):
+            model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
+
+    @classmethod
     def take_off(cls, model: PreTrainedModel) -> None:
         """Put back what was there before; nothing where ours is not there any more."""
-        ours = model.__dict__.get(cls.name)
-        if isinstance(ours, cls):
-            if ours.given is None:
-                del model.__dict__[cls.name]
-            else:
-                model.__dict__[cls.name] = ours.given
+        cls.unlink(model, lambda method: isinstance(method, cls))
+
+    @classmethod
+    def unlink(cls, model: PreTrainedModel, wanted: Callable[[MethodOnModel], bool]) -> None:
+        """Take the latest `wanted` one off, also from under others of ours."""
+        above: MethodOnModel | None = None
+        method = model.__dict__.get(cls.name)
+        while isinstance(method, MethodOnModel) and not wanted(method):
+            above, method = method, method.given
+        if not isinstance(method, MethodOnModel):
+            return
+        if above is not None:
+            above.given = method.given
+        elif method.given is None:
+            del model.__dict__[cls.name]
+        else:
+            model.__dict__[cls.name] = method.given

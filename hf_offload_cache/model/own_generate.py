@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .method_on_model import MethodOnModel
+from ..errors import CacheUnusedError, PromptError
+from .attachable import Attachable, unwrapped
+from .method_on_model import MethodOnModel, replaced_method
 from .peft_adapters import prompt_adapter
 
 if TYPE_CHECKING:
@@ -28,12 +30,23 @@ class Request(NamedTuple):
     may be dropped."""
 
 
+USE_CACHE_IS_FALSE = (
+    "use_cache=False was given together with this cache, which would not be used: leave use_cache out, or leave "
+    "past_key_values out to run without a cache"
+)
+
 MakeCache = Callable[[Request], AbstractContextManager[Any]]
 """A cache for one request, closed on leaving; None: the call is left as it is."""
 
 
+class InRequest(threading.local):
+    """Whether this thread is within a `generate` that is known of: what that calls is no request of its own."""
+
+    now = False
+
+
 class OwnGenerate(MethodOnModel):
-    """In the place of a model's `generate`, until `take_off`. A copy of the model has a plain one again.
+    """In the place of a model's `generate`, until `unlink`. A copy of the model has a plain one again.
 
     A call that names `past_key_values` or a `cache_implementation`, that wants no cache, or that looks for candidates
     (of an assistant, or of this model exiting early) is left as it is. What is returned otherwise holds no
@@ -42,10 +55,17 @@ class OwnGenerate(MethodOnModel):
 
     name = "generate"
 
-    def __init__(self, model: PreTrainedModel, given: Callable[..., Any] | None, make: MakeCache | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        given: Callable[..., Any] | None,
+        make: MakeCache | None,
+        within: InRequest | None = None,
+    ) -> None:
         super().__init__(model, given)
         self._make = make
         """None: all calls are left as they are."""
+        self._within = within or InRequest()
 
     def __reduce__(self) -> Any:
         return type(self), (self.model, self.given, None)
@@ -59,59 +79,111 @@ class OwnGenerate(MethodOnModel):
         self._make = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._make, self.model, self.method(), args, kwargs)
+        return _through(self._make, self._within, self.model, self.method(), args, kwargs)
+
+
+class GivenCache(MethodOnModel):
+    """In the place of a model's `generate` while a cache lives: a call that is given one uses it (see `generate_with`);
+    every other call is left as it is."""
+
+    name = "generate"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, Attachable):
+            return self.method()(*args, **kwargs)
+        return generate_with(cache, self.model, self.method(), args, kwargs)
 
 
 @contextmanager
-def every_generate(make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]]) -> Iterator[None]:
+def every_generate(
+    make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]], within: InRequest
+) -> Iterator[None]:
     """As `OwnGenerate`, of all models in this process; but of what a `generate` calls itself (an assistant's)."""
     from transformers import GenerationMixin
 
-    plain, within, on = GenerationMixin.generate, threading.local(), True
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            method = functools.partial(plain, model)
+            if within.now:
+                return method(*args, **kwargs)
+            return _through(functools.partial(make, model), within, model, method, args, kwargs)
 
-    @functools.wraps(plain)
-    def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        method = functools.partial(plain, model)
-        if not on or getattr(within, "one", False):
-            return method(*args, **kwargs)
-        within.one = True
-        try:
-            return _through(functools.partial(make, model), model, method, args, kwargs)
-        finally:
-            within.one = False
+        return generate
 
-    setattr(GenerationMixin, "generate", generate)  # noqa: B010
-    try:
+    with replaced_method(GenerationMixin, "generate", wrap):
         yield
-    finally:
-        on = False
-        if GenerationMixin.generate is generate:
-            setattr(GenerationMixin, "generate", plain)  # noqa: B010
+
+
+def generate_with(
+    cache: Attachable, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What `method` returns of a generation with `cache`, whatever cache the model's own configuration asks for.
+
+    Raises `PromptError` where the caller wants no cache, before the model runs, and `CacheUnusedError` where the
+    generation went on with another one.
+    """
+    asked = _Asked(model, args, kwargs)
+    if asked.by_caller("use_cache") is False:
+        raise PromptError(USE_CACHE_IS_FALSE)
+    changed: dict[str, Any] = {"past_key_values": cache}
+    if asked.by_caller("cache_implementation") is None and asked("cache_implementation") is not None:
+        changed["cache_implementation"] = None
+    if asked("use_cache") is False:
+        changed["use_cache"] = True
+    found = method(*args, **{**kwargs, **changed})
+    theirs = getattr(found, "past_key_values", None)
+    if theirs is not None and unwrapped(theirs) is not cache:
+        raise CacheUnusedError(
+            f"generate of {type(model).__name__} was given this cache and went on with another, "
+            f"{type(theirs).__name__}: run this model without this cache"
+        )
+    return found
+
+
+class _Asked:
+    """What a call of `generate` asks for."""
+
+    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._kwargs = kwargs
+        self._given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        self._default = getattr(model, "generation_config", None)
+
+    def __call__(self, name: str) -> Any:
+        """As `generate` finds it: of its arguments, of the configuration it is given, of the model's."""
+        found = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
+        return next((value for value in found if value is not None), None)
+
+    def by_caller(self, name: str) -> Any:
+        """Without what the model's configuration says: a pipeline passes a copy of that."""
+        if (value := self._kwargs.get(name)) is not None:
+            return value
+        value = getattr(self._given, name, None)
+        return None if value == getattr(self._default, name, None) else value
 
 
 def _through(
-    make: MakeCache | None, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    make: MakeCache | None,
+    within: InRequest,
+    model: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """What `method` returns, with a cache where it is given none."""
-    given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    default = getattr(model, "generation_config", None)
-
-    def asked(name: str) -> Any:
-        """As `generate` finds it: of its arguments, of the configuration it is given, of the model's."""
-        found = (kwargs.get(name), getattr(given, name, None), getattr(default, name, None))
-        return next((value for value in found if value is not None), None)
-
-    kind = asked("cache_implementation")
-    if kind == "hybrid" == getattr(default, "cache_implementation", None):
-        kind = None  # what checkpoints say that were saved years ago: transformers makes a dynamic one of it
-    own = kwargs.get("past_key_values") is not None or kind is not None
-    # what an assistant returns goes on in its next call
-    if make is None or own or asked("use_cache") is False or asked("is_assistant"):
-        return method(*args, **kwargs)
-    with make(_request(model, args, kwargs, asked)) as cache:
-        if cache is None:
+    """What `method` returns, with a cache where its caller names none."""
+    asked = _Asked(model, args, kwargs)
+    named = kwargs.get("past_key_values") is not None or asked.by_caller("cache_implementation") is not None
+    before, within.now = within.now, True
+    try:
+        # what an assistant returns goes on in its next call
+        if make is None or named or asked.by_caller("use_cache") is False or asked("is_assistant"):
             return method(*args, **kwargs)
-        found = method(*args, **{**kwargs, "past_key_values": cache})
+        with make(_request(model, args, kwargs, asked)) as cache:
+            if cache is None:
+                return method(*args, **kwargs)
+            found = generate_with(cache, model, method, args, kwargs)
+    finally:
+        within.now = before
     if getattr(found, "past_key_values", None) is not None:
         found.past_key_values = None
     return found

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .attachable import cache_among
+from .attachable import cache_among, unwrapped
 from .method_on_model import MethodOnModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class PrepareInputs(MethodOnModel):
     """In the place of a model's `prepare_inputs_for_generation`."""
 
     name = "prepare_inputs_for_generation"
-
-    @classmethod
-    def put_on(cls, model: PreTrainedModel) -> None:
-        """Put ours in the place of the method of `model`."""
-        model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         cache = cache_among((), kwargs)
@@ -32,7 +24,7 @@ class PrepareInputs(MethodOnModel):
             cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
         prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
         if cache is not None:
-            name = next(name for name, value in kwargs.items() if value is cache)
+            name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
             if prepared.get(name) is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
                 cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
                 prepared[name] = cache

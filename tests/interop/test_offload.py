@@ -100,15 +100,13 @@ def test_what_names_a_cache_is_left_alone(tmp_path: Path) -> None:
     assert done.requests == 0
 
 
-def test_none_is_no_cache_and_a_models_old_default_neither(tmp_path: Path) -> None:
+def test_none_is_no_cache_and_a_models_own_default_neither(tmp_path: Path) -> None:
     own, ids = copy.deepcopy(model()), prompt(model(), 1, 40)
     expected = generated(own, ids)
     with offload(own, path=tmp_path, exact=True) as done:
         assert torch.equal(generated(own, ids, past_key_values=None), expected)
         own.generation_config.cache_implementation = "hybrid"
         assert torch.equal(generated(own, ids), expected)
-        own.generation_config.cache_implementation = "static"
-        generated(own, ids)
     assert done.requests == 2
 
 

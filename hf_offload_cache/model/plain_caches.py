@@ -1,0 +1,80 @@
+"""Caches that models make for themselves where no `generate` was seen that could be given one of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .attachable import Attachable
+from .inner_model import is_model
+from .method_on_model import replaced_method
+from .own_generate import InRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OWN_LOOP = "its generate runs a loop of its own, which makes its own cache"
+FORWARD = "it was called with use_cache=True and no past_key_values: pass a cache of this library to offload that"
+CONTINUOUS = "continuous batching (generate_batch) has pages of its own: call generate to offload"
+
+
+@contextmanager
+def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest) -> Iterator[None]:
+    """Within it, `told` is called with a model and the reason when that model begins a generation with a cache of its
+    own, in any thread that is not `within` a request. An exception of it is the caller's, before the model runs.
+
+    Seen are a loop of a model's own `generate`, a forward with `use_cache=True` and no cache, and continuous batching.
+    """
+    from transformers import Cache, GenerationMixin
+
+    def tell(model: PreTrainedModel, why: str) -> None:
+        before, within.now = within.now, True  # whoever is told may make a cache to look at
+        try:
+            told(model, why)
+        finally:
+            within.now = before
+
+    def wrap_init(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def init(cache: Any, *args: Any, **kwargs: Any) -> None:
+            plain(cache, *args, **kwargs)
+            if torch.compiler.is_compiling() or within.now or isinstance(cache, Attachable):
+                return
+            if (found := _maker()) is not None:
+                tell(*found)
+
+        return init
+
+    def wrap_continuous(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            tell(model, CONTINUOUS)
+            return plain(model, *args, **kwargs)
+
+        return init_continuous_batching
+
+    with (
+        replaced_method(Cache, "__init__", wrap_init),
+        replaced_method(GenerationMixin, "init_continuous_batching", wrap_continuous),
+    ):
+        yield
+
+
+def _maker() -> tuple[PreTrainedModel, str] | None:
+    """The model that makes a cache for itself now, to generate, and how; None: nobody does, or not to generate."""
+    outermost: tuple[PreTrainedModel, dict[str, Any]] | None = None
+    frame = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if isinstance(caller, torch.nn.Module) and is_model(caller):
+            if frame.f_code.co_name == "generate":
+                return caller, OWN_LOOP
+            outermost = caller, frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    if outermost is None:
+        return None
+    model, given = outermost
+    asked = given.get("use_cache", given.get("kwargs", {}).get("use_cache"))
+    return (model, FORWARD) if asked is True else None
