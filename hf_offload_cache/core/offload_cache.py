@@ -209,9 +209,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         held = self.held()
         if held and not repeats(self._tokens, held, input_ids, inputs_embeds):
             self._warn_once(
-                f"{type(self.model).__name__} dropped the {held:,} tokens that this cache held, and goes on without "
-                "them, as it does with DynamicCache: its rotary embedding changes at this length, and transformers "
-                "passed on only the latest tokens; begin such a text with a prompt that is longer than that"
+                f"{type(self.model).__name__} dropped the tokens that this cache held, and goes on without them, as it "
+                "does with DynamicCache: its rotary embedding changes at this length, and transformers passed on only "
+                "the latest tokens; begin such a text with a prompt that is longer than that"
             )
         self.forget()
 

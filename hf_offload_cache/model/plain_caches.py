@@ -38,13 +38,15 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
         finally:
             within.now = before
 
+    def look(cache: Any) -> None:
+        if not within.now and not isinstance(cache, Attachable) and (found := _maker()) is not None:
+            tell(*found)
+
     def wrap_init(plain: Callable[..., Any]) -> Callable[..., Any]:
         def init(cache: Any, *args: Any, **kwargs: Any) -> None:
             plain(cache, *args, **kwargs)
-            if torch.compiler.is_compiling() or within.now or isinstance(cache, Attachable):
-                return
-            if (found := _maker()) is not None:
-                tell(*found)
+            if not torch.compiler.is_compiling():  # nobody sees what is compiled: it runs without this line again
+                look(cache)
 
         return init
 
