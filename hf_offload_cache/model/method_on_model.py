@@ -21,7 +21,7 @@ Plain = Callable[..., Any]
 def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> Iterator[None]:
     """Within it `owner.name` is what `wrap` makes of it. It is taken off in the end, also from under another of these;
     under what others put over it, it stays, and does nothing of its own."""
-    inherited = name not in vars(owner)
+    inherited = getattr(vars(owner).get(name), "inherited", name not in vars(owner))
     under = [getattr(owner, name)]
     wrapped, on = wrap(lambda *args, **kwargs: under[0](*args, **kwargs)), True
 
@@ -29,7 +29,7 @@ def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> I
     def method(*args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs) if on else under[0](*args, **kwargs)
 
-    method.__dict__["under"] = under
+    method.__dict__.update(under=under, inherited=inherited)
     setattr(owner, name, method)
     try:
         yield

@@ -1,0 +1,223 @@
+"""`offload` sees each generation: what a checkpoint's own settings would keep from it, and what makes its own cache."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import COMMON, build, fresh, prompt, tiny
+from nothing_left import no_threads_and_descriptors
+from transformers import (
+    Cache,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_offload_cache import DiskSwapCache, offload, offload_all
+from hf_offload_cache.errors import CacheUnusedError, UnsupportedModelError
+
+FIELDS: dict[str, Any] = {"exact": True, "engine": "memory"}
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+def both(model: Any, **options: Any) -> list[contextlib.AbstractContextManager[Any]]:
+    return [offload(model, **FIELDS, **options), offload_all(**FIELDS, **options)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    before = Cache.__init__, GenerationMixin.generate, "init_continuous_batching" in vars(GenerationMixin)
+    with no_threads_and_descriptors():
+        yield
+    assert (Cache.__init__, GenerationMixin.generate, "init_continuous_batching" in vars(GenerationMixin)) == before
+
+
+# ---------------------------------------------------------------------------------------------- a checkpoint's settings
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded"},
+        {"cache_implementation": "quantized"},
+        {"cache_implementation": "dynamic"},
+        {"use_cache": False},
+    ],
+    ids=lambda named: str(next(iter(named.values()))),
+)
+def test_a_checkpoints_own_default_is_offloaded(named: dict[str, Any]) -> None:
+    """As arguments leave it, in a copy of it (which pipelines pass), and beside other settings of a caller."""
+    model = fresh("llama")
+    ids = prompt(model, 1, 40)
+    expected = model.generate(ids, **GREEDY)
+    for name, value in named.items():
+        setattr(model.generation_config, name, value)
+    settings = ({}, {"generation_config": copy.deepcopy(model.generation_config)}, {"use_cache": True})
+    for context in both(model):
+        with context as done:
+            for given in settings:
+                assert torch.equal(model.generate(ids, **GREEDY, **given), expected)
+        assert (done.requests, done.requests_left_plain) == (3, 0)
+        assert done.report is not None and done.report.tokens == 43
+
+
+def test_a_config_without_cache_is_offloaded() -> None:
+    """MPT's checkpoints say so; `generate` takes it over from there."""
+    model = LlamaForCausalLM(LlamaConfig(**COMMON, use_cache=False)).eval()
+    assert model.generation_config.use_cache is False
+    with offload(model, **FIELDS) as done:
+        model.generate(prompt(model, 1, 20), **GREEDY)
+    assert done.requests == 1
+
+
+def test_what_the_caller_names_wins_and_is_not_counted() -> None:
+    model, ids = tiny("llama"), prompt(tiny("llama"), 1, 40)
+    for context in both(model, strict=True):
+        with context as done:
+            model.generate(ids, cache_implementation="static", **GREEDY)
+            model.generate(ids, use_cache=False, **GREEDY)
+            model.generate(ids, generation_config=GenerationConfig(cache_implementation="dynamic", **GREEDY))
+            model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)
+        assert (done.requests, done.requests_left_plain) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------------- caches of their own
+
+
+class OwnLoop(LlamaForCausalLM):
+    """Generates in its own way, with a cache that it makes, or that its forward makes."""
+
+    makes = True
+
+    def generate(self, ids: torch.Tensor) -> torch.Tensor:
+        cache: Any = DynamicCache(config=self.config) if self.makes else None
+        new = ids
+        for _ in range(3):
+            output = self(new, past_key_values=cache, use_cache=True)
+            cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, new], 1)
+        return ids
+
+
+def _batched(model: Any, ids: torch.Tensor) -> Any:
+    settings = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
+    pages = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+    return model.generate_batch([ids[0].tolist()], generation_config=settings, continuous_batching_config=pages)
+
+
+def _ignoring(model: Any, ids: torch.Tensor) -> Any:
+    return model.generate(ids, custom_generate=lambda model, input_ids, **_: input_ids, **GREEDY)
+
+
+PLAIN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "continuous batching": _batched,
+    "a manager": lambda model, ids: model.init_continuous_batching(),
+    "a forward": lambda model, ids: model(ids, use_cache=True),
+    "its forward": lambda model, ids: model.forward(ids, use_cache=True),
+    "another loop": _ignoring,
+}
+
+
+@pytest.mark.parametrize("how", list(PLAIN))
+def test_a_generation_without_us_is_told_counted_and_refused_by_strict(how: str) -> None:
+    model, ids = tiny("llama"), prompt(tiny("llama"), 1, 20)
+    for context in both(model):
+        with context as done, pytest.warns(UserWarning, match="LlamaForCausalLM keeps its own cache: ") as caught:
+            PLAIN[how](model, ids)
+            PLAIN[how](model, ids)
+        assert (done.requests, done.requests_left_plain) == (0, 2)
+        assert len([one for one in caught if "keeps its own cache" in str(one.message)]) == 1
+    for context in both(model, strict=True):
+        with context as done, pytest.raises((UnsupportedModelError, CacheUnusedError), match="leave strict out"):
+            PLAIN[how](model, ids)
+        assert done.requests == 0
+
+
+@pytest.mark.parametrize("makes", [True, False], ids=["made by the loop", "made by its forward"])
+def test_a_models_own_loop_is_told_and_counted(makes: bool) -> None:
+    model = build(OwnLoop, LlamaConfig(**COMMON))
+    model.makes, ids = makes, prompt(tiny("llama"), 1, 20)
+    expected = model.generate(ids)
+    for context in both(model):
+        with context as done, pytest.warns(UserWarning, match="OwnLoop keeps its own cache: its generate runs a loop"):
+            assert torch.equal(model.generate(ids), expected)
+        assert (done.requests, done.requests_left_plain) == (0, 1)
+    for context in both(model, strict=True):
+        with context as done, pytest.raises(UnsupportedModelError, match="loop of its own"):
+            model.generate(ids)
+        assert (done.requests, done.requests_left_plain) == (0, 0)
+
+
+def test_forwards_that_generate_nothing_are_not_counted() -> None:
+    """Scoring and training leave `use_cache` out; another model is not this one; a model without a place raises not."""
+    model, other = tiny("llama"), fresh("llama")
+    ids = prompt(model, 1, 20)
+    encoder = T5ForConditionalGeneration(T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload(model, strict=True, **FIELDS) as done, torch.no_grad():
+            model(ids)
+            model.model(ids)
+            model(ids, labels=ids, use_cache=False)
+            model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+            other(ids, use_cache=True)
+            with DiskSwapCache(model, **FIELDS) as cache:
+                model(ids, past_key_values=cache, use_cache=True)
+    assert (done.requests, done.requests_left_plain) == (0, 0)
+    with offload_all(strict=True, **FIELDS) as done, pytest.warns(UserWarning, match="T5For.* is an encoder-decoder"):
+        encoder.eval().generate(torch.full((1, 5), 7), max_new_tokens=3)
+    assert (done.requests, done.requests_left_plain) == (0, 1)
+
+
+def test_threads_are_seen_and_requests_of_others_are_not() -> None:
+    """A forward in one thread is counted while another is within a request."""
+    model, ids = tiny("llama"), prompt(tiny("llama"), 1, 20)
+    began, goes_on = threading.Event(), threading.Event()
+
+    def wait(input_ids: torch.Tensor, scores: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return scores
+
+    with offload(model, **FIELDS) as done, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        thread = threading.Thread(target=lambda: model.generate(ids, logits_processor=[wait], **GREEDY))
+        thread.start()
+        assert began.wait(60)
+        model(ids, use_cache=True)
+        goes_on.set()
+        thread.join()
+    assert (done.requests, done.requests_left_plain) == (1, 1)
+
+
+def test_contexts_and_caches_that_do_not_end_in_turn_leave_nothing() -> None:
+    model, ids = fresh("llama"), prompt(tiny("llama"), 1, 20)
+    first, second = offload(model, **FIELDS), offload_all(**FIELDS)
+    first.__enter__()
+    cache = DiskSwapCache(model, **FIELDS)
+    done = second.__enter__()
+    first.__exit__(None, None, None)
+    model.generate(ids, **GREEDY)
+    assert done.requests == 1
+    assert model.generate(ids, past_key_values=cache, **GREEDY).shape == (1, 24) and cache.held() == 23
+    second.__exit__(None, None, None)
+    cache.close()
+    assert "generate" not in vars(model)
+    cache = DiskSwapCache(model, **FIELDS)
+    with offload(model, **FIELDS) as done:
+        cache.close()
+        model.generate(ids, **GREEDY)
+    assert done.requests == 1 and "generate" not in vars(model)
