@@ -18,9 +18,10 @@ import torch
 from . import config_names
 from .attachable import Attachable
 from .config_names import Renamed
+from .conversation import Conversation, ModelState
 from .inner_model import inner_model, is_model
 from .place import generating_parts, has_own_generate
-from .prepare_inputs import PrepareInputs
+from .prepare_inputs import PrepareInputs, PreparePositions
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
 from .untraced import ready
@@ -39,6 +40,8 @@ class _Attachment:
     watching: set[int] = field(default_factory=set)
     """The caches that want the verbs of blocks: as long as there is one, the hooks of blocks are on."""
     block_hooks: Hooks = field(default_factory=list)
+    state: ModelState | None = None
+    """What the model's code keeps on it for each conversation."""
 
 
 # State of the process, not of a step, and it cannot lie on the model: it would be copied and saved with it. It says
@@ -65,7 +68,7 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
         if attachment is not None:
             attachment.caches[token] = weakref.ref(cache)
         if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
-            attachment = _Attachment({token: weakref.ref(cache)})
+            attachment = _Attachment({token: weakref.ref(cache)}, state=ModelState(model))
             try:
                 _put_on(model, attachment)
             except BaseException:
@@ -110,6 +113,15 @@ def release(model: PreTrainedModel | None, token: int) -> None:
             return
         del _ATTACHED[model]
         _take_off(model, attachment)
+    if attachment.state is not None:
+        attachment.state.turn_to_others()
+
+
+def conversation(model: PreTrainedModel) -> Conversation:
+    """A new one on `model`, which a cache is on."""
+    state = _ATTACHED[model].state
+    assert state is not None
+    return Conversation(state)
 
 
 def replaced(model: PreTrainedModel) -> bool:
@@ -135,12 +147,17 @@ def detach(model: Any) -> None:
             cache.close()
 
 
+_METHODS = (PreparePositions, PrepareInputs)
+
+
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
     config_names.rename(model, attachment.renamed, _renamed_now())
+    assert attachment.state is not None
     for one in _running(model):
-        hook_model(one, attachment.hooks)
-        PrepareInputs.put_on(one)
+        hook_model(one, attachment.hooks, attachment.state.turn_to_others)
+        for method in _METHODS:
+            method.put_on(one, attachment.state.turn_to_others)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
@@ -148,7 +165,8 @@ def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.hooks)
     config_names.restore(attachment.renamed, _renamed_now())
     for one in _running(model):
-        PrepareInputs.take_off(one)
+        for method in _METHODS:
+            method.take_off(one)
 
 
 def _running(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -175,7 +193,8 @@ def _strip_copied(model: PreTrainedModel) -> None:
     strip_hooks(model, counted)
     config_names.strip(model, _renamed_now())
     for one in _running(model):
-        PrepareInputs.take_off(one)
+        for method in _METHODS:
+            method.take_off(one)
 
 
 def _renamed_now() -> Renamed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ class Attachable:
 
     def prepare_step(self, *, first: bool) -> None:
         """`generate` is about to call the model; `first`: with a prompt, or a piece of one."""
+
+    def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
+        """While `generate` prepares a forward with this cache: what the model's code keeps on the model is the cache's
+        then; `begins`: the positions of a generation are made."""
+        return nullcontext()
 
     def close(self) -> None:
         """The cache is not to be used any more."""

@@ -1,34 +1,46 @@
-"""The look at a prompt before `generate` drops what the cache should hold of it already."""
+"""What `generate` asks a model before a forward: its positions, and its inputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from .attachable import cache_among
 from .method_on_model import MethodOnModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+
+class PreparePositions(MethodOnModel):
+    """In the place of the method that makes the positions of a generation, of what the model keeps of the cache's
+    earlier turns."""
+
+    name = "_prepare_position_ids_for_generation"
+
+    def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        cache = cache_among((), model_kwargs)
+        if cache is None:
+            self.turn_to_others()
+            return self.method()(inputs_tensor, model_kwargs)
+        with cache.conversing(begins=True):
+            return self.method()(inputs_tensor, model_kwargs)
 
 
 class PrepareInputs(MethodOnModel):
-    """In the place of a model's `prepare_inputs_for_generation`."""
+    """In the place of a model's `prepare_inputs_for_generation`: a look at the prompt before `generate` drops what the
+    cache should hold of it already."""
 
     name = "prepare_inputs_for_generation"
 
-    @classmethod
-    def put_on(cls, model: PreTrainedModel) -> None:
-        """Put ours in the place of the method of `model`."""
-        model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
-
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         cache = cache_among((), kwargs)
-        if cache is not None:
+        if cache is None:
+            self.turn_to_others()
+        else:
             first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
             if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
             cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
-        found: dict[str, Any] = self.method()(input_ids, **kwargs)
+        with nullcontext() if cache is None else cache.conversing():
+            found: dict[str, Any] = self.method()(input_ids, **kwargs)
         return found
