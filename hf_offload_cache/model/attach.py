@@ -21,7 +21,7 @@ from .config_names import Renamed
 from .conversation import Conversation, ModelState
 from .inner_model import inner_model, is_model
 from .place import generating_parts, has_own_generate
-from .prepare_inputs import PrepareInputs, PreparePositions
+from .prepare_inputs import Prefill, PrepareInputs, PreparePositions
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
 from .untraced import ready
@@ -147,7 +147,7 @@ def detach(model: Any) -> None:
             cache.close()
 
 
-_METHODS = (PreparePositions, PrepareInputs)
+_METHODS = (PreparePositions, PrepareInputs, Prefill)
 
 
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:

@@ -58,6 +58,10 @@ class Attachable:
         then; `begins`: the positions of a generation are made."""
         return nullcontext()
 
+    def held(self) -> int:
+        """Tokens a sequence held."""
+        return 0
+
     def close(self) -> None:
         """The cache is not to be used any more."""
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from .attachable import cache_among
 from .method_on_model import MethodOnModel
+from .rotary import reason_against_pieces
 
 
 class PreparePositions(MethodOnModel):
@@ -24,6 +26,28 @@ class PreparePositions(MethodOnModel):
             return self.method()(inputs_tensor, model_kwargs)
         with cache.conversing(begins=True):
             return self.method()(inputs_tensor, model_kwargs)
+
+
+class Prefill(MethodOnModel):
+    """In the place of the method that runs a prompt, which a generation's `prefill_chunk_size` divides."""
+
+    name = "_prefill"
+
+    def __call__(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache, chunk = cache_among((), model_kwargs), getattr(generation_config, "prefill_chunk_size", None)
+        if cache is not None and chunk is not None:
+            held, positions = cache.held(), model_kwargs.get("position_ids")
+            first, total = held + chunk, input_ids.shape[1]
+            if isinstance(positions, torch.Tensor):
+                first, total = int(positions[..., :first].max()) + 1, int(positions.max()) + 1
+            if (reason := reason_against_pieces(self.model, first, total)) is not None:
+                raise ConfigError(
+                    f"prefill_chunk_size={chunk:,} is not possible with {type(self.model).__name__}: {reason}; leave it "
+                    "out of generate and the generation_config, and the prompt goes through the model in one forward"
+                )
+        return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 class PrepareInputs(MethodOnModel):

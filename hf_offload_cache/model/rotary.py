@@ -58,8 +58,8 @@ def _limits(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
-    """Why a text of `total` tokens must not be given to `model` in several forwards, of which the first ends after
-    `first` tokens (what is held already counts): its keys would not be those that one forward makes. None: they are.
+    """Why a text of `total` tokens must not go through `model` in several forwards, of which the first ends after
+    `first` tokens (what an earlier turn left counts): its keys would not be those of one forward. None: they are.
 
     With "longrope" a forward that ends beyond the original positions rotates all of its keys by other frequencies, with
     "dynamic" by frequencies of its own length.
