@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import os
 import threading
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 _ABSENT: Any = object()
 """The value of an attribute that is not there."""
-_CONTAINERS = (dict, list, set, deque)
-_DEPTH = 3
-"""Levels of an object that are searched for tensors."""
+_DEPTH, _MOST = 3, 10_000
+"""Levels of an object that are searched for tensors, and objects."""
 _WATCHED = 2
 """Forwards of a new conversation after which the model is searched for what cannot be followed: its prompt, and one
 step over a history."""
@@ -171,11 +171,11 @@ class ModelState:
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
         for path, module in model.named_modules():
-            names = _mentioned(type(module), home)
+            names = _mentioned(_class_of(module), home)
             for name, value in vars(module).items():
                 key = f"{path}.{name}".lstrip(".")
                 if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
-                    found[key] = (value, *_items(value))
+                    found[key] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
         return found
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
@@ -183,7 +183,7 @@ class ModelState:
         for key, now in self.contents().items():
             old = before.get(key, ())
             same = len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True))
-            if not same and _holds_tensor(now[0], _DEPTH):
+            if not same and any(isinstance(one, torch.Tensor) for one in now):
                 self.unfollowed.setdefault(key, type(now[0]).__name__)
 
 
@@ -326,10 +326,10 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
     """The attributes of modules that code of the model's own writes after construction, as far as they are, or may
     become, numbers and tensors; and what rotary embeddings keep of the longest text so far."""
     home = type(model).__module__
-    classes = {type(module) for module in model.modules()}
+    classes = {_class_of(module) for module in model.modules()}
     anywhere = frozenset().union(*(_written(one, home) for one in classes))
     for path, module in model.named_modules():
-        own, cls = vars(module), type(module)
+        own, cls = vars(module), _class_of(module)
         by_length = state_by_length(module)
         names = _written_to_self(cls, home) | (anywhere & own.keys())
         for name in sorted(names | by_length):
@@ -337,15 +337,20 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
             value = own.get(name, _ABSENT)
             if name not in by_length:
                 unlike = isinstance(value, bool) or not _is_followed(value)
-                if held or unlike or name in _OF_MODULES or (value is _ABSENT and hasattr(cls, name)):
+                default = inspect.getattr_static(cls, name, None)  # of a class: not a method or a property
+                if held or unlike or name in _OF_MODULES or not _is_followed(default):
                     continue
             begins = None if name in _none_at_first(cls) else _ABSENT
             key = f"{path}.{name}".lstrip(".")
             yield _Slot(key, weakref.ref(module), name, begins, has_rows=name not in by_length)
 
 
+def _class_of(module: torch.nn.Module) -> Any:
+    return type(module)
+
+
 @functools.lru_cache(maxsize=1024)
-def _functions(cls: type, home: str) -> tuple[tuple[str, types.CodeType], ...]:
+def _functions(cls: Any, home: str) -> tuple[tuple[str, types.CodeType], ...]:
     """The code of the functions that belong to a model: those of its library's classes and of transformers' models."""
     found = []
     for one in cls.__mro__:
@@ -353,14 +358,10 @@ def _functions(cls: type, home: str) -> tuple[tuple[str, types.CodeType], ...]:
         own = package == home.partition(".")[0] and package not in ("torch", "transformers")
         if own or place.startswith("transformers.models."):
             for name, value in vars(one).items():
-                every = (
-                    (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-                )
-                for function in every:
-                    while hasattr(function, "__wrapped__"):
-                        function = function.__wrapped__
-                    if isinstance(function, types.FunctionType):
-                        found += [(name, code) for code in _nested(function.__code__)]
+                plain: Any = getattr(value, "__func__", value)
+                for function in (value.fget, value.fset) if isinstance(value, property) else (plain,):
+                    if isinstance(own_code := inspect.unwrap(function) if function else None, types.FunctionType):
+                        found += [(name, code) for code in _nested(own_code.__code__)]
     return tuple(found)
 
 
@@ -406,9 +407,8 @@ def _none_at_first(cls: type) -> frozenset[str]:
     """Names of attributes that the class's `__init__` sets to None."""
     found = set()
     for one in cls.__mro__:
-        init = vars(one).get("__init__")
-        while hasattr(init, "__wrapped__"):
-            init = init.__wrapped__
+        init: Any = vars(one).get("__init__")
+        init = None if init is None else inspect.unwrap(init)
         code = list(dis.get_instructions(init)) if isinstance(init, types.FunctionType) else []
         for value, _, stores in zip(code, code[1:], code[2:], strict=False):
             if stores.opname == "STORE_ATTR" and value.opname == "LOAD_CONST" and value.argval is None:
@@ -421,16 +421,11 @@ def _may_hold_tensors(value: Any) -> bool:
     return not plain and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not callable(value)
 
 
-def _items(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return tuple(value.values())
-    return tuple(value) if isinstance(value, (*_CONTAINERS, tuple)) else ()
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or not _may_hold_tensors(value):
-        return False
-    inner = (*_items(value), *vars(value).values()) if hasattr(value, "__dict__") else _items(value)
-    return any(_holds_tensor(one, depth - 1) for one in inner)
+def _within(value: Any, depth: int) -> Iterator[Any]:
+    """An object, what it holds, and what that holds, `depth` levels down."""
+    yield value
+    if depth and _may_hold_tensors(value):
+        inner: Any = tuple(value.values()) if isinstance(value, dict) else ()
+        inner = tuple(value) if isinstance(value, (list, set, deque, tuple)) else inner
+        for one in (*inner, *getattr(value, "__dict__", {}).values()):
+            yield from _within(one, depth - 1)

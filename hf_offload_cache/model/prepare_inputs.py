@@ -44,8 +44,8 @@ class Prefill(MethodOnModel):
                 first, total = int(positions[..., :first].max()) + 1, int(positions.max()) + 1
             if (reason := reason_against_pieces(self.model, first, total)) is not None:
                 raise ConfigError(
-                    f"prefill_chunk_size={chunk:,} is not possible with {type(self.model).__name__}: {reason}; leave it "
-                    "out of generate and the generation_config, and the prompt goes through the model in one forward"
+                    f"prefill_chunk_size={chunk:,} is not possible with {type(self.model).__name__}: {reason}; leave "
+                    "it out of generate and the generation_config, and the prompt goes through the model in one forward"
                 )
         return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
 

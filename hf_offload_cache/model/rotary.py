@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Kinds whose frequencies depend on the last position of a forward; transformers looks for the first in longer names."""
+"""Kinds whose frequencies depend on the last position of a forward; transformers finds the first in longer names."""
 
 
 def _kinds_of(module: Any) -> list[tuple[str, str]]:

@@ -125,8 +125,8 @@ def stream_context(
 
 
 def _computed(filling: Filling, ids: torch.Tensor, prompt: int) -> int:
-    """Run ids (1, t) through the model, with which a prompt of `prompt` tokens begins; none of them where its keys would
-    not be those of one forward then. Returns how many are held."""
+    """Run ids (1, t), with which a prompt of `prompt` tokens begins, through the model; none of them where its keys
+    would not be those of one forward then. Returns how many are held."""
     model, every = filling.model, ids.shape[1]
     together = every if reason_against_pieces(model, min(MOST_TOKENS, every), prompt) else MOST_TOKENS
     if not every or reason_against_pieces(model, min(together, every), prompt):

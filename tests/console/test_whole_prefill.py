@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import prompt
 from rope_models import long_rope
 from transformers import DynamicCache
@@ -52,9 +51,7 @@ def test_both_answers_are_of_one_forward(folder: Path, tmp_path: Path, length: i
     assert dynamic["text"] == ours["text"] == expected(folder, tmp_path)
 
 
-def test_a_chunk_size_is_refused_in_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chunk_size_is_refused_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = asked(folder, tmp_path, 1500, "--prefill-chunk", "256")[0]
     except SystemExit as ended:

@@ -237,3 +237,49 @@ def test_a_hook_that_keeps_what_it_sees_is_no_state() -> None:
             model(ids[:, :1], past_key_values=twin)
     hook.remove()
     assert model.model.layers[0].mlp.seen["output"].shape == (1, 1, 64)
+
+
+class Notes:
+    """What a model keeps in an object of its own."""
+
+    def __init__(self) -> None:
+        self.deep: dict[str, dict[str, Any]] = {"a": {}}
+
+
+class TakingNotes(LlamaForCausalLM):
+    """It changes an object, levels down."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.notes = Notes()
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        self.notes.deep["a"]["ids"] = input_ids
+        return super().forward(input_ids, **kwargs)
+
+
+class Default(Counting):
+    """Its attribute has a default in the class."""
+
+    offset = None
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        del self.offset
+
+
+def test_objects_and_defaults_of_classes(tmp_path: Path) -> None:
+    model, ids = llama(TakingNotes), torch.arange(5, 60)[None]
+    with DiskSwapCache(model, **FIELDS) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match=r"TakingNotes keeps 'notes' \(a Notes\) on itself"):
+            cache.save(tmp_path / "context")
+    model = llama(Default)
+    with DiskSwapCache(model, **FIELDS) as one, DiskSwapCache(model, **FIELDS) as two, torch.no_grad():
+        model(ids, past_key_values=one)
+        offset = model.offset
+        model(ids[:, 3:], past_key_values=two)
+        assert model.offset != offset
+        model(ids[:, :1], past_key_values=one)
+        assert model.offset == offset
+    assert "offset" not in vars(model)

@@ -12,7 +12,13 @@ from rope_models import KINDS, long_rope
 from transformers import DynamicCache, GenerationConfig
 
 from hf_offload_cache import (
-    AbstractTreeCache, ClusterCache, ContextLibrary, DiskSwapCache, SpecCache, offload, publish_context,
+    AbstractTreeCache,
+    ClusterCache,
+    ContextLibrary,
+    DiskSwapCache,
+    SpecCache,
+    offload,
+    publish_context,
     stream_context,
 )  # fmt: skip
 from hf_offload_cache.errors import ConfigError, UnsupportedModelError
@@ -51,7 +57,7 @@ def test_a_saved_context_goes_on_beyond_the_original_positions(
 
 @pytest.mark.parametrize("cls", CACHES)
 def test_a_longer_conversation_changes_nothing_of_another(cls: Any) -> None:
-    """"dynamic" remembers on the model how long the longest text was."""
+    """ "dynamic" remembers on the model how long the longest text was."""
     model = KINDS["dynamic"](ORIGINAL)
     expected = turns(model, DynamicCache(config=model.config), (220, 260))
     model = KINDS["dynamic"](ORIGINAL)
@@ -104,9 +110,7 @@ def test_a_library_gives_no_context_of_other_keys(tmp_path: Path) -> None:
     assert library.find(ids, model) is None
 
 
-def test_streaming_holds_nothing_of_a_prompt_that_goes_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streaming_holds_nothing_of_a_prompt_that_goes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that ends before the original positions, and a prompt that goes on beyond them."""
     model = long_rope(ORIGINAL)
     ids = prompt(model, 1, 300)
