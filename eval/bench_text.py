@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.core.prefill import piece_size
 from hf_offload_cache.core.selective_cache import SelectiveCache
 from hf_offload_cache.tuning.distance import distance
 from hf_offload_cache.tuning.sample import sample_ids
@@ -61,8 +62,9 @@ class Contender:
         synchronise(self.ids.device.type)
         return logits
 
-    def prefill(self, chunk: int) -> None:
-        """All of the history, `chunk` tokens at a time."""
+    def prefill(self, chunk: int | None) -> None:
+        """All of the history, `chunk` tokens at a time; None: 2,048, or all where the model needs that."""
+        chunk = piece_size(self.model, 0, self.place, chunk, usual=2048) or self.place
         start = time.perf_counter()
         for first in range(0, self.place, chunk):
             self._feed(first, min(first + chunk, self.place))
@@ -115,7 +117,7 @@ def run(
     ids: torch.Tensor,
     tokens: int,
     steps: int,
-    chunk: int,
+    chunk: int | None,
     ours: dict[str, dict[str, Any]],
     in_memory: Iterable[str] = (DYNAMIC, STATIC),
     turn: int = 8,
@@ -225,7 +227,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the history")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=112)
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prefill call")
+    parser.add_argument("--chunk", type=int, help="tokens of a prefill call (default: 2048)")
     parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
     parser.add_argument("--only-ours", action="store_true", help="and the model alone")

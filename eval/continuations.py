@@ -54,19 +54,24 @@ class Continuations:
             cache: a continuation goes in one. Else token by token, as it is generated: no cache selects for several
             tokens at once.
         batch: the most continuations at a time.
+        apart: whether a text of so many tokens has other keys in pieces than in one forward: it shares nothing.
     """
 
     def __init__(
         self, make: Callable[[Needed], AbstractContextManager[Any]], logits: Logits, *, share: bool,
-        whole: Callable[[Any], bool], batch: int = 1,
+        whole: Callable[[Any], bool], batch: int = 1, apart: Callable[[int], bool] = lambda tokens: False,
     ) -> None:  # fmt: skip
+        self._apart = apart
         self._make, self._logits, self._share, self._whole, self._batch = make, logits, share, whole, batch
 
     def scored(self, asked: Sequence[Asked]) -> Iterator[tuple[int, Scored]]:
         """Place in `asked`, and score, in the order in which they are done."""
         places = defaultdict[Tokens, list[int]](list)
-        for place, (context, _) in enumerate(asked):
-            places[context].append(place)
+        for place, (context, continuation) in enumerate(asked):
+            if self._apart(len(context) + len(continuation)):
+                yield from self._alone(place, asked)
+            else:
+                places[context].append(place)
         batches = {context: self._batches(context, own, asked) for context, own in places.items()}
         alone = ([[context], 0] for context in sorted(places))
         for contexts, shared in runs(sorted(places)) if self._share else alone:
@@ -88,6 +93,16 @@ class Continuations:
                         for rows in every:
                             with _own(own, alone=len(every) == 1) as cache:
                                 yield from self._scores(before, rows, asked, cache, whole=whole, held=len(context) > 1)
+
+    def _alone(self, place: int, asked: Sequence[Asked]) -> Iterator[tuple[int, Scored]]:
+        """One continuation, with its context in one forward if texts go whole."""
+        context, continuation = asked[place]
+        rows, before = {(context[-1], *continuation[:-1]): [place]}, context[:-1]
+        with self._make(Needed(len(context) + len(continuation), 1, 1)) as cache:
+            if not (whole := self._whole(cache)):
+                self._prefill(before, cache)
+                before = ()
+            yield from self._scores(before, rows, asked, cache, whole=whole, held=False)
 
     def _batches(self, context: Tokens, places: list[int], asked: Sequence[Asked]) -> list[dict[Tokens, list[int]]]:
         """By what is given to the model behind a context but its last token, the places that are scored by it: all

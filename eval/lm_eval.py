@@ -28,6 +28,7 @@ from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, offloadi
 from hf_offload_cache.core.offload_cache import OffloadCache
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.interop.request_cache import FLOOR, beyond_share, request_cache
+from hf_offload_cache.model.rotary import reason_against_pieces
 
 from .continuations import Asked, Continuations, Needed, Scored
 from .model_arguments import BITS, sort_arguments
@@ -109,7 +110,12 @@ class OffloadLM(HFLM):
         def whole(cache: Any) -> bool:
             return share or not (self._has_state or isinstance(cache, OffloadCache))
 
-        continuations = Continuations(self._cache, self._logits, share=share, whole=whole, batch=int(self.batch_size))
+        def apart(tokens: int) -> bool:
+            return reason_against_pieces(self.model, 1, tokens) is not None
+
+        continuations = Continuations(
+            self._cache, self._logits, share=share, whole=whole, batch=int(self.batch_size), apart=apart
+        )
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         found: list[Scored] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:

@@ -99,7 +99,7 @@ def run(
     samples: int = 20,
     tokens: int = 4096,
     max_new_tokens: int = 24,
-    chunk: int = 4096,
+    chunk: int | None = None,
     path: str | None = None,
 ) -> dict[str, Any]:
     """Every method on every sample; answered: the code is in the greedy answer."""
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill call")
+    parser.add_argument("--chunk", type=int, help="tokens of a prefill call (default: 1024)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one more method")
     parser.add_argument("--path", help="folder on the disk to use")

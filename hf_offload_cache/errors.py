@@ -19,7 +19,8 @@ class BudgetError(ValueError):
 
 
 class UnsupportedModelError(ValueError):
-    """The model has no place for this cache (an encoder-decoder, or one whose layers refuse a sparse mode)."""
+    """The model has no place for this cache (an encoder-decoder, or one whose layers refuse a sparse mode), or keeps
+    something on itself from step to step that the cache cannot follow."""
 
 
 class PromptError(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..console.prompt import document_part, question_part
 from ..core.offload_cache import OffloadCache
 from ..core.prefill import prefill
 from ..errors import ContextError, CorruptRecordError, StoreError, StoreFullError
+from ..model.rotary import reason_against_pieces
 from .recipe import Recipe
 from .shared_contexts import Found, SharedContexts
 
@@ -51,14 +52,16 @@ class Answering:
     Args:
         contexts: where contexts are shared; None: they are not.
         max_new_tokens: of an answer, which is greedy.
-        prefill_chunk: tokens a call of the model.
+        prefill_chunk: tokens a call of the model; None: 1,024, or all where its keys depend on the length of a call.
     """
 
     def __init__(
         self, tokenizer: Any, recipe: Recipe, contexts: SharedContexts | None = None, max_new_tokens: int = 64,
-        prefill_chunk: int = 1024,
+        prefill_chunk: int | None = None,
     ) -> None:  # fmt: skip
-        at_least(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+        at_least(max_new_tokens=max_new_tokens)
+        if prefill_chunk is not None:
+            at_least(prefill_chunk=prefill_chunk)
         self._tokenizer, self._recipe, self._contexts = tokenizer, recipe, contexts
         self._new, self._chunk = max_new_tokens, prefill_chunk
 
@@ -69,13 +72,16 @@ class Answering:
         longest = ids.shape[1] + max(one.shape[1] for one in asked)
         check_length(self._recipe.model, longest, self._new)
         most = longest + self._new
+        if (alone := reason_against_pieces(self._recipe.model, ids.shape[1], longest)) is not None:
+            found = Found(notes=[f"the document is prefilled with each question: {alone}"])
+            return self._answer(ids, asked, lambda left: self._recipe.make(most), found, begun)
         found = Found() if self._contexts is None else self._contexts.take(ids, most)
         if found.cache is not None:
             try:
                 with found.cache as cache:
                     if found.damaged:
                         self._keep(ids, cache, found)
-                    return self._answer(ids, asked, cache, found, begun)
+                    return self._answer_by_forks(ids, asked, cache, found, begun)
             except StoreFullError:  # for what is added, which a prefill would add to
                 raise
             except (ContextError, StoreError) as error:  # of what only a step reads
@@ -84,7 +90,7 @@ class Answering:
         with self._recipe.make(most) as cache:
             prefill(self._recipe.model, ids, cache, self._chunk)
             self._keep(ids, cache, found)
-            return self._answer(ids, asked, cache, found, begun)
+            return self._answer_by_forks(ids, asked, cache, found, begun)
 
     def _prompts(self, document: Any, questions: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Ids (1, T) of the document, and (1, t) of each question behind it."""
@@ -101,13 +107,24 @@ class Answering:
         if self._contexts is not None:
             found.notes += self._contexts.keep(ids, cache, replace=found.damaged)
 
-    def _answer(
+    def _answer_by_forks(
         self, ids: torch.Tensor, asked: Sequence[torch.Tensor], base: OffloadCache, found: Found, begun: float
     ) -> DocumentAnswers:
+        def make(left: int) -> contextlib.AbstractContextManager[OffloadCache]:
+            return base.fork() if left else contextlib.nullcontext(base)
+
+        return self._answer(ids, asked, make, found, begun, base)
+
+    def _answer(
+        self, ids: torch.Tensor, asked: Sequence[torch.Tensor],
+        make: Callable[[int], contextlib.AbstractContextManager[OffloadCache]], found: Found, begun: float,
+        base: OffloadCache | None = None,
+    ) -> DocumentAnswers:  # fmt: skip
+        """`make`: gives the cache of a question behind which so many are left; beside it lies `base`."""
         model, texts, new, peak, full, disk = self._recipe.model, [], 0, 0, 0, 0
         for left, question in zip(range(len(asked) - 1, -1, -1), asked, strict=True):
-            with base.fork() if left else contextlib.nullcontext(base) as own:
-                beside = base.report().memory_bytes if left else 0
+            with make(left) as own:
+                beside = base.report().memory_bytes if left and base is not None else 0
                 prompt = torch.cat([ids, question], 1)
                 answer = generate_answer(model, self._tokenizer, prompt, own, self._new, self._chunk)
                 report = own.report()

@@ -61,7 +61,7 @@ class AnswerDocuments:
         options: of the file system of `contexts`.
         level: what is kept of keys and values that are streamed, as of `publish_context`.
         max_new_tokens: of an answer.
-        prefill_chunk: tokens of a call of the model.
+        prefill_chunk: tokens of a call of the model; None: 1,024, or all where its keys depend on the length of a call.
         path: folder on a worker's disk for what its caches write; None: its temporary folder.
         errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
             it on the disk or a GPU, a disk that fails while it is answered) is in its row; "raise": it ends the job.
@@ -93,7 +93,7 @@ class AnswerDocuments:
         options: dict[str, Any] | None = None,
         level: str = "lossless",
         max_new_tokens: int = 64,
-        prefill_chunk: int = 1024,
+        prefill_chunk: int | None = None,
         path: str | Path | None = None,
         errors: str = "row",
         dtype: str = "auto",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.prefill import prefill
+from ..core.prefill import piece_size, prefill
 from ..errors import ConfigError
 from ..report.cache_report import CacheReport
 from .prefill import prefilled_tokens
@@ -77,7 +77,7 @@ def generate_answer(
     input_ids: torch.Tensor,
     cache: Cache,
     max_new_tokens: int = 64,
-    prefill_chunk: int = 1024,
+    prefill_chunk: int | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_text: Callable[[str], object] | None = None,
     pause: tuple[int, Callable[[], object]] | None = None,
@@ -86,10 +86,12 @@ def generate_answer(
     """The greedy answer to the prompt (1, T), of which the cache may hold the first tokens; afterwards it holds the
     prompt and the answer.
 
-    All of the prompt but its last tokens is prefilled in chunks; `generate` goes on from there. `on_text` gets the
+    All of the prompt but its last tokens is prefilled in pieces of `prefill_chunk` tokens (None: 1,024), and `generate`
+    goes on from there. Where the model's keys depend on the length of a forward, and None is given, `generate` prefills
+    the whole prompt: `prefill_seconds` is nearly 0 then, and `first_token_seconds` has the prefill. `on_text` gets the
     answer in pieces, in this thread, as whole words are there. `pause`: a number of tokens and what to call when the
     cache holds just these; the time that takes does not count. `started`: of `time.perf_counter`, when the work for
-    this prompt began (None: now). Raises `PromptTooLongError` before anything runs.
+    this prompt began (None: now). Raises `PromptTooLongError` and `ConfigError` before anything runs.
     """
     import torch
 
@@ -101,6 +103,9 @@ def generate_answer(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     start = time.perf_counter() if started is None else started
     first = held = getattr(cache, "tokens", 0)
+    turn = held if pause is None else pause[0]  # what is held at the pause is a turn of its own
+    last = prefilled_tokens(input_ids.shape[1])
+    size = piece_size(model, turn, input_ids.shape[1], prefill_chunk, until=last)
 
     def prefill_to(stop: int) -> None:
         nonlocal held
@@ -117,7 +122,8 @@ def generate_answer(
         paused = time.perf_counter()
         pause[1]()
         start += time.perf_counter() - paused
-    prefill_to(prefilled_tokens(input_ids.shape[1]))
+    if size is not None:
+        prefill_to(last)
     prefilled = time.perf_counter()
     generator: Any = model
     output = generator.generate(

@@ -36,7 +36,7 @@ def add(verbs: Any) -> None:
     source.add_argument("--context", metavar="DIR", type=Path, help="or a context that --save made: no prefill")
     add("--question", metavar="TEXT", required=True)
     add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
-    add("--prefill-chunk", metavar="N", type=positive, default=1024, help="tokens a call (default: %(default)s)")
+    add("--prefill-chunk", metavar="N", type=positive, help="tokens a call (default: 1024, or all at once)")
     add("--memory", metavar="SIZE", help="the most that the cache may hold: 300MiB, bytes, or of the full KV: 1/13")
     add("--compare", action="store_true", help="run DynamicCache as well and print both, side by side")
     add("--save", metavar="DIR", type=Path, help="keep the prefilled document as a context, for other questions")

@@ -15,6 +15,7 @@ from ..config import parse_size
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError
 from ..model.fingerprint import full_fingerprint
 from ..model.inner_model import inner_model
+from ..model.rotary import reason_against_pieces
 from ..registry import class_named
 from ..stores.encryption import KeySource, key_check, load_key
 from .configuration import form_fields, saved_fields
@@ -85,7 +86,8 @@ class ContextLibrary:
             least: tokens that have to match, those that are padding in every sequence not counted.
 
         A model with sliding-window or linear layers cannot take tokens back: its contexts match in full or not at all.
-        Tokens that stand for images or sound match nothing, since ids do not tell what they stand for.
+        Tokens that stand for images or sound match nothing, since ids do not tell what they stand for. Of a model whose
+        keys depend on the length of a forward, prompts and contexts match that are short enough not to.
         """
         return next((match for match, _ in self._matches(input_ids, model, cls, attention_mask, least, {})), None)
 
@@ -150,6 +152,8 @@ class ContextLibrary:
                 continue
             if known.model != of or known.batch != len(wanted) or not self._readable(known):
                 continue
+            if reason_against_pieces(inner, 1, max(known.tokens, wanted.shape[1])) is not None:
+                continue  # its keys may not be those of this prompt
             form, croppable = form_fields(made_by.config_class, known.config), made_by.may_crop(inner)
             if not _fits(form, fields) or (known.tokens > limit and not croppable):
                 continue

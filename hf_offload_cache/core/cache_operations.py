@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from ..config import OffloadConfig
 from ..errors import StoreError
+from ..model.conversation import Conversation
 from .continuation import check_planned
 from .offload_layer import OffloadLayer
 from .shared import Shared
@@ -28,6 +30,8 @@ class CacheOperations(Cache):
     """`activate_past_recording` was called since the last step of decoding."""
     _decoded = False
     """A step of decoding ended since the prompt."""
+    conversation: Conversation
+    """What the model's own code keeps on the model for this cache."""
     recording = False
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _cropped: int | None = None
@@ -92,6 +96,11 @@ class CacheOperations(Cache):
             total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
         return total
 
+    def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
+        """See `Attachable.conversing`."""
+        self.shared.check_open()
+        return self.conversation.preparing(self.held(), begins=begins)
+
     # --- taking back -------------------------------------------------------------------------------------------
 
     def take_back(self) -> bool:
@@ -133,6 +142,7 @@ class CacheOperations(Cache):
 
     def fail_step(self) -> None:
         """What the forward has added is taken back at the next call; no guess of it counts any more."""
+        self.conversation.fail()
         if self.shared.step is not None:
             self.shared.step.guessed = 0
 
@@ -215,6 +225,7 @@ class CacheOperations(Cache):
         self._check_rows(len(beam_idx))
         self._settle(beam_idx)
         with self.shared.changing():
+            self.conversation.select_rows(beam_idx, self._tokens.batch)
             super().reorder_cache(beam_idx)
             self._tokens.select_rows(beam_idx)
 
@@ -224,6 +235,7 @@ class CacheOperations(Cache):
         rows = torch.arange(self._tokens.batch, device="cpu").repeat_interleave(repeats)
         self._settle(rows)
         with self.shared.changing():
+            self.conversation.select_rows(rows, self._tokens.batch)
             super().batch_repeat_interleave(repeats)
             self._tokens.select_rows(rows)
 
@@ -233,6 +245,7 @@ class CacheOperations(Cache):
         self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
         self._settle(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
         with self.shared.changing():
+            self.conversation.select_rows(indices, self._tokens.batch)
             super().batch_select_indices(indices)
             self._tokens.select_rows(indices)
 
@@ -247,6 +260,7 @@ class CacheOperations(Cache):
         self.shared.mend()
         self.shared.check_open()
         super().reset()
+        self.conversation.forget()
         self._renew_kept()
         self._cropped = None
         self._tokens.truncate(0)

@@ -137,6 +137,7 @@ class Held(CacheOperations):
         self.check_open()
         self.take_back()
         self.shared.check_seam()
+        self.conversation.check()
         self.storage.release_stream_buffers()
         try:
             for layer in self.offloaded:
@@ -149,10 +150,13 @@ class Held(CacheOperations):
 
     def capture(self) -> dict[str, Any]:
         """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
-        return {"ids": self._tokens.capture(self.sequences, self.tokens)}
+        return {
+            "ids": self._tokens.capture(self.sequences, self.tokens), "model": self.conversation.capture()
+        }  # fmt: skip
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured; for a new cache."""
         self._tokens.restore(tree["ids"])
+        self.conversation.restore(tree.get("model", {}), len(tree["ids"]))
         self.begin_context()
         self._resumed = True

@@ -87,6 +87,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.prepare(inner)
             self.watches_blocks = self.wants_blocks()
             token = attach.attach(inner, self)
+            self.conversation = attach.conversation(inner)
         finally:
             self._finalizer = weakref.finalize(self, _shut_down, self.storage, weakref.ref(inner), token)
             if token == -1:
@@ -145,6 +146,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
         candidates = self.recording and self._prefilled and self._announced is not False
         self._announced = None if self._announced is None else False
+        self.conversation.begin(max(lengths, default=self._tokens.length))
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
         )
@@ -158,6 +160,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     def end_step(self, output: Any = None) -> Any:
         """After the model's forward: keep the ids, stop the clock."""
         shared, step = self.shared, self.shared.step
+        self.conversation.end()
         shared.check_seam()
         if step is not None:
             check_was_used(self, step, self._with_length, output)

@@ -1,4 +1,4 @@
-"""Running a prompt through a model, in chunks."""
+"""Running a prompt through a model, in pieces where it allows that."""
 
 from __future__ import annotations
 
@@ -6,32 +6,63 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..model.rotary import reason_against_pieces
 
 if TYPE_CHECKING:
     import torch
     from transformers import Cache, PreTrainedModel
+
+PIECE = 1024
+"""Tokens of a piece, where nobody says another number."""
+
+
+def piece_size(
+    model: PreTrainedModel, held: int, total: int, chunk: int | None = None, *, until: int | None = None,
+    usual: int = PIECE,
+) -> int | None:  # fmt: skip
+    """How many tokens a forward may have where a prompt ends after `total` tokens, of which `held` came in earlier
+    turns: `chunk`, or `usual` where that is None. None: the prompt goes through the model whole. `until`: where the
+    last forward begins at the latest; None: that is as it comes.
+
+    Raises `ConfigError` for a `chunk` below 1, or one by which the prompt would have other keys than one forward makes.
+    """
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use {PIECE}")
+    size = usual if chunk is None else chunk
+    first = held + size if until is None else min(held + size, until)
+    reason = None if first <= held else reason_against_pieces(model, first, total)
+    if reason is None:
+        return size
+    if chunk is not None and held + chunk < total:
+        raise ConfigError(
+            f"a prefill chunk of {chunk:,} tokens is not possible with {type(model).__name__}: {reason}; leave the "
+            "prefill chunk out, and the prompt goes through the model in one forward"
+        )
+    return None
 
 
 def prefill(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     cache: Cache,
-    chunk: int = 1024,
+    chunk: int | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Runs `input_ids` (1, T) through the model in chunks; the cache holds T tokens more.
+    """Runs `input_ids` (1, T), a whole prompt or a turn, through the model; the cache holds T tokens more.
 
-    `on_progress` gets the number of tokens done after each chunk, in this thread.
+    `chunk`: tokens of a forward; None: 1,024, or all of them where the model's keys depend on the length of a forward.
+    `on_progress` gets the number of tokens done after each forward, in this thread. Raises `ConfigError`.
     """
     import torch
 
-    if chunk < 1:
-        raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use 1024")
+    every = input_ids.shape[1]
+    held = cache.get_seq_length()
+    size = piece_size(model, held, held + every, chunk) or every
     with torch.no_grad():  # as `generate` does; tensors of inference mode could not be written to afterwards
-        done, every = 0, input_ids.shape[1]
+        done = 0
         while done < every:
-            end = min(every, done + chunk)
-            if every - end == 1 and chunk > 2:
+            end = min(every, done + size)
+            if every - end == 1 and size > 2:
                 end -= 1  # a last piece of one token would be a step, which a cache selects for
             model(input_ids=input_ids[:, done:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             done = end

@@ -18,11 +18,12 @@ import torch
 from . import config_names
 from .attachable import Attachable
 from .config_names import Renamed
+from .conversation import Conversation, ModelState
 from .inner_model import inner_model, is_model
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
 from .place import generating_parts, has_own_generate
-from .prepare_inputs import PrepareInputs
+from .prepare_inputs import Prefill, PrepareInputs, PreparePositions
 from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
 from .tested_version import warn_if_untested
 from .untraced import ready
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_METHODS: tuple[type[MethodOnModel], ...] = (PrepareInputs, GivenCache)
+_METHODS: tuple[type[MethodOnModel], ...] = (PreparePositions, PrepareInputs, Prefill, GivenCache)
 
 
 @dataclass
@@ -44,6 +45,8 @@ class _Attachment:
     watching: set[int] = field(default_factory=set)
     """The caches that want the verbs of blocks: as long as there is one, the hooks of blocks are on."""
     block_hooks: Hooks = field(default_factory=list)
+    state: ModelState | None = None
+    """What the model's code keeps on it for each conversation."""
 
 
 # State of the process, not of a step, and it cannot lie on the model: it would be copied and saved with it. It says
@@ -70,7 +73,7 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
         if attachment is not None:
             attachment.caches[token] = weakref.ref(cache)
         if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
-            attachment = _Attachment({token: weakref.ref(cache)})
+            attachment = _Attachment({token: weakref.ref(cache)}, state=ModelState(model))
             try:
                 _put_on(model, attachment)
             except BaseException:
@@ -115,6 +118,15 @@ def release(model: PreTrainedModel | None, token: int) -> None:
             return
         del _ATTACHED[model]
         _take_off(model, attachment)
+    if attachment.state is not None:
+        attachment.state.turn_to_others()
+
+
+def conversation(model: PreTrainedModel) -> Conversation:
+    """A new one on `model`, which a cache is on."""
+    state = _ATTACHED[model].state
+    assert state is not None
+    return Conversation(state)
 
 
 def replaced(model: PreTrainedModel) -> bool:
@@ -143,10 +155,11 @@ def detach(model: Any) -> None:
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
     config_names.rename(model, attachment.renamed, _renamed_now())
+    assert attachment.state is not None
     for one in _running(model):
-        hook_model(one, attachment.hooks)
+        hook_model(one, attachment.hooks, attachment.state.turn_to_others)
         for method in _METHODS:
-            method.put_on(one)
+            method.put_on(one, attachment.state.turn_to_others)
 
 
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:

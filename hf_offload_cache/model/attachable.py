@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ class Attachable:
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
         """The model wants the keys of all tokens made anew: the step that comes with ids (B, t), or embeddings
         (B, t, hidden), is the first one of what is held from then on."""
+
+    def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
+        """While `generate` prepares a forward with this cache: what the model's code keeps on the model is the cache's
+        then; `begins`: the positions of a generation are made."""
+        return nullcontext()
+
+    def held(self) -> int:
+        """Tokens a sequence held."""
+        return 0
 
     def close(self) -> None:
         """The cache is not to be used any more."""

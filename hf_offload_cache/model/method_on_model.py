@@ -47,6 +47,10 @@ def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> I
             setattr(owner, name, under[0])
 
 
+def _nothing() -> None:
+    pass
+
+
 class MethodOnModel:
     """In the place of a model's method `name`, which it calls: the class's, or one that the user had put on this model.
     Holds the model weakly: a copy or a pickle of the model holds that copy."""
@@ -57,6 +61,8 @@ class MethodOnModel:
         self._model = weakref.ref(model)
         self.given = given
         """What the user had put on the model itself."""
+        self.turn_to_others: Callable[[], None] = _nothing
+        """Called where the method is called without a cache of ours; a copy has none."""
 
     def __reduce__(self) -> Any:
         return type(self), (self._model(), self.given)
@@ -86,10 +92,11 @@ class MethodOnModel:
         return model
 
     @classmethod
-    def put_on(cls, model: PreTrainedModel) -> None:
+    def put_on(cls, model: PreTrainedModel, turn_to_others: Callable[[], None]) -> None:
         """Put ours in the place of the method of `model`, if it has one."""
         if hasattr(model, cls.name):
-            model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
+            ours = model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
+            ours.turn_to_others = turn_to_others
 
     @classmethod
     def take_off(cls, model: PreTrainedModel) -> None:

@@ -1,20 +1,75 @@
-"""What kinds of rotary embeddings a model has."""
+"""What kinds of rotary embeddings a model has, and what their frequencies depend on."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds whose frequencies depend on the last position of a forward."""
+if TYPE_CHECKING:
+    import torch
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds whose frequencies depend on the last position of a forward; transformers finds the first in longer names."""
+
+
+def _kinds_of(module: Any) -> list[tuple[str, str]]:
+    """Kind, and type of layers that it is for ("": of all), of a module that makes rotary embeddings."""
+    kind = getattr(module, "rope_type", None)
+    if kind is None:
+        return []
+    return [(str(one), layers) for layers, one in kind.items()] if isinstance(kind, dict) else [(str(kind), "")]
+
+
+def _by_length(kind: str) -> str | None:
+    return next((one for one in _BY_LENGTH if one in kind), None)
 
 
 def rotary_kinds(model: Any) -> set[str]:
     """As transformers names them; none: positions are learnt, or something else."""
-    kinds = [kind for module in model.modules() if (kind := getattr(module, "rope_type", None)) is not None]
-    return {one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind])}
+    return {kind for module in model.modules() for kind, _ in _kinds_of(module)}
 
 
 def length_dependent(model: Any) -> str | None:
     """Why keys of one forward are not those of another of another length; None: they are."""
-    found = sorted(rotary_kinds(model) & _BY_LENGTH)
+    found = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
     return f"its rotary embedding ({found[0]}) depends on how many tokens there are" if found else None
+
+
+def state_by_length(module: torch.nn.Module) -> set[str]:
+    """Attributes by which a rotary embedding remembers the longest text that it has seen."""
+    return {
+        (f"{layers}_" if layers else "") + name
+        for kind, layers in _kinds_of(module)
+        if _by_length(kind) == "dynamic"
+        for name in ("inv_freq", "max_seq_len_cached")
+    }
+
+
+def _limits(model: Any) -> Iterator[tuple[str, int]]:
+    """Each kind that depends on the length, and the positions up to which it does not."""
+    for module in model.modules():
+        for kind, layers in _kinds_of(module):
+            if (by := _by_length(kind)) is not None:
+                config = module.config
+                given = getattr(config, "rope_parameters", None) or {}
+                given = given.get(layers, given) if layers else given
+                limit = given.get("original_max_position_embeddings") if by == "longrope" else None
+                yield by, int(limit or config.max_position_embeddings)
+
+
+def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
+    """Why a text of `total` tokens must not go through `model` in several forwards, of which the first ends after
+    `first` tokens (what an earlier turn left counts): its keys would not be those of one forward. None: they are.
+
+    With "longrope" a forward that ends beyond the original positions rotates all of its keys by other frequencies, with
+    "dynamic" by frequencies of its own length.
+    """
+    if first >= total:
+        return None
+    for kind, limit in _limits(model):
+        if total > limit and (kind == "dynamic" or first <= limit):
+            return (
+                f"its rotary embedding ({kind}) depends on the length of the forward, where a text is longer than "
+                f"{limit:,} tokens, and this one has {total:,}: in pieces its keys would have several rotations"
+            )
+    return None

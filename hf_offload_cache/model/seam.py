@@ -22,9 +22,14 @@ class Seam:
     Inert where the arguments hold no cache of ours.
     """
 
-    def __init__(self, verb: str, layer_idx: int = -1) -> None:
+    def __init__(self, verb: str, layer_idx: int = -1, turn_to_others: Callable[[], None] | None = None) -> None:
         self.verb = verb
         self.layer_idx = layer_idx
+        self.turn_to_others = turn_to_others
+        """Called where the arguments hold no cache of ours; a copy has none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "turn_to_others": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -39,6 +44,8 @@ class Seam:
         if not isinstance(cache, Attachable):
             cache = cache_among(args, kwargs)
             if cache is None:
+                if self.turn_to_others is not None:
+                    self.turn_to_others()
                 return None
         if self.verb == "begin_step":
             return self._begin_step(cache, module, args, kwargs)
@@ -92,9 +99,10 @@ def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def hook_model(model: torch.nn.Module, hooks: Hooks) -> None:
-    """Hook `model` for the verbs of steps; each goes into `hooks` as it is on."""
-    _hook("begin_step", -1, model.register_forward_pre_hook, hooks)
+def hook_model(model: torch.nn.Module, hooks: Hooks, turn_to_others: Callable[[], None]) -> None:
+    """Hook `model` for the verbs of steps; each goes into `hooks` as it is on. `turn_to_others` is called before a
+    forward without a cache of ours."""
+    _hook("begin_step", -1, model.register_forward_pre_hook, hooks, turn_to_others)
     # others see what the caller will; it is told of a forward that raised, too
     first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)
     _hook("end_step", -1, first, hooks)
@@ -108,8 +116,11 @@ def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
         _hook("leave_attention", layer_idx, attention.register_forward_hook, hooks)
 
 
-def _hook(verb: str, layer_idx: int, register_hook: Callable[..., RemovableHandle], hooks: Hooks) -> None:
-    seam = Seam(verb, layer_idx)
+def _hook(
+    verb: str, layer_idx: int, register_hook: Callable[..., RemovableHandle], hooks: Hooks,
+    turn_to_others: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    seam = Seam(verb, layer_idx, turn_to_others)
     hooks.append((seam, register_hook(seam, with_kwargs=True)))
 
 

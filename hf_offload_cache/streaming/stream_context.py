@@ -18,7 +18,7 @@ from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
 from ..errors import BudgetError, ConfigError, CorruptRecordError, EncryptionKeyError, StoreError
 from ..model.fingerprint import check_fingerprint
-from ..model.rotary import length_dependent
+from ..model.rotary import reason_against_pieces
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
 from .cells import Cells
@@ -98,7 +98,7 @@ def stream_context(
         filling = Filling(cache)
         chunks = manifest.common(ids[:-1])
         tokens = sum(map(manifest.tokens_of, range(chunks)))
-        ids = ids[None, :tokens].to(cache.model.device)
+        prompt, ids = len(ids), ids[None, :tokens].to(cache.model.device)
         reason = Filling.reason_against(cache)
         if reason is None and not chunks:
             reason = "prompt and context have no whole chunk in common"
@@ -113,9 +113,7 @@ def stream_context(
                 cache.reset()
                 cells, reason = None, f"there is no room for what is streamed: {error}"
         if reason is not None:
-            together = tokens if length_dependent(cache.model) else MOST_TOKENS
-            for part in ids.split(together, 1) if tokens else ():
-                filling.compute(part, lambda layer: True)
+            tokens = _computed(filling, ids, prompt)
         cache.stream_report = _report(
             tokens, reason, cells, loader, lane, time.perf_counter() - begun, manifest.level
         )
@@ -124,6 +122,18 @@ def stream_context(
         cache.close()
         raise
     return cache
+
+
+def _computed(filling: Filling, ids: torch.Tensor, prompt: int) -> int:
+    """Run ids (1, t), with which a prompt of `prompt` tokens begins, through the model; none of them where its keys
+    would not be those of one forward then. Returns how many are held."""
+    model, every = filling.model, ids.shape[1]
+    together = every if reason_against_pieces(model, min(MOST_TOKENS, every), prompt) else MOST_TOKENS
+    if not every or reason_against_pieces(model, min(together, every), prompt):
+        return 0
+    for part in ids.split(together, 1):
+        filling.compute(part, lambda layer: True)
+    return every
 
 
 def _first_token(cache: OffloadCache, begun: float) -> None:

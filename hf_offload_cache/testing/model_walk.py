@@ -12,6 +12,7 @@ import torch
 
 from ..caches.disk_swap import DiskSwapCache
 from ..model.dynamic_cache import dynamic_cache
+from ..model.rotary import reason_against_pieces
 from .comparison import Comparison, Decoded, compare
 
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
@@ -68,6 +69,10 @@ def walk_model(
     found: list[CaseResult] = []
     make = maker(DiskSwapCache) if make is None else make
     for case, options in CASES.items():
+        chunk = options.get("prefill_chunk_size", prompt_tokens)
+        if (why := reason_against_pieces(model, chunk, prompt_tokens)) is not None:
+            found.append(CaseResult(case, "-", None, f"not in pieces: {why}"))
+            continue
         try:
             reference = decode(model, dynamic_cache(model), prompt_tokens, new_tokens, **options)
             if not reference.logits.isfinite().any():

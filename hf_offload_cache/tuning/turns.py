@@ -56,8 +56,9 @@ def follow_in_turns(
     contenders: Mapping[str, Contender], ids: torch.Tensor, steps: int,
     on_step: Callable[[float, str], object] = lambda done, name: None,
 ) -> dict[str, Followed]:  # fmt: skip
-    """Ids (1, T) through each cache: prefilled in pieces, and the last `steps` tokens one by one, whatever the model
-    would say, `TURN` of them at a turn, forth and back over the caches. All are open, and hold memory, at once.
+    """Ids (1, T) through each cache: prefilled in pieces where the model allows it, and the last `steps` tokens one by
+    one, whatever the model would say, `TURN` of them at a turn, forth and back over the caches. All are open, and hold
+    memory, at once.
 
     Returns by name logits (steps, V), float32 on the host, after each token, and the seconds of each step, which the
     model's device has ended then. `on_step` gets the share that is done, from 0 to 1, and a name, in this thread.

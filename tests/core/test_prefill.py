@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_offload_cache.core.prefill import prefill
 from hf_offload_cache.errors import ConfigError
@@ -22,12 +23,13 @@ def test_pieces(tokens: int, chunk: int, wanted: list[int]) -> None:
     given: list[torch.Tensor] = []
     told: list[int] = []
 
-    def model(input_ids: torch.Tensor, **kwargs: Any) -> None:
-        assert kwargs == {"past_key_values": "a cache", "use_cache": True, "logits_to_keep": 1}
-        given.append(input_ids)
+    class Model(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> None:
+            assert kwargs == {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            given.append(input_ids)
 
-    ids = torch.arange(tokens)[None]
-    prefill(model, ids, "a cache", chunk, told.append)  # type: ignore[arg-type]
+    ids, cache = torch.arange(tokens)[None], DynamicCache()
+    prefill(Model(), ids, cache, chunk, told.append)  # type: ignore[arg-type]
     assert [part.shape[1] for part in given] == wanted
     assert torch.equal(torch.cat([ids[:, :0], *given], 1), ids)
     assert told == [sum(wanted[: count + 1]) for count in range(len(wanted))]
@@ -35,4 +37,4 @@ def test_pieces(tokens: int, chunk: int, wanted: list[int]) -> None:
 
 def test_a_chunk_is_a_token_at_least() -> None:
     with pytest.raises(ConfigError, match="prefill chunk must be at least 1 token, got 0"):
-        prefill(None, torch.zeros(1, 2, dtype=torch.long), None, 0)  # type: ignore[arg-type]
+        prefill(None, torch.zeros(1, 2, dtype=torch.long), DynamicCache(), 0)  # type: ignore[arg-type]

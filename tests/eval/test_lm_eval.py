@@ -14,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from long_llama import SOME, SPARSE, long_model
 from long_models import long_fresh
+from rope_models import long_rope
 from walk import tiny_model
 from words import words
 
@@ -106,6 +107,16 @@ def test_bitwise_scores_and_texts_are_the_plain_ones_to_the_last_bit(
         assert getattr(lm, kind)(given, disable_tqdm=True) == expected
         assert max(made) > 700
         made.clear()
+
+
+def test_scores_of_keys_that_depend_on_the_length_are_the_plain_ones(tmp_path: Path) -> None:
+    """Contexts that are shorter than the original positions, with continuations that end beyond them."""
+    model, options = long_rope(700), {"tokenizer": words(), **OPTIONS}
+    context = text(695, 3)
+    asked = instances("loglikelihood", [*CHOICES, *((context, f" {text(length, length)}") for length in (3, 9, 9, 12))])
+    expected = HFLM(model, **options).loglikelihood(asked, disable_tqdm=True)
+    lm = OffloadLM(model, cache="disk-swap", path=str(tmp_path), exact=True, batch_size=3, **options)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
 
 
 def test_a_request_of_no_tokens_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,431 @@
+"""What a model's own code keeps on its modules from one step to the next, for each conversation that runs on it.
+
+M-RoPE's `rope_deltas`, for example: transformers makes them of a prompt with a picture and leaves them on the model,
+and later positions are made of them. A second conversation would find the first one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import itertools
+import os
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ContextMismatchError, UnsupportedModelError, not_whole
+from .rotary import state_by_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ABSENT: Any = object()
+"""The value of an attribute that is not there."""
+_DEPTH, _MOST = 3, 10_000
+"""Levels of an object that are searched for tensors, and objects."""
+_WATCHED = 2
+"""Forwards of a new conversation after which the model is searched for what cannot be followed: its prompt, and one
+step over a history."""
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One attribute of one module."""
+
+    key: str
+    """Path of the module and name, as `named_parameters` has them."""
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    begins: Any
+    """What a new conversation finds: None, or `_ABSENT`, which stands for what others left."""
+    has_rows: bool = True
+
+    def get(self) -> Any:
+        module = self.module()
+        if module is None:
+            return _ABSENT
+        own = vars(module)
+        return own[self.name] if self.name in own else own["_buffers"].get(self.name, _ABSENT)
+
+    def set(self, value: Any) -> None:
+        module = self.module()
+        if module is None or self.get() is value:
+            return
+        if value is _ABSENT:
+            vars(module).pop(self.name, None)
+        else:
+            setattr(module, self.name, value)
+
+    def first(self, others: Any) -> Any:
+        """The value in a new conversation. What others left is copied: code may change a tensor in place."""
+        if self.begins is None:
+            return None
+        return others.clone() if isinstance(others, torch.Tensor) else others
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the module computes; None: it does not say."""
+        module = self.module()
+        held = None if module is None else next(iter((*module.parameters(), *module.buffers())), None)
+        return None if held is None or held.device.type == "meta" else held.device
+
+
+class ModelState:
+    """What conversations keep on one model. Holds its modules weakly; any thread.
+
+    The conversation that ran last has its values on the model, also after its step, as it would with transformers'
+    own caches. Whoever comes next finds its own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.slots = tuple(_slots(model))
+        self.name = type(model).__name__
+        self.unfollowed: dict[str, str] = {}
+        """Attributes that a forward changes and that are not followed, with their types."""
+        self._locks: dict[int, threading.RLock] = {}
+        self._model = weakref.ref(model)
+        self._others: dict[str, Any] = {}
+        self._left: dict[str, Any] | None = None
+        """What is on the model of a cache of ours; None: what is there is others'."""
+        self._ran: weakref.ref[Conversation] | None = None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Over what is on the model, in this process: a forked child does not wait for a thread of its parent."""
+        return self._locks.setdefault(os.getpid(), threading.RLock())
+
+    def begin(self, conversation: Conversation, continues: bool) -> None:
+        """Put the values of `conversation` on the model. Raises `UnsupportedModelError` where it `continues`, another
+        one ran since, and the model keeps what cannot be followed."""
+        ran = None if self._ran is None else self._ran()
+        if self.unfollowed and continues and ran is not conversation:
+            self.refuse("another conversation has run since, and its values are there now: let one end before the next")
+        self._ran = weakref.ref(conversation)
+        if self.slots:
+            self._note_others()
+            held = {} if conversation.values is None else conversation.values
+            for slot in self.slots:
+                if slot.key not in held:
+                    held[slot.key] = slot.first(self._others[slot.key])
+            conversation.values = held
+            self._put(held)
+            self._left = dict(conversation.values)
+
+    def end(self, conversation: Conversation) -> None:
+        """Keep what the model's code has left for `conversation`."""
+        if self.slots:
+            found = {slot.key: slot.get() for slot in self.slots}
+            for key, value in found.items():
+                if not _is_followed(value):
+                    self.unfollowed.setdefault(key, type(value).__name__)
+            conversation.values, self._left = found, dict(found)
+
+    def turn_to_others(self) -> None:
+        """Somebody else runs the model: what they left there is there again."""
+        self._ran = None
+        if self._left is not None:
+            with self.lock:
+                self._note_others()
+                self._put(self._others)
+                self._left = None
+
+    def is_others(self, key: str, value: Any) -> bool:
+        """Whether others, and the model as it was made, have this value there, too."""
+        return self._others.get(key, _ABSENT) is value
+
+    def _note_others(self) -> None:
+        left = {} if self._left is None else self._left
+        for slot in self.slots:
+            value = slot.get()
+            if slot.key not in left or left[slot.key] is not value:
+                self._others[slot.key] = value
+
+    def _put(self, values: dict[str, Any]) -> None:
+        for slot in self.slots:
+            slot.set(values.get(slot.key, _ABSENT))
+
+    def refuse(self, why: str) -> None:
+        """Raises `UnsupportedModelError` that names what cannot be followed."""
+        key, kind = next(iter(self.unfollowed.items()))
+        raise UnsupportedModelError(
+            f"{self.name} keeps {key!r} (a {kind}) on itself from step to step, and no cache can follow it: {why}"
+        )
+
+    # --- what cannot be followed -------------------------------------------------------------------------------
+
+    def contents(self) -> dict[str, tuple[Any, ...]]:
+        """The objects that the model's code keeps in attributes which are not followed, each with what is in it."""
+        model, found = self._model(), dict[str, tuple[Any, ...]]()
+        if model is None:
+            return found
+        home = type(model).__module__
+        followed = {slot.key for slot in self.slots}
+        for path, module in model.named_modules():
+            names = _mentioned(_class_of(module), home)
+            for name, value in vars(module).items():
+                key = f"{path}.{name}".lstrip(".")
+                if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
+                    found[key] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
+        return found
+
+    def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
+        """Note what has changed since `contents` was called, and holds tensors now."""
+        for key, now in self.contents().items():
+            old = before.get(key, ())
+            same = len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True))
+            if not same and any(isinstance(one, torch.Tensor) for one in now):
+                self.unfollowed.setdefault(key, type(now[0]).__name__)
+
+
+class Conversation:
+    """What a model keeps for one cache. For the thread that runs the model."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.values: dict[str, Any] | None = None
+        """By the slots' keys: what the model's code finds, and has left; None: it begins."""
+        self._settled: dict[str, Any] | None = None
+        """The same after the last forward that ended: one that fails is as if it had not been."""
+        self._prepared = False
+        """Code has prepared the coming forward."""
+        self._running = 0
+        """Forwards under way, each within the one before."""
+        self._watched = 0
+        self._before: dict[str, tuple[Any, ...]] | None = None
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self.values, self._settled, self._prepared, self._running, self._watched = None, None, False, 0, 0
+
+    def _continue(self, held: int) -> None:
+        if not held:
+            self._settled, self._watched = None, 0
+        self.values = self._settled
+
+    @contextlib.contextmanager
+    def preparing(self, held: int, *, begins: bool) -> Iterator[None]:
+        """While the model's code prepares a forward over `held` tokens; `begins`: the first thing of a generation."""
+        with self._state.lock:
+            if begins or not self._prepared:
+                self._continue(held)
+            self._prepared = True
+            self._state.begin(self, held > 0)
+            try:
+                yield
+            finally:
+                self._state.end(self)
+
+    def begin(self, held: int) -> None:
+        """Before a forward over `held` tokens. Raises as `ModelState.begin`."""
+        with self._state.lock:
+            if not self._prepared:
+                self._continue(held)
+            self._prepared = False
+            self._state.begin(self, held > 0)
+            self._running += 1
+            self._before = self._state.contents() if self._watched < _WATCHED else None
+
+    def end(self) -> None:
+        """After it."""
+        if not self._running:
+            return
+        with self._state.lock:
+            self._running -= 1
+            self._state.end(self)
+            self._settled = self.values
+            if self._before is not None:
+                self._state.compare(self._before)
+                self._before, self._watched = None, self._watched + 1
+
+    def fail(self) -> None:
+        """It raised."""
+        self._running, self._before = max(0, self._running - 1), None
+
+    def check(self) -> None:
+        """Raises `UnsupportedModelError` where the model keeps what cannot be written down or given to a twin."""
+        if self._state.unfollowed:
+            self._state.refuse("what this cache holds can be neither saved nor forked: make a new one, and prefill")
+
+    def select_rows(self, rows: torch.Tensor, batch: int) -> None:
+        """Make row i of what is kept for `batch` sequences what row `rows[i]` is now.
+
+        That are positions: whole numbers, or one number, for each sequence or for each that beams or samples were made
+        of. States of the model in floating point stay as they are, as they do with transformers' own caches.
+        """
+        if self._settled is None:
+            return
+        for slot in self._state.slots:
+            value = self._settled.get(slot.key)
+            if not slot.has_rows or not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            if value.is_floating_point() and value.numel() > len(value):
+                continue
+            if len(value) > 1 and batch % len(value) == 0:
+                each = value.repeat_interleave(batch // len(value), 0)
+                self._settled = {**self._settled, slot.key: each[rows.to(value.device)]}
+
+    def capture(self) -> dict[str, Any]:
+        """As a tree for `restore`. Raises `UnsupportedModelError`."""
+        self.check()
+        held = {} if self._settled is None else self._settled
+        new = {slot.key: slot.begins for slot in self._state.slots}
+        return {
+            key: value
+            for key, value in held.items()
+            if value is not _ABSENT and value is not new[key] and not self._state.is_others(key, value)
+        }
+
+    def restore(self, tree: Any, batch: int) -> None:
+        """Go on with what was captured for `batch` sequences. Raises `ContextMismatchError` for what this model does
+        not keep, `ContextError`."""
+        if not isinstance(tree, dict):
+            raise not_whole("the state", f"what the model keeps is a {type(tree).__name__}")
+        slots = {slot.key: slot for slot in self._state.slots}
+        for key, value in tree.items():
+            if key not in slots:
+                raise ContextMismatchError(
+                    f"the context has {key!r} of its model, and {self._state.name} keeps none: open it with a model of "
+                    "the class that made it"
+                )
+            if not _is_followed(value) or (isinstance(value, torch.Tensor) and not _fits(value, slots[key], batch)):
+                raise not_whole("the state", f"{key!r} is {type(value).__name__} {getattr(value, 'shape', value)}")
+        self._settled = {
+            key: value.to(slots[key].device, copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in tree.items()
+        }
+
+
+def _is_followed(value: Any) -> bool:
+    if value is None or value is _ABSENT or isinstance(value, int | float):
+        return not isinstance(value, float) or value == value  # a nan is nothing that code leaves
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
+    """Whether a tensor may stand in `slot`: what is there now has its kind, or it has rows for `batch` sequences."""
+    there = slot.get()
+    if isinstance(there, torch.Tensor) and not slot.has_rows:
+        return value.shape == there.shape and value.dtype == there.dtype and bool(value.isfinite().all())
+    return value.ndim == 0 or (len(value) > 0 and (value.is_floating_point() or batch % len(value) == 0))
+
+
+# ---------------------------------------------------------------------------------------------- where to look
+
+
+def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
+    """The attributes of modules that code of the model's own writes after construction, as far as they are, or may
+    become, numbers and tensors; and what rotary embeddings keep of the longest text so far."""
+    home = type(model).__module__
+    classes = {_class_of(module) for module in model.modules()}
+    anywhere = frozenset().union(*(_written(one, home) for one in classes))
+    for path, module in model.named_modules():
+        own, cls = vars(module), _class_of(module)
+        by_length = state_by_length(module)
+        names = _written_to_self(cls, home) | (anywhere & own.keys())
+        for name in sorted(names | by_length):
+            held = any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))
+            value = own.get(name, _ABSENT)
+            if name not in by_length:
+                unlike = isinstance(value, bool) or not _is_followed(value)
+                default = inspect.getattr_static(cls, name, None)  # of a class: not a method or a property
+                if held or unlike or name in _OF_MODULES or not _is_followed(default):
+                    continue
+            begins = None if name in _none_at_first(cls) else _ABSENT
+            key = f"{path}.{name}".lstrip(".")
+            yield _Slot(key, weakref.ref(module), name, begins, has_rows=name not in by_length)
+
+
+def _class_of(module: torch.nn.Module) -> Any:
+    return type(module)
+
+
+@functools.lru_cache(maxsize=1024)
+def _functions(cls: Any, home: str) -> tuple[tuple[str, types.CodeType], ...]:
+    """The code of the functions that belong to a model: those of its library's classes and of transformers' models."""
+    found = []
+    for one in cls.__mro__:
+        place, package = one.__module__, one.__module__.partition(".")[0]
+        own = package == home.partition(".")[0] and package not in ("torch", "transformers")
+        if own or place.startswith("transformers.models."):
+            for name, value in vars(one).items():
+                plain: Any = getattr(value, "__func__", value)
+                for function in (value.fget, value.fset) if isinstance(value, property) else (plain,):
+                    if isinstance(own_code := inspect.unwrap(function) if function else None, types.FunctionType):
+                        found += [(name, code) for code in _nested(own_code.__code__)]
+    return tuple(found)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _nested(one)
+
+
+@functools.lru_cache(maxsize=1024)
+def _written(cls: type, home: str) -> frozenset[str]:
+    """Names of attributes that the class's code assigns, on whatever object, but in `__init__`."""
+    return frozenset(name for name, _ in _assignments(cls, home))
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_to_self(cls: type, home: str) -> frozenset[str]:
+    return frozenset(name for name, on_self in _assignments(cls, home) if on_self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
+    """Names of attributes that are assigned, and whether that is on `self`."""
+    found = []
+    for name, code in _functions(cls, home):
+        steps = list(dis.get_instructions(code)) if name != "__init__" else []
+        for before, one in itertools.pairwise(steps):
+            if one.opname == "STORE_ATTR":  # the object is loaded last, by itself or with the value
+                loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+                found.append((one.argval, before.opname.startswith("LOAD_FAST") and loaded == "self"))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mentioned(cls: type, home: str) -> frozenset[str]:
+    """Names that the class's code uses, but in `__init__`."""
+    return frozenset(used for name, code in _functions(cls, home) if name != "__init__" for used in code.co_names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _none_at_first(cls: type) -> frozenset[str]:
+    """Names of attributes that the class's `__init__` sets to None."""
+    found = set()
+    for one in cls.__mro__:
+        init: Any = vars(one).get("__init__")
+        init = None if init is None else inspect.unwrap(init)
+        code = list(dis.get_instructions(init)) if isinstance(init, types.FunctionType) else []
+        for value, _, stores in zip(code, code[1:], code[2:], strict=False):
+            if stores.opname == "STORE_ATTR" and value.opname == "LOAD_CONST" and value.argval is None:
+                found.add(stores.argval)
+    return frozenset(found)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    plain = value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device))
+    return not plain and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not callable(value)
+
+
+def _within(value: Any, depth: int) -> Iterator[Any]:
+    """An object, what it holds, and what that holds, `depth` levels down."""
+    yield value
+    if depth and _may_hold_tensors(value):
+        inner: Any = tuple(value.values()) if isinstance(value, dict) else ()
+        inner = tuple(value) if isinstance(value, (list, set, deque, tuple)) else inner
+        for one in (*inner, *getattr(value, "__dict__", {}).values()):
+            yield from _within(one, depth - 1)
