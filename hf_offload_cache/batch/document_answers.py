@@ -114,7 +114,9 @@ class Answering:
         return ids, [question_part(self._tokenizer, one).to(device) for one in several]
 
     def _keep(self, ids: torch.Tensor, cache: OffloadCache, found: Found) -> None:
-        if self._contexts is not None and not found.closed:
+        if found.closed:
+            found.notes.append("not shared: the store does not say what it has, and nothing is written there")
+        elif self._contexts is not None:
             found.notes += self._contexts.keep(ids, cache, replace=found.damaged)
 
     def _answer(

@@ -155,7 +155,7 @@ class PublishedContexts:
             except StoreError as error:
                 if isinstance(error, ObjectError) and error.answer == Answer.ABSENT:
                     return Found()
-                return Found(closed=True, notes=[f"the context could not be had, nothing is written there: {error}"])
+                return Found(closed=True, notes=[f"the context could not be had: {error}"])
             report = cache.stream_report
             assert report is not None
             if cache.tokens < ids.shape[1]:
