@@ -62,7 +62,7 @@ class WebClient:
         given = {**given.pop("client_kwargs", {}), **given}
         given.pop("skip_instance_cache", None)  # fsspec's
         self._of_request = {name: given.pop(name) for name in ("ssl",) if name in given}
-        self._of_request |= {"allow_redirects": False, "auto_decompress": False, "raise_for_status": False}
+        self._of_request |= {"allow_redirects": False, "raise_for_status": False}
         timeout = aiohttp.ClientTimeout(total=None, connect=silence, sock_read=silence)
         self._url, self._options = _without_user(url, {"timeout": timeout, **given})
         self._own: Any = None
@@ -137,7 +137,7 @@ class WebClient:
 
     def _opened(self, options: dict[str, Any]) -> Any:
         try:
-            return self._aiohttp.ClientSession(**options)
+            return self._aiohttp.ClientSession(**{**options, "auto_decompress": False})
         except TypeError as error:
             raise ConfigError(f"options are not of aiohttp's ClientSession: {error}") from error
 
@@ -183,7 +183,8 @@ async def all_of(pieces: AsyncIterator[bytes], place: str, most: int) -> bytes:
         total += len(piece)
         found.append(piece)
         if total > most:
-            break
+            received(b"".join(found[:2])[:_SPARE], place, most)  # a page is told from an object
+            raise too_large(place, most)
     return received(b"".join(found), place, most)
 
 
