@@ -125,9 +125,9 @@ def reported(doing: str, error: BaseException) -> ObjectError:
     number = error.errno if isinstance(error, OSError) else None
     text = getattr(error, "strerror", None) if isinstance(error, ObjectError) else str(error) or type(error).__name__
     kind = type(error) if isinstance(error, ObjectError) else ObjectError
-    found = place_error(of_error(error), f"{doing}: {text}", number=number, kind=kind)
-    found.retry_after = waits[0] if waits else None
-    return found
+    failure = place_error(of_error(error), f"{doing}: {text}", number=number, kind=kind)
+    failure.retry_after = waits[0] if waits else None
+    return failure
 
 
 def seconds_of(value: str | None) -> float | None:

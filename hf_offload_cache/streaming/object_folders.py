@@ -221,6 +221,6 @@ class RemoteFolder:
     def _whole(self) -> AbstractContextManager[object]:
         """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""
         try:
-            return self._system.transaction  # type: ignore[no-any-return]
+            return self._system.transaction
         except NotImplementedError:
             return nullcontext()

@@ -123,7 +123,7 @@ class Objects:
 
 def _advised(error: ObjectError) -> ObjectError:
     """For what cannot be read back."""
-    if error.answer is not Answer.REFUSED:
+    if error.answer == Answer.LATER:
         return error
     text = f"{error.strerror}; give check=False to publish without reading"
-    return place_error(error.answer, text, number=error.errno)
+    return place_error(Answer(error.answer), text, number=error.errno)

@@ -145,10 +145,9 @@ class WebClient:
         """Of the environment; None: there is none for this URL, or the options decide."""
         if self._options.get("proxy") or self._options.get("trust_env"):
             return None
-        found = urllib.request.getproxies_environment()
-        if urllib.request.proxy_bypass_environment(url.host or "", found):
+        if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
             return None
-        return found.get(url.scheme)
+        return urllib.request.getproxies().get(url.scheme)
 
     def _shown(self, name: str) -> str:
         return shown(join(self._url, name))
