@@ -30,7 +30,7 @@ from ..errors import (
     StoreError,
     UnsupportedModelError,
 )
-from ..streaming.answers import Answer, of_error, shown
+from ..streaming.answers import Answer, of_error, without_secrets
 from ..streaming.codec import check_level
 from ..streaming.object_folders import made_folder
 from ..streaming.places import file_system_of, is_local, is_web, join
@@ -140,7 +140,7 @@ class PublishedContexts:
 
     def take(self, ids: torch.Tensor, most: int) -> Found:
         place = self._place(ids)
-        name = shown(place)
+        name = without_secrets(place)
         with contextlib.ExitStack() as undo:
             cache = undo.enter_context(self.recipe.make(most))
             more = torch.cat([ids, ids[:, -1:]], 1)  # a context is loaded up to the last token, which is the model's

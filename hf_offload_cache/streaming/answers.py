@@ -33,7 +33,7 @@ class Answer(StrEnum):
 
 
 _LINE = 300
-"""Characters of what is shown of a server's words."""
+"""Characters of what is told of a server's words."""
 
 _NUMBERS = {
     Answer.ABSENT: errno.ENOENT, Answer.REFUSED: errno.EACCES, Answer.LATER: errno.EAGAIN, Answer.BROKEN: errno.EIO,
@@ -114,7 +114,7 @@ def place_error(
     """A `ObjectError` whose message is `text` without any URL's credentials, and what the store asks to wait."""
     if retry_after is not None and answer is Answer.LATER:
         text += f"; it asks to be tried again in {retry_after:g} s"
-    error = kind(_NUMBERS[answer] if number is None else number, shown(text))
+    error = kind(_NUMBERS[answer] if number is None else number, without_secrets(text))
     error.answer, error.retry_after = answer, retry_after
     return error
 
@@ -156,10 +156,12 @@ def too_large(place: str, most: int) -> ObjectError:
 
 
 _PAGE = (b"<!doctype", b"<html", b"<head", b"<body", b"<title", b"<script", b"<meta", b"<?xml", b"<!--")
-_URL = re.compile(r"([a-z][a-z0-9+.-]*://)(?:[^\s/@'\"]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?", re.IGNORECASE)
+_URL = re.compile(
+    r"([a-z][a-z0-9+.-]*://)(?:[^\s/@'\"]*@)?([^\s?#'\"<>]*)(?:[?#](?:[^\s'\"<>]*[^\s'\"<>:,;])?)?", re.IGNORECASE
+)
 
 
-def shown(text: object) -> str:
+def without_secrets(text: object) -> str:
     """`text` without what a URL in it has of a secret: its user and password, its query and its fragment."""
     return _URL.sub(r"\1\2", str(text))
 

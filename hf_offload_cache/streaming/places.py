@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..errors import ConfigError
-from .answers import reported, shown
+from .answers import reported, without_secrets
 
 
 def is_web(place: str) -> bool:
@@ -42,7 +42,8 @@ def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"url {shown(url)!r}: no file system of that kind can be used here: {error}") from error
+        text = f"url {url!r}: no file system of that kind can be used here: {error}"
+        raise ConfigError(without_secrets(text)) from error
     except Exception as error:  # each file system has its own
         raise reported(f"{url}: reaching it", error) from error
     return found

@@ -30,7 +30,7 @@ from ..model.fingerprint import full_fingerprint
 from ..registry import class_named
 from ..stores.encryption import KeySource, decrypt, encrypt, load_key
 from .active_blocks import BLOCK, measure_active_blocks
-from .answers import Answer, place_error, shown
+from .answers import Answer, place_error, without_secrets
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
@@ -138,7 +138,7 @@ def _before(objects: Objects, overwrite: bool) -> bytes | None:
         raise place_error(Answer(error.answer), text, number=error.errno) from error
     if found is not None and not overwrite:
         raise FileExistsError(
-            f"{shown(objects.url)} has a published context: name another folder, or give overwrite=True"
+            f"{without_secrets(objects.url)} has a published context: name another folder, or give overwrite=True"
         )
     return found
 

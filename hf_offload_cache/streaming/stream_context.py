@@ -29,7 +29,7 @@ from ..model.fingerprint import check_fingerprint
 from ..model.rotary import length_dependent
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
-from .answers import Answer, place_error, reported, shown
+from .answers import Answer, place_error, reported, without_secrets
 from .cells import Cells
 from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
@@ -147,7 +147,7 @@ def _first_token(cache: OffloadCache, begun: float) -> None:
 
 
 def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:
-    place = shown(url)
+    place = without_secrets(url)
     try:
         data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
     except ObjectError as error:

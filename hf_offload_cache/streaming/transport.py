@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from ..errors import ObjectError
-from .answers import TRIES, Answer, pause_after, place_error, reported, shown
+from .answers import TRIES, Answer, pause_after, place_error, reported, without_secrets
 from .places import file_system_of, is_web, join
 from .web_client import WebClient, all_of
 
@@ -133,7 +133,7 @@ class FileTransport:
         thread = threading.Thread(target=read, name="hf_offload_cache reading", daemon=True)
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
         thread.start()
-        place = shown(join(self._url, name))
+        place = without_secrets(join(self._url, name))
         try:
             return await all_of(self._pieces(pieces, came), place, most)
         except ObjectError:

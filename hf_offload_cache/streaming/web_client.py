@@ -20,8 +20,8 @@ from .answers import (
     place_error,
     received,
     seconds_of,
-    shown,
     too_large,
+    without_secrets,
 )
 from .places import join
 
@@ -124,11 +124,11 @@ class WebClient:
             if method != "GET" and answer.status < 307:  # to a page where one logs in, as a rule
                 raise place_error(Answer.REFUSED, f"{url}: {answer.status}, a redirect of what is put there")
             if session is self._own and target.origin() != url.origin():
-                session = self._without_secrets()
+                session = self._for_others()
             url = target
         raise place_error(Answer.BROKEN, f"{url}: more than {_REDIRECTS} redirects")
 
-    def _without_secrets(self) -> Any:
+    def _for_others(self) -> Any:
         """The session for other origins."""
         if self._bare is None:
             kept = {name: value for name, value in self._options.items() if name in _ANYWHERE}
@@ -150,7 +150,7 @@ class WebClient:
         return urllib.request.getproxies().get(url.scheme)
 
     def _shown(self, name: str) -> str:
-        return shown(join(self._url, name))
+        return without_secrets(join(self._url, name))
 
     @staticmethod
     def _check(answer: Any, place: str, good: Container[int]) -> None:
