@@ -111,7 +111,7 @@ def place_error(
     answer: Answer, text: str, *, retry_after: float | None = None, number: int | None = None,
     kind: type[ObjectError] = ObjectError,
 ) -> ObjectError:  # fmt: skip
-    """A `ObjectError` whose message is `text` without any URL's credentials, and what the store asks to wait."""
+    """An `ObjectError` whose message is `text` without any URL's credentials, and what the store asks to wait."""
     if retry_after is not None and answer is Answer.LATER:
         text += f"; it asks to be tried again in {retry_after:g} s"
     error = kind(_NUMBERS[answer] if number is None else number, without_secrets(text))

@@ -54,7 +54,7 @@ class ContextServer(http.server.HTTPServer):
                 self.address_family = socket.AF_INET6
             super().__init__(address, _Handler)
         except BaseException:
-            os.close(self.folder_fd)
+            self._close_folder()
             raise
 
     def server_bind(self) -> None:
@@ -70,6 +70,9 @@ class ContextServer(http.server.HTTPServer):
             with contextlib.suppress(OSError):  # it is gone
                 connection.shutdown(socket.SHUT_RDWR)
             thread.join()
+        self._close_folder()
+
+    def _close_folder(self) -> None:
         if self.folder_fd >= 0:
             os.close(self.folder_fd)
         self.folder_fd = -1

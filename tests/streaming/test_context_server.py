@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import socket
@@ -173,3 +174,15 @@ def test_contexts_are_streamed_from_it(tmp_path: Path) -> None:
             cache = stream_context(f"http://127.0.0.1:{port}{path}", long_model(), IDS, path=tmp_path)
             with cache:
                 assert cache.get_seq_length() == 128 and cache.stream_report.lost == 0
+
+
+def test_an_address_that_cannot_be_had_is_an_error(folder: Path) -> None:
+    """Of the system's, and nothing stays open."""
+    with serving(folder) as port:
+        with pytest.raises(OSError) as caught:
+            ContextServer(folder, ("127.0.0.1", port))
+        assert caught.value.errno == errno.EADDRINUSE
+    with pytest.raises(OverflowError):
+        ContextServer(folder, ("127.0.0.1", 70000))
+    with pytest.raises(NotADirectoryError):
+        ContextServer(folder / NAME, ("127.0.0.1", 0))
