@@ -81,3 +81,19 @@ class StalledError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk has no room for the records asked for; nothing of them was kept."""
+
+
+class ObjectError(StoreError):
+    """An object or the manifest of a published context could not be read or written: `answer` is the store's answer.
+
+    "absent": there is none. "refused": the store does not allow it, and asking again does not help. "later": the store
+    or the link fails at the moment, and asking again may help. "broken": something else was received.
+    """
+
+    answer: str = "broken"
+    retry_after: float | None = None
+    """Seconds that the store asks to wait; None: it does not say."""
+
+
+class DamagedObjectError(ObjectError, CorruptRecordError):
+    """An object of a published context is there, and is not what was published: publish the context again."""

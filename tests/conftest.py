@@ -44,9 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_within_the_run(config: pytest.Config) -> None:
     """Nothing goes into the real home: what is kept in `$XDG_CACHE_HOME` lies in a folder that is removed at the end.
-    It is that of all workers, and of the processes that tests start, so that the default model is unpacked once."""
+    It is that of all workers, and of the processes that tests start, so that the default model is unpacked once. Nor
+    does anything go to a proxy."""
     folder, patch = tempfile.mkdtemp(prefix="cache-of-tests-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder)
+    for name in ("NO_PROXY", "no_proxy"):  # servers of tests are on loopback, whatever the proxies here
+        patch.setenv(name, "127.0.0.1,localhost")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.add_cleanup(patch.undo)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,20 @@ from .shared_contexts import Found, SharedContexts
 
 
 class DocumentError(ValueError):
-    """A document has no text, or nothing is asked about it."""
+    """A document has no text, or nothing is asked about it. The message has nothing of either."""
+
+
+_TEXT = "a text"
+
+
+def _kind(value: Any) -> str:
+    """What a value is, without what is in it."""
+    if not isinstance(value, str):
+        return type(value).__name__
+    if not value.strip():
+        return "an empty text"
+    half = next((place for place, letter in enumerate(value) if "\ud800" <= letter <= "\udfff"), None)
+    return _TEXT if half is None else f"half a surrogate pair at character {half:,}, which no text has"
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,8 @@ class Answering:
                 raise
             except (ContextError, StoreError) as error:  # of what only a step reads
                 damaged = isinstance(error, (ContextError, CorruptRecordError))
-                found = Found(damaged=damaged, notes=[*found.notes, f"the shared context is not used: {error}"])
+                notes = [*found.notes, f"the shared context is not used: {error}"]
+                found = Found(damaged=damaged, closed=found.closed, notes=notes)
         with self._recipe.make(most) as cache:
             prefill(self._recipe.model, ids, cache, self._chunk)
             self._keep(ids, cache, found)
@@ -94,17 +108,21 @@ class Answering:
 
     def _prompts(self, document: Any, questions: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Ids (1, T) of the document, and (1, t) of each question behind it."""
-        if not isinstance(document, str) or not document.strip():
-            raise DocumentError(f"the document must be a text, got {document!r}")
-        several = [questions] if isinstance(questions, str) else list(questions if questions is not None else [])
-        if not several or not all(isinstance(one, str) and one.strip() for one in several):
-            raise DocumentError(f"questions must be a text or a list of texts, one at least, got {questions!r}")
+        if (kind := _kind(document)) != _TEXT:
+            raise DocumentError(f"the document must be a text, got {kind}")
+        several = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else [questions]
+        kinds = [_kind(one) for one in several]
+        if not kinds or any(kind != _TEXT for kind in kinds):
+            got = next((kind for kind in kinds if kind != _TEXT), "an empty list")
+            raise DocumentError(f"questions must be a text or a list of texts, one at least, got {got}")
         device = self._recipe.model.device
         ids = document_part(self._tokenizer, document).to(device)
         return ids, [question_part(self._tokenizer, one).to(device) for one in several]
 
     def _keep(self, ids: torch.Tensor, cache: OffloadCache, found: Found) -> None:
-        if self._contexts is not None:
+        if found.closed:
+            found.notes.append("not shared: the store does not say what it has, and nothing is written there")
+        elif self._contexts is not None:
             found.notes += self._contexts.keep(ids, cache, replace=found.damaged)
 
     def _answer_by_forks(

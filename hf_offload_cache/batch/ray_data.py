@@ -119,7 +119,7 @@ class AnswerDocuments:
         already."""
         arrow = _pyarrow()
         if not isinstance(batch, arrow.Table):
-            batch = arrow.table({name: list(column) for name, column in batch.items()})
+            batch = arrow.table({name: _column(arrow, name, list(column)) for name, column in batch.items()})
         for name in self._columns:
             if name not in batch.column_names:
                 raise ConfigError(f"there is no column {name!r} among {', '.join(batch.column_names)}: name it")
@@ -223,6 +223,17 @@ def _check(
 
 def _as_row(found: DocumentAnswers) -> dict[str, Any]:
     return {**vars(found), "context_note": "; ".join(found.notes) or None}
+
+
+def _column(arrow: Any, name: str, values: list[Any]) -> Any:
+    try:
+        return arrow.array(values)
+    except (arrow.ArrowException, TypeError, ValueError) as error:  # whose message has a value of the column
+        kinds = sorted({type(one).__name__ for one in values})
+        raise ConfigError(
+            f"column {name!r} has values of {', '.join(kinds)}, which are no column of pyarrow's "
+            f"({type(error).__name__}): give values of one type"
+        ) from None
 
 
 def _types(arrow: Any) -> dict[str, Any]:

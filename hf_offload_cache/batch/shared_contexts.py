@@ -11,7 +11,6 @@ comes last. Of two workers that leave the same one, both are right, and either's
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +26,16 @@ from ..errors import (
     ContextError,
     CorruptRecordError,
     EncryptionKeyError,
+    ObjectError,
     StoreError,
     UnsupportedModelError,
 )
+from ..streaming.answers import Answer, of_error, without_secrets
 from ..streaming.codec import check_level
-from ..streaming.objects import file_system_of
+from ..streaming.object_folders import made_folder
+from ..streaming.places import file_system_of, is_local, is_web, join
 from ..streaming.publish import publish_context
-from ..streaming.stream_context import stream_context
+from ..streaming.stream_context import ForeignManifestError, stream_context
 from .recipe import Recipe
 
 
@@ -47,6 +49,8 @@ class Found:
     """"opened" or "streamed", where `cache` was."""
     damaged: bool = False
     """What is there is not to be trusted: leave another in its place."""
+    closed: bool = False
+    """The store refuses or fails, so that nobody knows what is there: leave it as it is."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of it, a sentence each."""
 
@@ -67,14 +71,15 @@ def shared_contexts(
 ) -> SharedContexts:
     """Of a path or any URL of fsspec's; `options` go to its file system, and `level` is what is kept of keys and values
     that are streamed. A folder is made. Raises `ConfigError`, `StoreError` where it cannot be used."""
-    from fsspec.implementations.local import LocalFileSystem
-
     check_level(level)
+    if is_web(place):
+        return PublishedContexts(place, recipe, level, options)
     system, root = file_system_of(place, options)
-    if not isinstance(system, LocalFileSystem):
-        return PublishedContexts(place.rstrip("/"), recipe, level, options)
+    if not is_local(system):
+        return PublishedContexts(place, recipe, level, options)
     try:
-        Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not Path(root).is_dir():
+            os.close(made_folder(Path(root)))
     except OSError as error:
         raise StoreError(error.errno, f"contexts {place!r}: the folder cannot be made: {error.strerror}") from error
     return SavedContexts(Path(root), recipe)
@@ -89,8 +94,12 @@ class SavedContexts:
 
     def take(self, ids: torch.Tensor, most: int) -> Found:
         place = self.folder / self.recipe.name(ids)
-        if not os.path.lexists(place):
-            return Found()
+        try:
+            os.lstat(place)
+        except OSError as error:
+            if of_error(error) is Answer.ABSENT:
+                return Found()
+            return Found(closed=True, notes=[f"the context in {place} could not be looked at: {error.strerror}"])
         try:
             cache = self.recipe.open(place, most)
         except BudgetError as error:
@@ -98,7 +107,7 @@ class SavedContexts:
         except (ContextError, CorruptRecordError, EncryptionKeyError, ConfigError) as error:
             return Found(damaged=True, notes=[_distrusted(place, error)])
         except StoreError as error:
-            return Found(notes=[f"the context in {place} could not be read: {error}"])
+            return Found(closed=True, notes=[f"the context in {place} could not be read: {error}"])
         held = cache.input_ids
         if held.shape != ids.shape or not bool((held.cpu() == ids.cpu()).all()):
             cache.close()
@@ -131,27 +140,32 @@ class PublishedContexts:
 
     def take(self, ids: torch.Tensor, most: int) -> Found:
         place = self._place(ids)
+        name = without_secrets(place)
         with contextlib.ExitStack() as undo:
             cache = undo.enter_context(self.recipe.make(most))
             more = torch.cat([ids, ids[:, -1:]], 1)  # a context is loaded up to the last token, which is the model's
             try:
                 stream_context(place, self.recipe.model, more, cache, key=self._key, options=self.options)
+            except ForeignManifestError as error:
+                return Found(closed=True, notes=[_distrusted(name, error)])
             except (ContextError, CorruptRecordError, EncryptionKeyError) as error:
-                return Found(damaged=True, notes=[_distrusted(place, error)])
+                return Found(damaged=True, notes=[_distrusted(name, error)])
             except ConfigError as error:
                 return Found(notes=[f"not streamed: {error}"])
             except StoreError as error:
-                return Found(notes=[] if error.errno == errno.ENOENT else [f"the context could not be had: {error}"])
+                if isinstance(error, ObjectError) and error.answer == Answer.ABSENT:
+                    return Found()
+                return Found(closed=True, notes=[f"the context could not be had: {error}"])
             report = cache.stream_report
             assert report is not None
             if cache.tokens < ids.shape[1]:
-                return Found(damaged=True, notes=[_distrusted(place, "it holds another text")])
+                return Found(damaged=True, notes=[_distrusted(name, "it holds another text")])
             undo.pop_all()
         if report.whole is not None:
             return Found(cache, "prefilled", notes=[f"not streamed: {report.whole}"])
         lost = f"{report.lost} of {report.cells} cells could not be had and were computed"
-        notes = [f"{place}: {one}" for one in [*([lost] if report.lost else []), *report.trouble]]
-        return Found(cache, "streamed", damaged=report.lost > 0, notes=notes)
+        notes = [f"{name}: {one}" for one in [*([lost] if report.lost else []), *report.trouble]]
+        return Found(cache, "streamed", damaged=report.lost > 0, closed=report.unavailable > 0, notes=notes)
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
         try:
@@ -165,7 +179,7 @@ class PublishedContexts:
         return []
 
     def _place(self, ids: torch.Tensor) -> str:
-        return f"{self.url}/{self.recipe.name(ids, self.level)}"
+        return join(self.url, self.recipe.name(ids, self.level))
 
     @property
     def _key(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import http.server
 import sys
 import time
 from pathlib import Path
@@ -35,6 +34,7 @@ def add(verbs: Any) -> None:
     add("--key", metavar="FILE", type=Path, help="encryption key of the context, and of what is published")
     add("--active-mass", metavar="X", type=float, help="measure which blocks have so much of the attention, e.g. .98")
     add("--overwrite", action="store_true", help="replace the manifest that is there")
+    add("--no-check", action="store_true", help="do not read back and compare what was written")
     parser.set_defaults(run=publish, parser=parser)
 
     parser = verbs.add_parser("stream", help="answer a question about a document whose context is streamed")
@@ -53,7 +53,10 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=stream, parser=parser)
 
     parser = verbs.add_parser("serve", help="serve published contexts, for trying")
-    parser.description = "A plain static web server. For more than trying take a real one: nothing of it is special."
+    parser.description = (
+        "A static web server of the contexts that were published to FOLDER, or to folders below it. It gives their "
+        "files only, to 32 clients at a time. For more than trying take a real one: nothing of it is special."
+    )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0: any that is free")
@@ -84,7 +87,7 @@ def publish(arguments: argparse.Namespace) -> int:
             manifest = publish_context(
                 arguments.directory, arguments.url, tokenizer, arguments.key, model=model, level=arguments.level,
                 chunk_tokens=arguments.chunk_tokens, private=arguments.private, overwrite=arguments.overwrite,
-                active_mass=arguments.active_mass,
+                active_mass=arguments.active_mass, check=not arguments.no_check,
                 on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
     except FileExistsError:
@@ -135,9 +138,10 @@ def stream(arguments: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir():
         arguments.parser.error(f"{arguments.folder} is no folder: publish a context to it first")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(arguments.folder))
-    with http.server.ThreadingHTTPServer((arguments.host, arguments.port), handler) as server:
-        print(f"http://{arguments.host}:{server.server_address[1]}/", flush=True)
+    from ..streaming.context_server import ContextServer
+
+    with ContextServer(arguments.folder, (arguments.host, arguments.port)) as server:
+        print(f"http://{arguments.host}:{server.server_port}/", flush=True)
         server.serve_forever()
     return 0
 

@@ -40,6 +40,8 @@ class StreamReport:
     trouble: tuple[str, ...]
     first_token_seconds: float | None = None
     """From the call to the end of the first forward of what follows (TTFT); None: there was none yet."""
+    unavailable: int = 0
+    """Of the cells lost, those that the store refused or failed to give: they may be there."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -16,7 +17,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     the temporary file is gone and `path` as it was, unless the error came from forcing the name to the disk. Killed: a
     file may stay whose name begins with a point, then that of `path`.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(_temporary(path.name))
     try:
         write(temporary)
         with open(temporary, "rb") as file:
@@ -29,6 +30,44 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # the new name is the folder's content
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            _sync_names(folder)
         finally:
             os.close(folder)
+
+
+def replace_bytes(folder_fd: int, name: str, data: bytes) -> None:
+    """As `replace_file`, for `data` as the file `name` in the open directory `folder_fd`.
+
+    The file is 0600 whatever the umask. A link at `name` is replaced and not followed. Raises `OSError`.
+    """
+    temporary = _temporary(name)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(temporary, flags, 0o600, dir_fd=folder_fd)
+    try:
+        try:
+            os.fchmod(file, 0o600)  # the umask may have taken more
+            left = memoryview(data)
+            while left:
+                left = left[os.write(file, left) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder_fd)
+        raise
+    _sync_names(folder_fd)
+
+
+def _temporary(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}"
+
+
+def _sync_names(folder_fd: int) -> None:
+    """Force the names in an open directory to the disk, where its file system has that step."""
+    try:
+        os.fsync(folder_fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise

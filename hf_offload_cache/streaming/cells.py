@@ -37,6 +37,8 @@ class Counts:
     overtaken: int = 0
     """They had come, and were computed all the same: what lies above them had not."""
     lost: int = 0
+    unavailable: int = 0
+    """Of those lost: the store refused or failed, so that they may be there."""
     stolen: int = 0
     """On their way for too long, and computed."""
 
@@ -123,12 +125,14 @@ class Cells:
             self._changed.notify_all()
             return wanted
 
-    def lose(self, cell: Cell, *, again: bool = False) -> None:
-        """A claimed cell does not come; `again`: it may be asked for once more."""
+    def lose(self, cell: Cell, *, again: bool = False, unavailable: bool = False) -> None:
+        """A claimed cell does not come; `again`: it may be asked for once more; `unavailable`: it may be there all the
+        same."""
         with self._changed:
             if self._states[cell] == State.STREAMING:
                 self._states[cell] = State.FREE if again else State.LOST
                 self.counts.lost += not again
+                self.counts.unavailable += unavailable
             self._changed.notify_all()
 
     def spoil(self, cell: Cell) -> None:

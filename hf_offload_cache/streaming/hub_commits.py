@@ -19,7 +19,6 @@ class HubCommits:
     def __init__(self, system: Any, place: Any) -> None:
         self._system, self._place = system, place
         self._waiting: dict[str, bytes] = {}
-        system.invalidate_cache()  # what was there when something else was read may not be there any more
 
     @classmethod
     def of(cls, system: Any, root: str) -> HubCommits | None:
@@ -28,18 +27,6 @@ class HubCommits:
             return None
         place = system.resolve_path(root)
         return cls(system, place) if hasattr(place, "path_in_repo") else None  # a bucket has no commits
-
-    def exists(self, place: str) -> bool:
-        """As the Hub says now; its file system takes any trouble for a no."""
-        try:
-            self._system.info(place)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def has(self, name: str) -> bool:
-        """It waits for its commit."""
-        return name in self._waiting
 
     def add(self, name: str, data: bytes) -> None:
         """Hold a file until there are enough of them, or `commit` is called."""

@@ -1,110 +1,129 @@
-"""Objects in a folder of any file system that fsspec knows, as they are published."""
+"""Objects of a context that is published: put where others read them, and read back."""
 
 from __future__ import annotations
 
 import errno
-import io
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from ..errors import ConfigError, StoreError
-from .hub_commits import HubCommits
+from ..errors import ConfigError, DamagedObjectError, ObjectError, StoreFullError
+from .answers import TRIES, Answer, pause_after, place_error, reported
+from .object_folders import object_folder
 from .stream_manifest import digest
+
+_LONGEST_PAUSE = 30.0
+"""Seconds that a store may ask to wait; one that asks for more is not asked again."""
+Result = TypeVar("Result")
 
 
 class Objects:
     """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://..."; http(s) by PUT).
-    `options` go to it. Raises `ConfigError` for a URL that none is known of, `StoreError` where it cannot be used.
 
-    Of a repository of the Hub, objects wait for the next commit, which has many; a file that is written is there."""
+    Where the store says "later" it is asked again. Use as a context manager, or `close` it.
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        self.url = url
-        self._file_system, self._root = file_system_of(url, options)
+    Args:
+        options: of the file system.
+        check: all that is written is read back, by `check`. Without it a store that may only be written to will do.
+
+    Raises `ConfigError` for a URL that no file system is known of. All methods raise `ObjectError`, a `StoreError`.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None, *, check: bool = True) -> None:
+        self.url, self._checked = url, check
+        self._folder = self._tried("reaching", "it", lambda: object_folder(url, options))
+        self._written: dict[str, int] = {}
+
+    def __enter__(self) -> Objects:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back threads, connections and descriptors."""
+        self._folder.close()
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """An object of at most `most` bytes; None: there is none."""
         try:
-            self._commits = HubCommits.of(self._file_system, self._root)
-        except Exception as error:  # whatever the Hub has against it
-            raise _failed(url, "reaching", "it", error) from error
-
-    def _place(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
-
-    def exists(self, name: str) -> bool:
-        """Raises `StoreError`."""
-        try:
-            if self._commits is not None:
-                return self._commits.exists(self._place(name))
-            return bool(self._file_system.exists(self._place(name)))
-        except Exception as error:  # each file system has its own
-            raise _failed(self.url, "looking for", name, error) from error
-
-    def _has(self, name: str, data: bytes) -> bool:
-        """Whether the object of this name has these bytes: it is read, where it has as many."""
-        try:
-            place, system = self._place(name), self._file_system
-            return int(system.size(place) or -1) == len(data) and system.cat_file(place) == data
-        except Exception as error:  # each file system has its own
-            raise _failed(self.url, "looking at", name, error) from error
+            return self._tried("reading", name, lambda: self._folder.read(name, most))
+        except ObjectError as error:
+            if error.answer is Answer.ABSENT:
+                return None
+            raise
 
     def put(self, data: bytes) -> str:
-        """An object of these bytes is there when the next file is written, and its name: one that has them is left as
-        it is. Raises `StoreError`."""
+        """The name of an object of these bytes, which is there after the next `check` or `write`. One that has them is
+        left as it is."""
         name = digest(data)
-        if self._commits is not None and self._commits.has(name):
+        if name in self._written:
             return name
-        if not self.exists(name) or not self._has(name, data):
-            self._write(name, data)
+        try:
+            if self.read(name, len(data)) == data:
+                return name
+        except DamagedObjectError:
+            pass  # it is replaced
+        except ObjectError as error:
+            if self._checked:
+                raise _advised(error) from error
+        self._tried("writing", name, lambda: self._folder.write(name, data))
+        self._written[name] = len(data)
         return name
 
     def write(self, name: str, data: bytes) -> None:
-        """A file of this name has these bytes, behind all that was `put`: it is whole, or as it was, where the file
-        system can move files or stores objects, or a web server takes what it was put so. Raises `StoreError`."""
-        self._commit(name)
-        self._write(name, data)
-        self._commit(name)
+        """A file of this name has these bytes, after all that was `put`. Whoever reads it meanwhile has the old one or
+        the new one, where the file system can move files or stores objects."""
+        self._flush(name)
+        self._tried("writing", name, lambda: self._folder.write(name, data))
+        self._flush(name)
 
-    def _commit(self, name: str) -> None:
-        try:
-            if self._commits is not None:
-                self._commits.commit()
-        except Exception as error:  # whatever the Hub has against it
-            raise _failed(self.url, "writing", name, error) from error
+    def check(self) -> None:
+        """All that was `put` is there, to the byte. Raises `DamagedObjectError` for what is not."""
+        self._flush("objects")
+        if not self._checked:
+            return
+        for name, size in self._written.items():
+            try:
+                data = self.read(name, size)
+            except DamagedObjectError:
+                data = b""
+            except ObjectError as error:
+                raise _advised(error) from error
+            if data is None or len(data) != size or digest(data) != name:
+                raise self.not_written(name, "it is missing" if data is None else "its bytes differ")
+        self._written.clear()
 
-    def _write(self, name: str, data: bytes) -> None:
-        system = self._file_system
-        try:
-            if self._commits is not None:
-                self._commits.add(name, data)
-                return
-            if "http" in system.protocol:  # as WebDAV has it
-                system.put_file(io.BytesIO(data), self._place(name), method="put")
-                return
-            system.makedirs(self._root, exist_ok=True)
-            with self._whole(), system.open(self._place(name), "wb") as file:
-                file.write(data)
-        except Exception as error:
-            raise _failed(self.url, "writing", name, error) from error
+    def not_written(self, name: str, what: str) -> ObjectError:
+        """The error for a file that is not as it was written."""
+        text = f"{self.url}: {name} is not as it was written, {what}: publish the context again"
+        return place_error(Answer.BROKEN, text, kind=DamagedObjectError)
 
-    def _whole(self) -> AbstractContextManager[object]:
-        """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""
-        try:
-            return self._file_system.transaction
-        except NotImplementedError:
-            return nullcontext()
+    def _flush(self, name: str) -> None:
+        self._tried("writing", name, self._folder.flush)
 
-
-def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
-    """fsspec's file system of a path or URL, and the place in it. Raises `ConfigError`."""
-    import fsspec
-
-    try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"url {url!r}: no file system of that kind can be used here: {error}") from error
-    except Exception as error:  # each file system has its own
-        raise _failed(url, "reaching", "it", error) from error
-    return found
+    def _tried(self, doing: str, name: str, call: Callable[[], Result]) -> Result:
+        for tries in itertools.count(1):
+            try:
+                return call()
+            except ConfigError:
+                raise
+            except Exception as error:  # each file system has its own
+                failure = reported(f"{self.url}: {doing} {name}", error)
+                if failure.errno in (errno.ENOSPC, errno.EDQUOT):
+                    full = f"{failure.strerror}; make room or choose another folder"
+                    raise StoreFullError(failure.errno, full) from error
+                pause = pause_after(failure, tries)
+                if failure.answer is not Answer.LATER or tries == TRIES or pause > _LONGEST_PAUSE:
+                    raise failure from error
+            time.sleep(pause)
+        raise AssertionError("unreachable")
 
 
-def _failed(url: str, doing: str, name: str, error: Exception) -> StoreError:
-    return StoreError(getattr(error, "errno", None) or errno.EIO, f"{url}: {doing} {name}: {error}")
+def _advised(error: ObjectError) -> ObjectError:
+    """For what cannot be read back."""
+    if error.answer == Answer.LATER:
+        return error
+    text = f"{error.strerror}; give check=False to publish without reading"
+    return place_error(Answer(error.answer), text, number=error.errno)

@@ -18,11 +18,19 @@ from ..contexts.save import check_adapters
 from ..contexts.state import pack
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import ConfigError, EncryptionKeyError, UnsupportedModelError
+from ..errors import (
+    ConfigError,
+    ContextError,
+    CorruptRecordError,
+    EncryptionKeyError,
+    ObjectError,
+    UnsupportedModelError,
+)
 from ..model.fingerprint import full_fingerprint
 from ..registry import class_named
-from ..stores.encryption import KeySource, encrypt, load_key
+from ..stores.encryption import KeySource, decrypt, encrypt, load_key
 from .active_blocks import BLOCK, measure_active_blocks
+from .answers import Answer, place_error, without_secrets
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
@@ -42,6 +50,7 @@ def publish_context(
     active_mass: float | None = None,
     context_key: KeySource | None = None,
     overwrite: bool = False,
+    check: bool = True,
     options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> StreamManifest:
@@ -50,6 +59,10 @@ def publish_context(
     Objects are named by their content and written first, the manifest last: who reads meanwhile sees what was there
     before. What is held is brought back a layer at a time. A second publishing of the same reads what is there, and
     writes what of it is damaged or missing; where it is encrypted, all of it anew.
+
+    In a folder of this machine each file is replaced in one step and forced to the disk. A folder that is made is 0700,
+    files are 0600, whatever the umask, and links at their names are not followed. Names go into the path of a URL,
+    before its query. A store that refuses to answer, or fails, is never taken for an empty one.
 
     Args:
         context: a cache that holds one sequence, or the directory that one was saved to, with its `model`.
@@ -66,12 +79,14 @@ def publish_context(
         context_key: of the directory, if it is encrypted; None: `key`, if it is.
         overwrite: replace the manifest of what is published there; its objects stay, but those that have other bytes
             than they should.
-        options: of the file system.
+        check: read back what was written, objects before the manifest is written, and compare sizes and digests. False:
+            a store that may only be written to will do.
+        options: of the file system; of http(s) as of `stream_context`.
         on_progress: told how many layers of how many are published.
 
     Raises `ConfigError`, `FileExistsError`, `UnsupportedModelError` for a model that keeps more than keys and values (a
-    window, a state) or whose keys depend on the length of what they are computed with, `StoreError`, and what opening a
-    directory raises.
+    window, a state) or whose keys depend on the length of what they are computed with, `ObjectError` with the store's
+    answer, `StoreFullError`, and what opening a directory raises.
     """
     check_level(level)
     if not 64 <= chunk_tokens <= 8192:
@@ -85,24 +100,60 @@ def publish_context(
         with _opened(context, model, tokenizer, key if context_key is None else context_key) as cache:
             return publish_context(
                 cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=hidden,
-                active_mass=active_mass, overwrite=overwrite, options=options, on_progress=on_progress,
+                active_mass=active_mass, overwrite=overwrite, check=check, options=options, on_progress=on_progress,
             )  # fmt: skip
     if context.storage.key is not None and key is None:
         raise EncryptionKeyError("the cache is encrypted, and would be published as it is: give key=")
-    secret, objects = None if key is None else load_key(key), Objects(str(url), options)
-    if objects.exists(NAME) and not overwrite:
-        raise FileExistsError(f"{url} has a published context: name another folder, or give overwrite=True")
-    if reason := Filling.reason_against(context):
-        raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
-    if context.sequences != 1 or not context.tokens:
-        raise ConfigError(f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens")
-    if not bool(torch.as_tensor(context.attention_mask, device="cpu").all()):
-        raise ConfigError("context has padding: publish what was prefilled without any")
-    if any(stop > context.tokens for _, stop in hidden):
-        raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
-    check_text(context, torch.as_tensor(context.input_ids, device="cpu")[0])
-    publishing = _Publishing(context, objects, secret, level, chunk_tokens)
-    return publishing.run(tokenizer, hidden, active_mass, on_progress)
+    secret = None if key is None else load_key(key)
+    with Objects(str(url), options, check=check) as objects:
+        before = _before(objects, overwrite)
+        if reason := Filling.reason_against(context):
+            raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
+        if context.sequences != 1 or not context.tokens:
+            raise ConfigError(
+                f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens"
+            )
+        if not bool(torch.as_tensor(context.attention_mask, device="cpu").all()):
+            raise ConfigError("context has padding: publish what was prefilled without any")
+        if any(stop > context.tokens for _, stop in hidden):
+            raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
+        check_text(context, torch.as_tensor(context.input_ids, device="cpu")[0])
+        publishing = _Publishing(context, objects, secret, level, chunk_tokens)
+        manifest, data = publishing.run(tokenizer, hidden, active_mass, on_progress)
+        objects.check()
+        objects.write(NAME, data)
+        if check:
+            _check_manifest(objects, data, before, secret)
+        return manifest
+
+
+def _before(objects: Objects, overwrite: bool) -> bytes | None:
+    """The manifest that is there; None: there is none, or with `overwrite` it cannot be read. Raises `ObjectError`."""
+    try:
+        found = objects.read(NAME, MOST_BYTES)
+    except ObjectError as error:
+        if overwrite:
+            return None
+        text = f"{error.strerror}; nothing was written, give overwrite=True to publish whatever is there"
+        raise place_error(Answer(error.answer), text, number=error.errno) from error
+    if found is not None and not overwrite:
+        raise FileExistsError(
+            f"{without_secrets(objects.url)} has a published context: name another folder, or give overwrite=True"
+        )
+    return found
+
+
+def _check_manifest(objects: Objects, data: bytes, before: bytes | None, key: bytes | None) -> None:
+    """Raises `DamagedObjectError` when the manifest is not `data`, unless another process has published there since."""
+    found = objects.read(NAME, MOST_BYTES)
+    if found == data:
+        return
+    if found is None or found == before:
+        raise objects.not_written(NAME, "it is missing" if found is None else "the earlier one is still there")
+    try:
+        StreamManifest.parse(found if key is None else decrypt(key, found, binding("", "manifest")), objects.url)
+    except (ContextError, CorruptRecordError) as error:
+        raise objects.not_written(NAME, "its bytes differ") from error
 
 
 def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None) -> OffloadCache:
@@ -130,7 +181,8 @@ class _Publishing:
     def run(
         self, tokenizer: Any, private: list[tuple[int, int]], active_mass: float | None,
         on_progress: Callable[[int, int], object] | None,
-    ) -> StreamManifest:  # fmt: skip
+    ) -> tuple[StreamManifest, bytes]:  # fmt: skip
+        """Put the objects. Returns the manifest, and its bytes to write."""
         cache, size = self._cache, self._chunk_tokens
         identity = full_fingerprint(cache.given_model, tokenizer)
         check_adapters(cache.adapters or {}, identity)
@@ -174,8 +226,7 @@ class _Publishing:
             raise ConfigError(
                 f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_BYTES:,} are read: take larger"
             )
-        self._objects.write(NAME, data if self._key is None else encrypt(self._key, data, binding("", "manifest")))
-        return manifest
+        return manifest, data if self._key is None else encrypt(self._key, data, binding("", "manifest"))
 
     def _learnt(self) -> dict[str, Any]:
         cache = self._cache

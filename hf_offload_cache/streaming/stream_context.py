@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import codecs
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -16,11 +16,20 @@ import torch
 from ..caches.disk_swap import DiskSwapCache
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
-from ..errors import BudgetError, ConfigError, CorruptRecordError, EncryptionKeyError, StoreError
+from ..errors import (
+    BudgetError,
+    ConfigError,
+    ContextError,
+    CorruptRecordError,
+    EncryptionKeyError,
+    ObjectError,
+    StoreError,
+)
 from ..model.fingerprint import check_fingerprint
 from ..model.rotary import reason_against_pieces
 from ..report.stream_report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
+from .answers import Answer, place_error, reported, without_secrets
 from .cells import Cells
 from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
@@ -29,11 +38,17 @@ from .spool import Spool
 from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import StreamingLane
 from .teacher import LEARNT, Teacher
-from .transport import MissingObjectError, Transport, fetch, transport_of
+from .transport import Transport, fetch, transport_of
 
 Link = Callable[[], Transport]
+_MARK = b"hf_offload_cache stream"
+"""Begins every manifest that is not encrypted."""
 _SILENCES = 6
 """Times `silence` that a manifest may take to come."""
+
+
+class ForeignManifestError(ContextError):
+    """What is there was not published by this library, also not in part: a message of some gateway, say."""
 
 
 def stream_context(
@@ -79,8 +94,8 @@ def stream_context(
         on_progress: told of the table of cells, in this thread, when something is computed.
 
     Raises `ConfigError` for arguments out of their ranges, `ContextMismatchError` for another model, `ContextError` for
-    a manifest that is none, `EncryptionKeyError`, `StoreError` where the manifest cannot be had, and what making the
-    cache and prefilling raise.
+    a manifest that is none, `EncryptionKeyError`, `ObjectError` where the manifest cannot be had, with the store's
+    answer, and what making the cache and prefilling raise.
     """
     begun, hidden = time.perf_counter(), list(private)
     check_arguments(into, migrations, stage, silence, hidden, path, fields)
@@ -142,24 +157,38 @@ def _first_token(cache: OffloadCache, begun: float) -> None:
 
 
 def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:
+    place = without_secrets(url)
     try:
         data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
-    except MissingObjectError as error:
-        raise StoreError(error.errno, f"{url}: there is no published context ({error.strerror})") from error
+    except ObjectError as error:
+        if error.answer is not Answer.ABSENT:
+            raise
+        text = f"{place}: there is no published context ({error.strerror})"
+        raise place_error(Answer.ABSENT, text, number=error.errno) from error
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, StoreError | ConfigError):
             raise
-        raise StoreError(errno.EIO, f"{url}: {type(error).__name__}: {error}") from error
+        raise reported(place, error) from error
+    if data and _is_text(data) and _MARK not in data[:4096]:
+        raise ForeignManifestError(f"{place}: its {NAME} is no manifest of a published context: check the URL")
     plain = data.lstrip()[:1] == b"{"
     if key is not None:
         try:
             data = decrypt(key, data, binding("", "manifest"))
         except CorruptRecordError as error:
             why = "is not encrypted: leave key out, or ask who published it" if plain else "has another key, or changed"
-            raise EncryptionKeyError(f"{url}: this context {why}") from error
-    elif not plain:
-        raise EncryptionKeyError(f"{url}: its {NAME} is no JSON: if the context is encrypted, give its key")
-    return StreamManifest.parse(data, url)
+            raise EncryptionKeyError(f"{place}: this context {why}") from error
+    elif data and not plain:
+        raise EncryptionKeyError(f"{place}: its {NAME} is no JSON: if the context is encrypted, give its key")
+    return StreamManifest.parse(data, place)
+
+
+def _is_text(data: bytes) -> bool:
+    """Encrypted bytes are none."""
+    try:
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(data[:2048])
+    except UnicodeDecodeError:
+        return False
 
 
 def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int]]) -> np.ndarray:
@@ -175,7 +204,7 @@ def _load(
 ) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
     together = 2 if cache.storage.account.limit is None else 1
-    lane = StreamingLane(manifest, cells, link, spool, cache.timeline, teacher.wanted, together)
+    lane = StreamingLane(manifest, cells, link, spool, cache.timeline, teacher.wanted, together, silence)
     cells.cancel = lane.cancel
     told = on_progress or (lambda cells: None)
     account = cache.storage.account
@@ -220,4 +249,5 @@ def _report(
         attended=loader.attended,
         whole=reason,
         trouble=tuple(lane.trouble),
+        unavailable=counts.unavailable,
     )

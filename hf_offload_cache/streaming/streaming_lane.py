@@ -9,21 +9,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from ..errors import StoreError
+from ..errors import DamagedObjectError, ObjectError, StoreError
 from ..report.timeline import Timeline
+from .answers import Answer, line_of, place_error
 from .cells import Cells
 from .plan import Cell
 from .spool import Spool
 from .stream_manifest import StreamManifest, StreamObject, digest
-from .transport import MissingObjectError, Transport, run
+from .transport import Transport, run
 
 _WINDOW = 2.0
 """Seconds that bandwidth is measured over."""
 _FAILURES, _TRIES = 4, 2
 """Failures in a row after which the link counts as dead; tries after which a cell is computed."""
 _IDLE = 0.02
-_LINE = 300
-"""Characters of what is told of trouble."""
+_SILENCES, _SLOWEST = 6, 32768
+"""An object may take so many times the silence, and as long as it takes at so many bytes a second."""
 
 
 class StreamingLane:
@@ -32,14 +33,15 @@ class StreamingLane:
     Args:
         beside: objects that are brought before all cells, by name: see `taken`.
         together: objects that are asked for at a time: one is on its way while the next is asked for.
+        silence: seconds that a server may ask to wait; a link that asks for more counts as dead.
     """
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
-        timeline: Timeline, beside: dict[str, StreamObject], together: int = 2,
+        timeline: Timeline, beside: dict[str, StreamObject], together: int = 2, silence: float = 10.0,
     ) -> None:  # fmt: skip
         self._manifest, self.cells, self._make, self._spool = manifest, cells, transport, spool
-        self._timeline, self.together = timeline, together
+        self._timeline, self.together, self._silence = timeline, together, silence
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[Cell | str, asyncio.Future[bytes]] = {}
         self._workers: list[asyncio.Task[None]] = []
@@ -51,6 +53,8 @@ class StreamingLane:
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
         self._failures = 0
+        self._not_before = 0.0
+        """When the server may be asked again, by `time.monotonic`."""
         self.received_bytes = 0
         self.began: float | None = None
         self.ended: float | None = None
@@ -126,6 +130,8 @@ class StreamingLane:
                 return
             await self._bring_beside(transport, name, found)
         while not self._stopping.is_set() and self._failures < _FAILURES:
+            if (wait := self._not_before - time.monotonic()) > 0:
+                await asyncio.sleep(wait)
             cell = self.cells.claim()
             if cell is None:
                 if not self.cells.open:
@@ -146,15 +152,19 @@ class StreamingLane:
 
     async def _get(self, transport: Transport, found: StreamObject, key: Cell | str) -> bytes:
         """Checked; can be cancelled by its `key`."""
-        task = asyncio.ensure_future(transport.get(found.name, found.bytes, self._came))
+        seconds = _SILENCES * self._silence + found.bytes / _SLOWEST
+        task = asyncio.ensure_future(asyncio.wait_for(transport.get(found.name, found.bytes, self._came), seconds))
         self._tasks[key] = task
         try:
             data = await task
+        except TimeoutError as error:
+            raise place_error(Answer.LATER, f"{found.name} did not come within {seconds:g} s") from error
         finally:
             if self._tasks.get(key) is task:
                 del self._tasks[key]
         if len(data) != found.bytes or digest(data) != found.name:
-            raise MissingObjectError(5, f"{found.name} is not what it was when it was published")
+            text = f"{found.name} is not what it was when it was published"
+            raise place_error(Answer.BROKEN, text, kind=DamagedObjectError)
         return data
 
     async def _bring(self, transport: Transport, cell: Cell) -> None:
@@ -166,20 +176,32 @@ class StreamingLane:
             self._spool.put(cell, data)
         except asyncio.CancelledError:
             self.cells.lose(cell)
-        except MissingObjectError as error:
-            self._note(error)
-            self.cells.lose(cell)
         except Exception as error:
-            self._failures += 1
-            self._tries[cell] += 1
             self._note(error)
-            await asyncio.sleep(min(0.1 * 2**self._failures, 1))
-            self.cells.lose(cell, again=self._tries[cell] < _TRIES and self._failures < _FAILURES)
+            await self._fail(cell, error)
         else:
             self._failures = 0
             self.cells.received(cell)
             told = f"chunk {chunk} layer {layer}"
             self._timeline.add("streaming", told, begun, time.perf_counter(), bytes=len(data))
+
+    async def _fail(self, cell: Cell, error: Exception) -> None:
+        """Ask for a cell once more, or leave it to computing, by what the store answered."""
+        answer = error.answer if isinstance(error, ObjectError) else Answer.LATER
+        if answer is Answer.ABSENT or isinstance(error, DamagedObjectError):
+            self.cells.lose(cell)
+            return
+        self._failures += 1
+        self._tries[cell] += 1
+        wait = error.retry_after if isinstance(error, ObjectError) else None
+        if wait is not None and wait > self._silence:
+            self._failures = _FAILURES
+        elif wait is not None:
+            self._not_before = max(self._not_before, time.monotonic() + wait)
+        else:
+            await asyncio.sleep(min(0.1 * 2**self._failures, 1))
+        again = answer is Answer.LATER and self._tries[cell] < _TRIES and self._failures < _FAILURES
+        self.cells.lose(cell, again=again, unavailable=not again)
 
     def _came(self, count: int) -> None:
         now = time.perf_counter()
@@ -200,9 +222,3 @@ class StreamingLane:
     def _note(self, error: Exception) -> None:
         text = error.strerror if isinstance(error, StoreError) else None
         self.trouble.append(line_of(text or f"{type(error).__name__}: {error}"))
-
-
-def line_of(text: str) -> str:
-    """A line of it, whatever a server has put in there."""
-    shown = "".join(one if one.isprintable() else " " for one in text[: 2 * _LINE])
-    return shown if len(shown) <= _LINE else f"{shown[:_LINE]}..."

@@ -17,13 +17,13 @@ REPOSITORY, REVISION = "someone/contexts", "main"
 
 
 class Hub:
-    """One repository of models. `commits`: by commit the paths of its files; `refuses`: no more are taken; `broken`:
-    nothing is told."""
+    """One repository of models. `commits`: by commit the paths of its files; `refuses`: no more are taken; `answers`:
+    the status that all requests for a listing have, 0: their own."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.commits: list[list[str]] = []
-        self.refuses = self.broken = False
+        self.refuses, self.answers = False, 0
         self.url = ""
 
     def application(self) -> flask.Flask:
@@ -31,7 +31,8 @@ class Hub:
 
         @app.before_request
         def whole() -> Any:
-            return ({"error": "broken"}, 500) if self.broken else None
+            listing = "/tree/" in flask.request.path
+            return ({"error": "none of yours"}, self.answers) if self.answers and listing else None
 
         @app.get(api)
         @app.get(f"{api}/revision/{REVISION}")

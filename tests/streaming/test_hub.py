@@ -18,7 +18,6 @@ from transformers import DynamicCache
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.streaming import hub_commits, loader
-from hf_offload_cache.streaming.hub_commits import HubCommits
 from hf_offload_cache.streaming.stream_manifest import NAME
 
 CONTEXT, SIZE, URL = 256, 64, f"hf://{REPOSITORY}/contexts/manual"
@@ -98,19 +97,15 @@ def test_a_hub_that_refuses_is_named_and_nothing_is_half_there(
     assert f"contexts/manual/{NAME}" in repository.files
 
 
+@pytest.mark.parametrize("status", [401, 403, 429, 500])
 def test_a_hub_that_tells_nothing_is_not_taken_for_an_empty_one(
-    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(repository, tmp_path)
-    before, ask = dict(repository.files), HubCommits.exists
-
-    def ask_when_it_is_broken(commits: HubCommits, place: str) -> bool:
-        repository.broken = True
-        return ask(commits, place)
-
+    before = dict(repository.files)
+    repository.answers = status
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(HubCommits, "exists", ask_when_it_is_broken)
-    with pytest.raises(StoreError, match="looking for"):
+    with pytest.raises(StoreError, match=r"reading stream\.json"):
         publish(repository, tmp_path)
     assert repository.files == before
 

@@ -1,0 +1,226 @@
+"""The places that contexts are published to, each read and written object by object: folders of this machine, web
+servers, and whatever else fsspec knows."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..errors import DamagedObjectError
+from ..stores.atomic_file import replace_bytes
+from .answers import Answer, of_error, place_error, received, too_large
+from .hub_commits import HubCommits
+from .places import file_system_of, is_local, is_web, join
+from .web_client import WebClient
+
+Result = TypeVar("Result")
+_SILENCE = 60.0
+"""Seconds without a byte after which a web server that takes objects counts as failed."""
+_SLOWEST = 32768
+"""Bytes a second that it takes or gives at least."""
+_GRACE = 5.0
+_LINK = (errno.ELOOP, errno.EMLINK)
+"""How opening with `os.O_NOFOLLOW` fails where there is a link, on BSD too."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ObjectFolder(Protocol):
+    """Both raise `ObjectError`, or what the file system raises."""
+
+    def read(self, name: str, most: int) -> bytes:
+        """All of an object of at most `most` bytes, as it is now."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """The object of this name has these bytes: at once, or after the next `flush`."""
+
+    def flush(self) -> None:
+        """All that was written is there."""
+
+    def close(self) -> None:
+        """Give back threads, connections and descriptors."""
+
+
+def object_folder(url: str, options: dict[str, Any] | None) -> ObjectFolder:
+    """Of a path or URL; `options` go to its file system. Raises `ConfigError`, `ObjectError`."""
+    if is_web(url):
+        return WebFolder(url, options)
+    system, root = file_system_of(url, options)
+    return LocalFolder(root) if is_local(system) else RemoteFolder(system, root)
+
+
+class LocalFolder:
+    """A folder of this machine, made (0700) with the first object. Files are 0600, replaced in one step, and on the
+    disk then. No link is followed, but those above the folder."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+        self._fd: int | None = None
+        self._closing: weakref.finalize[..., LocalFolder] | None = None
+
+    def read(self, name: str, most: int) -> bytes:
+        folder, place = self._opened(make=False), str(self._root / name)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in _LINK:
+                raise
+            raise place_error(Answer.BROKEN, f"{place}: is a link", kind=DamagedObjectError) from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise place_error(Answer.BROKEN, f"{place}: is no regular file", kind=DamagedObjectError)
+            with open(fd, "rb", closefd=False) as file:
+                return received(file.read(most + 1), place, most)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: bytes) -> None:
+        replace_bytes(self._opened(make=True), name, data)
+
+    def flush(self) -> None:
+        """It is there."""
+
+    def close(self) -> None:
+        if self._closing is not None:
+            self._closing()
+        self._fd = None
+
+    def _opened(self, *, make: bool) -> int:
+        if self._fd is None:
+            try:
+                self._fd = made_folder(self._root) if make else os.open(self._root, _FOLDER)
+            except OSError as error:
+                if error.errno not in (*_LINK, errno.ENOTDIR):
+                    raise
+                raise OSError(error.errno, f"{self._root} is a link or no folder: give a folder") from error
+            self._closing = weakref.finalize(self, os.close, self._fd)
+        return self._fd
+
+
+def made_folder(folder: Path) -> int:
+    """A descriptor of a folder, which the caller closes. It is made, with those above it, if it is not there: 0700
+    whatever the umask. Raises `OSError`, also for a link."""
+    try:
+        return os.open(folder, _FOLDER)
+    except FileNotFoundError:
+        pass
+    if not folder.parent.is_dir():
+        os.close(made_folder(folder.parent))
+    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            os.mkdir(folder.name, 0o700, dir_fd=parent)
+        except FileExistsError:  # another process was first
+            return os.open(folder.name, _FOLDER, dir_fd=parent)
+        if os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask's doing
+            os.chmod(folder.name, 0o700, dir_fd=parent)
+        made = os.open(folder.name, _FOLDER, dir_fd=parent)
+        try:
+            os.fchmod(made, 0o700)
+            os.fsync(parent)
+        except BaseException:
+            os.close(made)
+            raise
+        return made
+    finally:
+        os.close(parent)
+
+
+class WebFolder:
+    """A web server that takes objects by PUT. It is asked in a thread with an event loop, until `close`."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None) -> None:
+        self._client = WebClient(url, _SILENCE, options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hf_offload_cache publishing", daemon=True)
+        self._thread.start()
+
+    def read(self, name: str, most: int) -> bytes:
+        return self._call(self._client.get(name, most, fresh=True), most)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._call(self._client.put(name, data), len(data))
+
+    def flush(self) -> None:
+        """It is there."""
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        try:
+            self._call(self._client.close(), 0)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _call(self, what: Coroutine[Any, Any, Result], size: int) -> Result:
+        seconds = _SILENCE + size / _SLOWEST
+
+        async def within() -> Result:
+            return await asyncio.wait_for(what, seconds)
+
+        future = asyncio.run_coroutine_threadsafe(within(), self._loop)
+        try:
+            return future.result(seconds + _GRACE)
+        except TimeoutError as error:
+            raise place_error(Answer.LATER, f"nothing came of it within {seconds:g} s") from error
+        finally:
+            future.cancel()
+
+
+class RemoteFolder:
+    """A folder of any other file system of fsspec. In a repository of the Hub objects wait for the next commit."""
+
+    def __init__(self, system: Any, root: str) -> None:
+        self._system, self._root = system, root
+        system.invalidate_cache()  # what others have changed since it was listed
+        self._commits = HubCommits.of(system, root)
+        self._made = False
+
+    def read(self, name: str, most: int) -> bytes:
+        place = join(self._root, name)
+        size = self._system.info(place).get("size")  # `exists` takes any trouble for a no
+        if size is not None and size > most:
+            raise too_large(place, most)
+        data: bytes = self._system.cat_file(place)
+        return received(data, place, most)
+
+    def write(self, name: str, data: bytes) -> None:
+        if self._commits is not None:
+            self._commits.add(name, data)
+            return
+        self._make()
+        with self._whole(), self._system.open(join(self._root, name), "wb") as file:
+            file.write(data)
+
+    def flush(self) -> None:
+        if self._commits is not None:
+            self._commits.commit()
+
+    def close(self) -> None:
+        """fsspec keeps its connections."""
+
+    def _make(self) -> None:
+        if self._made:
+            return
+        try:
+            self._system.makedirs(self._root, exist_ok=True)
+        except Exception as error:  # each file system has its own
+            if of_error(error) is not Answer.REFUSED:  # as for a bucket, which may be written to all the same
+                raise
+        self._made = True
+
+    def _whole(self) -> AbstractContextManager[object]:
+        """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""
+        try:
+            return self._system.transaction
+        except NotImplementedError:
+            return nullcontext()

@@ -1,0 +1,55 @@
+"""Where the objects of a published context lie: names in a path or URL, and the file system behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from ..errors import ConfigError
+from .answers import reported, without_secrets
+
+
+def is_web(place: str) -> bool:
+    """Whether a place is a URL of the web, http or https in any case."""
+    return place.lower().startswith(("http://", "https://"))
+
+
+def join(place: str, name: str) -> str:
+    """The place of `name` below a path or URL.
+
+    In a URL of the web the name goes into the path, the query stays behind it, and a fragment is dropped. In a chain of
+    fsspec's ("simplecache::https://...") it goes into the first URL that has a path. All else may have any character in
+    a name, "?" and "#" included.
+    """
+    links = place.split("::")
+    which = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
+    links[which] = _below(links[which], name)
+    return "::".join(links)
+
+
+def _below(place: str, name: str) -> str:
+    if is_web(place):
+        path, mark, query = place.partition("#")[0].partition("?")
+        return f"{path.rstrip('/')}/{quote(name)}{mark}{query}"
+    folder = place.rstrip("/")
+    return f"{place}{name}" if folder.endswith(":") else f"{folder}/{name}"
+
+
+def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
+    """fsspec's file system of a path or URL, and the place in it. Raises `ConfigError`."""
+    import fsspec
+
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
+    except (ValueError, TypeError, ImportError) as error:
+        text = f"url {url!r}: no file system of that kind can be used here: {error}"
+        raise ConfigError(without_secrets(text)) from error
+    except Exception as error:  # each file system has its own
+        raise reported(f"{url}: reaching it", error) from error
+    return found
+
+
+def is_local(system: Any) -> bool:
+    """Whether a file system of fsspec is this machine's: a path, "file://" or "local://"."""
+    protocols = (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
+    return "file" in protocols

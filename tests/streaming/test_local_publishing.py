@@ -1,0 +1,175 @@
+"""A folder of this machine that is published to: whose it is, what a full disk or a link does, and what is forced to
+the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from long_llama import long_model
+from nothing_left import no_threads_and_descriptors
+
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.errors import DamagedObjectError, ObjectError, StoreError, StoreFullError
+
+NAME, TOKENS = "stream.json", 128
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    long_model()
+    with no_threads_and_descriptors():
+        yield
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 90, (1, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def publish(url: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
+    with DiskSwapCache(long_model(), path=folder) as cache, torch.no_grad():
+        long_model()(ids(seed)[:, :TOKENS], past_key_values=cache)
+        return publish_context(cache, url, **{"level": "lossless", "chunk_tokens": 64, **options})
+
+
+def is_streamed(url: Any, folder: Path, seed: int = 0) -> None:
+    with stream_context(url, long_model(), ids(seed), path=folder) as cache:
+        assert cache.get_seq_length() == TOKENS and cache.stream_report.lost == 0
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
+@pytest.mark.parametrize("kind", ["{}", "file://{}", "local://{}"])
+def test_what_is_published_is_its_owners(umask: int, kind: str, tmp_path: Path) -> None:
+    """Also folders above it that had to be made; one that was there keeps its mode."""
+    (tmp_path / "there").mkdir(mode=0o755)
+    (tmp_path / "there").chmod(0o755)
+    place = tmp_path / "there" / "above" / "published"
+    before = os.umask(umask)
+    try:
+        publish(kind.format(place), tmp_path)
+        publish(kind.format(place), tmp_path, overwrite=True)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in place.parent.rglob("*")}
+    assert modes.pop(place) == stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert len(modes) == 6 and set(modes.values()) == {0o600}
+    assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o755
+    is_streamed(kind.format(place), tmp_path)
+
+
+def test_nothing_goes_through_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others may read it in plain, and from which it would be copied over what is there."""
+    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
+        long_model()(ids()[:, :TOKENS], past_key_values=cache)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        publish_context(cache, tmp_path / "published", level="lossless", chunk_tokens=64)
+    assert (tmp_path / "published" / NAME).exists()
+
+
+def test_files_and_names_are_forced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before it has its name, and all of them before the manifest has its."""
+    done, fsync, replace = list[str](), os.fsync, os.replace
+
+    def syncing(fd: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    def replacing(source: str, target: str, **folders: Any) -> None:
+        done.append(NAME if target == NAME else "name")
+        replace(source, target, **folders)
+
+    (tmp_path / "published").mkdir()
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    publish(tmp_path / "published", tmp_path)
+    assert done == ["file", "name", "folder"] * 5 + ["file", NAME, "folder"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_leaves_what_was_there(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the manifest, when the objects are there."""
+    place = tmp_path / "published"
+    publish(place, tmp_path)
+    publish(place, tmp_path, seed=1, overwrite=True)
+    publish(place, tmp_path, overwrite=True)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    own, temporary = getattr(os, call), list[int]()
+
+    def failing(first: Any, *others: Any, **more: Any) -> Any:
+        if call == "replace" or os.readlink(f"/proc/self/fd/{first}").startswith(f"{place}/.{NAME}"):
+            temporary.append(1)
+            raise OSError(number, os.strerror(number))
+        return own(first, *others, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(StoreError, match=rf"writing stream\.json: .*{os.strerror(number)}") as caught:
+            publish(place, tmp_path, seed=1, overwrite=True)
+    assert isinstance(caught.value, StoreFullError) == (number != errno.EIO) and temporary
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    is_streamed(place, tmp_path)
+
+
+def test_links_at_names_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    place, other = tmp_path / "published", tmp_path / "other"
+    manifest = publish(place, tmp_path)
+    cell = manifest.cells[0][1].name
+    other.write_bytes((place / cell).read_bytes())
+    for name in (NAME, cell):
+        (place / name).unlink()
+        (place / name).symlink_to(other)
+    held = other.read_bytes()
+    with pytest.raises(ObjectError, match=r"stream\.json: is a link.*overwrite=True"):
+        publish(place, tmp_path)
+    publish(place, tmp_path, overwrite=True)
+    assert other.read_bytes() == held and not any(path.is_symlink() for path in place.iterdir())
+    is_streamed(place, tmp_path)
+
+
+@pytest.mark.parametrize("dangling", [True, False])
+def test_a_link_is_no_folder_to_publish_to(dangling: bool, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    if not dangling:
+        (tmp_path / "target").mkdir()
+    for overwrite in (False, True):
+        with pytest.raises(ObjectError, match="is a link or no folder: give a folder"):
+            publish(tmp_path / "link", tmp_path, overwrite=overwrite)
+    assert not dangling or not (tmp_path / "target").exists()
+
+
+def test_what_is_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a disk that gives something else."""
+    write = os.write
+
+    def flipping(fd: int, data: Any) -> int:
+        if "/published/." in os.readlink(f"/proc/self/fd/{fd}"):
+            data = bytes([data[0] ^ 1]) + bytes(data[1:])
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", flipping)
+    with pytest.raises(DamagedObjectError, match="not as it was written, its bytes differ"):
+        publish(tmp_path / "published", tmp_path)
+    assert not (tmp_path / "published" / NAME).exists()
+
+
+def test_a_pipe_is_no_object(tmp_path: Path) -> None:
+    """It is not waited for."""
+    place = tmp_path / "published"
+    cell = publish(place, tmp_path).cells[0][1].name
+    for name in (NAME, cell):
+        (place / name).unlink()
+        os.mkfifo(place / name)
+    with pytest.raises(ObjectError, match="is no regular file"):
+        publish(place, tmp_path)
+    publish(place, tmp_path, overwrite=True)
+    is_streamed(place, tmp_path)
