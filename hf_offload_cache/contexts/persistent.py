@@ -24,19 +24,22 @@ class Persistent:
     ) -> None:
         """Publish what is held as the directory `directory`, which `open` opens in another process without prefill.
 
-        On the file system of `path`, stored records are linked in and not copied, unless some of a file were given up:
-        these are never saved. Stored records are immutable from then on, and this cache goes on with records of its own
-        beside them. Published in one atomic step: a process that is killed leaves the old context, the new one, or none
-        where there was none. The directory is for its owner only (0700), and encrypted where the cache has an
-        `encryption_key`.
+        On the file system of `path`, stored records are linked in and not copied, unless some of a file were given
+        up: these are never saved. Each record is checked as it is copied. A file that is linked in is read and checked
+        where something has written to it since this cache opened or froze it. Stored records are immutable from then
+        on, and this cache goes on with records of its own beside them. Published in one atomic step: a process that is
+        killed leaves the old context, the new one, or none where there was none. The directory is for its owner only
+        (0700), and encrypted where the cache has an `encryption_key`.
 
         Args:
             overwrite: replace a context that is there.
             tokenizer: makes its identity part of the context's.
             full_digest: digest every byte of the weights, not a sample, here and in `open`.
 
-        Raises `FileExistsError`; `StoreFullError` and other `StoreError`s with nothing published and the cache as it
-        was; `ValueError` for a cache that holds nothing; as any use of the cache does.
+        Raises `FileExistsError`; `CorruptRecordError` for a record that is not any more what was written, such as one
+        of a context that was wiped while it is open; `StoreFullError` and other `StoreError`s. Nothing is published
+        then, and the cache is as it was. Raises `ValueError` for a cache that holds nothing, and what any use of a
+        cache does.
         """
         cache: Any = self  # a `ContextCache`
         save(cache, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)

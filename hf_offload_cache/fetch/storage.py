@@ -73,6 +73,7 @@ class Storage:
         self.closed = False
         self.torn = False
         self._verify = config.verify
+        self._audits = False
         self.stream_buffers: list[Staging] = []
 
     # --- stores ------------------------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ class Storage:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
+        Within `audited`, what the configuration trusts is checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
@@ -138,6 +140,7 @@ class Storage:
         buffers = self._buffers(len(parts[0]) * store.record_bytes, device)
         size = store.record_bytes
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
+        audited = store if self._audits and isinstance(store, FreezableStore) else None
         try:
             for index, part in enumerate(parts):
                 if index + 1 < len(parts):
@@ -146,11 +149,23 @@ class Storage:
                     tickets.append(self.prefetcher.read(store, following, rows))
                 buffer = buffers[index % 2]
                 self.wait_for(tickets.pop(0))
+                if audited is not None:
+                    audited.verify(part, buffer.host_rows(len(part), size))
                 yield buffer.upload(len(part), size)
         finally:
             for ticket in tickets:
                 with contextlib.suppress(OSError):  # the first error is on its way to the caller
                     ticket.wait()
+
+    @contextlib.contextmanager
+    def audited(self) -> Iterator[None]:
+        """For who writes elsewhere what it streams: in here, `stream` checks every record, also with `verify=False`.
+        Raises `CorruptRecordError` there."""
+        before, self._audits = self._audits, True
+        try:
+            yield
+        finally:
+            self._audits = before
 
     def _buffers(self, nbytes: int, device: torch.device) -> list[Staging]:
         if not (self.stream_buffers and self.stream_buffers[0].fits(nbytes, device)):

@@ -165,6 +165,7 @@ class FileStore(FreezableStore):
             self._file.resize(count * self.record_bytes)
         except OSError as error:
             raise self._failure("freezing", error) from error
+        self._file.vouch()
         self._frozen = True
         self._capacity = count
         self._guard.resize(count)
@@ -197,25 +198,56 @@ class FileStore(FreezableStore):
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen(self._frozen, "exported")
-        size = self._capacity * self.record_bytes
+        guard, size = self._guard, self._capacity * self.record_bytes
         try:
-            if live is not None and (self._guard.written & ~live).any():
-                guard = self._guard.only(live)
-                named.copy(self._file, size, self._ranges(np.flatnonzero(guard.written)), folder_fd, name)
-                return guard
-            self._wipe_holes()
-            self._file.sync()
-            if not named.link(self._file, folder_fd, name):
-                named.copy(self._file, size, [(0, size)], folder_fd, name)
+            if live is not None and (guard.written & ~live).any():
+                guard = guard.only(live)
+            else:
+                self._wipe_holes()
+                self._file.sync()
+                if self._link(folder_fd, name):
+                    return guard
+            ranges = self._ranges(np.flatnonzero(guard.written))
+            named.copy(self._file, size, ranges, folder_fd, name, self.record_bytes, self._check_piece)
+        except CorruptRecordError:
+            raise
         except OSError as error:
             raise self._failure(f"saving as {name!r}", error) from error
-        return self._guard
+        return guard
+
+    def _link(self, folder_fd: int, name: str) -> bool:
+        """`named.link`. A link reads nothing: where something has written to the file since it was opened or frozen, or
+        a read has found damage, all of it is read and checked."""
+        if not named.link(self._file, folder_fd, name):
+            return False
+        try:
+            if not self._file.unchanged:
+                for piece in named.pieces(self._file, self._ranges(np.flatnonzero(self.written)), self.record_bytes):
+                    self._check_piece(*piece)
+        except BaseException:
+            os.unlink(name, dir_fd=folder_fd)
+            raise
+        return True
+
+    def _check_piece(self, start: int, piece: memoryview) -> None:
+        """Raise `CorruptRecordError` unless `piece`, some records as they lie in the file from byte `start` on, is what
+        was written."""
+        first, count = start // self.record_bytes, len(piece) // self.record_bytes
+        ids, records = np.arange(first, first + count), torch.frombuffer(piece, dtype=torch.uint8).view(count, -1)
+        wrong = self._guard.audit(ids, records)
+        if wrong.size:
+            self._refuse(wrong, ids, records)
 
     def _wipe_holes(self) -> None:
         """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
+        if not len(self._holes):
+            return
+        unchanged = self._file.unchanged
         for first, end in self._ranges(self._holes):
             self._file.wipe(first, end)
         self._holes = self._holes[:0]
+        if unchanged:
+            self._file.vouch()
 
     def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
         """Where each run of records begins and ends in the file, in bytes."""
@@ -233,6 +265,7 @@ class FileStore(FreezableStore):
 
     def _refuse(self, wrong: np.ndarray, ids: np.ndarray, out: torch.Tensor) -> None:
         """Raise for the positions `wrong`, of which there is one at least, and overwrite their rows."""
+        self._file.doubt()
         out[torch.from_numpy(wrong)] = WRONG
         verb = "is" if len(wrong) == 1 else "are"
         raise CorruptRecordError(

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
 from ..memory.machine import free_disk
@@ -53,6 +53,7 @@ class NamedFile(RecordFile):
         if wrong:
             self.close()
             raise CorruptRecordError(errno.EIO, f"{name}: {place!r} is not what was written: {wrong}")
+        self.vouch()
 
     def _probe(self, view: memoryview) -> None:
         if self.size:
@@ -106,20 +107,35 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
         file.close()
 
 
-def copy(file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str) -> None:
+def pieces(
+    file: RecordFile, ranges: Sequence[tuple[int, int]], record_bytes: int
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of `file` in the half-open `ranges` of whole records, some records at a time: where they begin, and a
+    view that is valid until the next. Raises `OSError`; `ShortReadError` when `file` is shorter."""
+    step = max(1, BOUNCE_BYTES // record_bytes) * record_bytes
+    buffer = memoryview(mmap.mmap(-1, step))  # anonymous memory starts on a page
+    for first, end in ranges:
+        for start in range(first, end, step):
+            piece = buffer[: min(step, end - start)]
+            file.read(piece, start)
+            yield start, piece
+            if not file.direct:
+                file.drop(start, len(piece))
+
+
+def copy(
+    file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str, record_bytes: int,
+    check: Callable[[int, memoryview], object],
+) -> None:  # fmt: skip
     """A file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
 
-    Raises as `new_file`; `ShortReadError` when `file` is shorter.
+    `check` gets what `pieces` gives before it is written, and raises where that is not to be. Raises as `new_file`, as
+    `pieces` and as `check`; nothing of that name is there then.
     """
     with new_file(folder_fd, name, size, sum(end - first for first, end in ranges)) as target:
-        buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # anonymous memory starts on a page
-        for first, end in ranges:
-            for start in range(first, end, BOUNCE_BYTES):
-                piece = buffer[: min(BOUNCE_BYTES, end - start)]
-                file.read(piece, start)
-                target.write(piece, start)
-                if not file.direct:
-                    file.drop(start, len(piece))
+        for start, piece in pieces(file, ranges, record_bytes):
+            check(start, piece)
+            target.write(piece, start)
 
 
 def place_of(folder_fd: int, name: str) -> str:

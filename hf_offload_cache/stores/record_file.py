@@ -27,10 +27,15 @@ class ShortReadError(OSError):
 
 
 class Descriptor:
-    """An open descriptor, closed when the last file object that refers to it was closed or is gone."""
+    """An open descriptor, closed when the last file object that refers to it was closed or is gone.
+
+    Attributes:
+        vouched: `_state_of` the file when it was known to be as it was written; None: it is not.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.vouched: tuple[int, int] | None = None
         weakref.finalize(self, os.close, fd)
 
 
@@ -72,6 +77,21 @@ class RecordFile:
     def shared(self) -> bool:
         """Whether others use the descriptor."""
         return len(self._sharers) > 1
+
+    def vouch(self) -> None:
+        """The file is as it was written: nothing writes to it from now on, and `unchanged` says whether that is so."""
+        if self._descriptor is not None:
+            self._descriptor.vouched = _state_of(self.fd)
+
+    def doubt(self) -> None:
+        """Something in the file was found to be wrong: it is not `unchanged` any more."""
+        if self._descriptor is not None:
+            self._descriptor.vouched = None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing has written to the file since `vouch`, as far as its size and its date tell."""
+        return self._descriptor is not None and self._descriptor.vouched == _state_of(self.fd)
 
     def try_direct(self) -> str | None:
         """Bypass the page cache from now on where that works: None, or the reason why it does not."""
@@ -235,3 +255,9 @@ class RecordFile:
         self.fd = -1
         self._sharers.discard(self)
         self._descriptor = None
+
+
+def _state_of(fd: int) -> tuple[int, int]:
+    """What any write to a file changes: its date, and its size."""
+    there = os.fstat(fd)
+    return there.st_mtime_ns, there.st_size

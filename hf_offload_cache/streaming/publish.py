@@ -144,7 +144,8 @@ class _Publishing:
         form = cache.offloaded[0].history.form
         for done, layer in enumerate(cache.offloaded):
             if done:  # the first layer is a projection of the tokens
-                keys, values = layer.whole()
+                with cache.storage.audited():
+                    keys, values = layer.whole()
                 for chunk in chunks:
                     part = slice(chunk * size, (chunk + 1) * size)
                     data = None if chunk in hidden else encode(keys[0, :, part], values[0, :, part], self._level)
