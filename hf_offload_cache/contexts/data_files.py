@@ -14,7 +14,7 @@ from ..memory.machine import free_disk
 from .file_system import FILE_SYSTEM, FileSystem, failure, reported
 
 MANIFEST_NAME = "manifest.json"
-_DATA = re.compile(r"[0-9a-f]{32}\.(records|state)")
+_DATA = re.compile(r"[0-9a-f]{32}\.(records|state|damaged)")
 
 
 def is_ours(name: str) -> bool:
@@ -139,6 +139,6 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
 def _check_name(name: str) -> None:
     if not is_ours(name):
         raise ContextError(
-            f"a file of a context is named {MANIFEST_NAME!r}, or with 32 hexadecimal digits and .records or .state, "
-            f"not {name!r}"
+            f"a file of a context is named {MANIFEST_NAME!r}, or with 32 hexadecimal digits and .records, .state or "
+            f".damaged, not {name!r}"
         )

@@ -6,6 +6,7 @@ A context is a directory:
     <32 hex>.records         keys and values, or replicas of them in 4 bits: records of one size one after another, as
                              they lay in the scratch file
     <32 hex>.state           all else: safetensors of one layer, or of the cache as a whole; encrypted, or as they are
+    <32 hex>.damaged         what a read of a library's context found: see `mark_name`
 
 A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a
 record, or what authenticates it) are in the state of the records' layer. So the manifest's own digest, over its values
@@ -149,6 +150,17 @@ class Manifest(_Checked):
         """What the state of the cache is encrypted for: a digest of all else that is in here. So whoever has not the
         key cannot exchange a part for that of another context with the same key."""
         return hashlib.sha256(_canonical(self.model_dump(mode="json", exclude={"state"}))).digest()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that is in here, 64 hex digits: it tells this context from any other, older ones included."""
+        return hashlib.sha256(_canonical(self.model_dump(mode="json"))).hexdigest()
+
+    @property
+    def mark_name(self) -> str:
+        """The file that says that this context was found damaged, if it is there. It is none of another context, which
+        may have taken this one's place meanwhile."""
+        return f"{self.digest[:32]}.damaged"
 
     @property
     def file_names(self) -> set[str]:

@@ -25,7 +25,7 @@ from .folder import reading
 from .kept_layers import restore_kept
 from .manifest import VERSION, LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
-from .reader import ContextReader, check_key, manifest_in
+from .reader import ContextReader, check_digest, check_key, manifest_in
 
 Opened = TypeVar("Opened", bound=ContextCache)
 
@@ -41,12 +41,20 @@ def open_context(
     path: str | Path | None,
     tokenizer: Any,
     fields: dict[str, Any],
+    expect: str | None = None,
 ) -> Opened:
     """See `OffloadCache.open`."""
     place = os.fspath(directory)
+    if expect is not None:
+        check_digest(expect, "expect")
 
     def read(folder_fd: int) -> Opened:
         manifest = manifest_in(folder_fd, place)
+        if expect is not None and manifest.digest != expect:
+            raise ContextMismatchError(
+                f"{place}: its digest is {manifest.digest} and expect is {expect}: an older or another context has "
+                "taken its place, or it was saved again since; give the digest that the last save returned"
+            )
         if manifest.cache != cls.__name__:
             raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
         check_fingerprint(manifest.identity, model, tokenizer)

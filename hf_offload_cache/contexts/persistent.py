@@ -21,8 +21,11 @@ class Persistent:
         overwrite: bool = False,
         tokenizer: Any = None,
         full_digest: bool = False,
-    ) -> None:
+    ) -> str:
         """Publish what is held as the directory `directory`, which `open` opens in another process without prefill.
+
+        Returns the context's digest, 64 hex digits. Keep it elsewhere where somebody could put an older context back:
+        `open(..., expect=digest)` takes no other.
 
         On the file system of `path`, stored records are linked in and not copied, unless some of a file were given
         up: these are never saved. Each record is checked as it is copied. A file that is linked in is read and checked
@@ -42,7 +45,7 @@ class Persistent:
         cache does.
         """
         cache: Any = self  # a `ContextCache`
-        save(cache, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
+        return save(cache, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
 
     @classmethod
     def open(
@@ -53,6 +56,7 @@ class Persistent:
         path: str | Path | None = None,
         *,
         tokenizer: Any = None,
+        expect: str | None = None,
         **fields: Any,
     ) -> Self:
         """A cache that holds what `save` saved: no prefill, and no keys and values are read before a step needs them.
@@ -64,18 +68,19 @@ class Persistent:
             memory: as in `for_budget`, for `max_context` (by default 4,096 tokens more than are held) and `max_batch`.
             path: folder for what is added; None: the temporary folder.
             tokenizer: is compared with that of `save`, when both are given.
+            expect: the digest that `save` returned: another context, such as an older one with the same key, is none.
             **fields: fields of the configuration. Those that the stored format fixes (`group_size`, `rank`,
                 `summary_dtype`) are refused unless equal, and `adapter`, which is in the context, is always; those of a
                 machine or a run (`engine`, `verify`, `io_timeout`, `trace`, `encryption_key`, the limits) are not
                 saved; others are as they were, or as `memory` allows.
 
         Raises `ContextMismatchError` where the model is not the one it was saved with, naming the field and both
-        values; `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for other
-        bytes than were written, here or in the step that reads them; `EncryptionKeyError`; and as the constructor does.
-        Nothing is left behind.
+        values, or where the context is not the expected one; `ContextError` for a directory without a context, or a
+        damaged manifest; `CorruptRecordError` for other bytes than were written, here or in the step that reads them;
+        `EncryptionKeyError`; and as the constructor does. Nothing is left behind.
         """
         kind: Any = cls  # of `ContextCache`s
-        return open_context(kind, directory, model, memory, path, tokenizer, fields)
+        return open_context(kind, directory, model, memory, path, tokenizer, fields, expect)
 
     def fork(self) -> Self:
         """A cache of its own that holds the same: N questions over one document share what is stored.

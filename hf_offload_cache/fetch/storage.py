@@ -7,7 +7,7 @@ import functools
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +95,13 @@ class Storage:
         store = LayeredStore(parts, functools.partial(self._new_store, record_bytes, name))
         self.stores.append(store)
         return store
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, in any thread, with what is wrong, when what was opened of a context is found damaged:
+        once for each of its files. It must not raise."""
+        for store in self.stores:
+            if isinstance(store, FreezableStore):
+                store.on_damage(told)
 
     def close_store(self, store: Store) -> None:
         """Drop what is under way for `store`, and give its file back."""

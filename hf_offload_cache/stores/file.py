@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,6 +192,9 @@ class FileStore(FreezableStore):
         if wrong.size:
             self._refuse(wrong, ids, records)
 
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        self._file.on_damage(told)
+
     @property
     def inode(self) -> tuple[int, int] | None:
         there = os.fstat(self._file.fd)
@@ -265,14 +269,14 @@ class FileStore(FreezableStore):
 
     def _refuse(self, wrong: np.ndarray, ids: np.ndarray, out: torch.Tensor) -> None:
         """Raise for the positions `wrong`, of which there is one at least, and overwrite their rows."""
-        self._file.doubt()
         out[torch.from_numpy(wrong)] = WRONG
         verb = "is" if len(wrong) == 1 else "are"
+        problem = f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason})"
+        self._file.doubt(problem)
         raise CorruptRecordError(
             errno.EIO,
-            f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason}) in "
-            f"{self._file.place!r}: the disk failed, or the file was changed by something else; other records are "
-            f"readable, and what was lost has to be computed again",
+            f"{problem} in {self._file.place!r}: the disk failed, or the file was changed by something else; other "
+            f"records are readable, and what was lost has to be computed again",
         )
 
     def _describe(self, ids: np.ndarray) -> str:
@@ -288,6 +292,8 @@ class FileStore(FreezableStore):
             kind = type(error)
         advice = "; make room or give another `path`" if full and not isinstance(error, StoreFullError) else ""
         reason = error.strerror or str(error)
+        if kind is CorruptRecordError or error.errno == errno.EIO:
+            self._file.doubt(f"{self.name}: {work}: {reason}")
         return kind(error.errno or errno.EIO, f"{self.name}: {work} in {self._file.place!r}: {reason}{advice}")
 
     @property

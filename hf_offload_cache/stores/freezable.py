@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -73,6 +74,11 @@ class FreezableStore(Store):
 
         For a caller that is about to vouch for them: it checks what `read` was told to trust. Wrong rows are
         overwritten.
+        """
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, once and in any thread, with what is wrong, when a read of a frozen store finds a
+        record that is not what was written, or cannot be had; reads of who shares it count too. It must not raise.
         """
 
     def _check_frozen(self, frozen: bool, purpose: str) -> None:

@@ -31,11 +31,13 @@ class Descriptor:
 
     Attributes:
         vouched: `_state_of` the file when it was known to be as it was written; None: it is not.
+        on_damage: is told once, in any thread, why it is not; None: nobody is.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.vouched: tuple[int, int] | None = None
+        self.on_damage: Callable[[str], object] | None = None
         weakref.finalize(self, os.close, fd)
 
 
@@ -83,10 +85,20 @@ class RecordFile:
         if self._descriptor is not None:
             self._descriptor.vouched = _state_of(self.fd)
 
-    def doubt(self) -> None:
+    def doubt(self, why: str) -> None:
         """Something in the file was found to be wrong: it is not `unchanged` any more."""
+        descriptor = self._descriptor
+        if descriptor is not None:
+            descriptor.vouched = None
+            told, descriptor.on_damage = descriptor.on_damage, None
+            if told is not None:
+                told(why)
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, once, when something in the file is found to be wrong, also by who shares it. Any
+        thread may call it; it must not raise."""
         if self._descriptor is not None:
-            self._descriptor.vouched = None
+            self._descriptor.on_damage = told
 
     @property
     def unchanged(self) -> bool:
