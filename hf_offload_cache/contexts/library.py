@@ -168,7 +168,7 @@ class ContextLibrary:
         inner = inner_model(model)
         wanted, limit = prompt_of(input_ids, attention_mask, least, inner)
         for digest in () if expect is None else expect:
-            check_digest(digest, "expect")
+            check_digest(digest)
         of = model_digest(full_fingerprint(model))
         real = np.cumsum((wanted >= 0).any(0))
         found: list[tuple[int, int, str, Match, type[ContextCache]]] = []

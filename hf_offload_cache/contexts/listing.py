@@ -137,15 +137,8 @@ def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
     there is no context any more."""
     now = time.time_ns() if when_ns is None else when_ns
     try:
-        folder_fd = open_folder(path)
-        try:
-            fd = open_file(folder_fd, MANIFEST_NAME)
-            try:
-                os.utime(fd, ns=(now, now))
-            finally:
-                os.close(fd)
-        finally:
-            os.close(folder_fd)
+        with open_folder(path) as folder_fd, open_file(folder_fd, MANIFEST_NAME) as fd:
+            os.utime(fd, ns=(now, now))
     except (ContextError, FileNotFoundError):
         return False
     except OSError as error:
@@ -162,15 +155,12 @@ def mark(path: str | os.PathLike[str], digest: str, why: str) -> bool:
     down, or there is no such context any more.
     """
     try:
-        folder_fd = open_folder(path)
-        try:
+        with open_folder(path) as folder_fd:
             manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
             if manifest.digest != digest:
                 return False
             write_file(folder_fd, manifest.mark_name, [why.encode()[:_MOST_MARK_BYTES]])
             sync_folder(FILE_SYSTEM, folder_fd)
-        finally:
-            os.close(folder_fd)
     except FileExistsError:
         return True
     except (ContextError, OSError):  # whatever the disk has against it: the context is damaged

@@ -22,7 +22,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ContextError
 
@@ -57,12 +57,6 @@ class RecordsFile(_Checked):
     """How they are checked: `RecordGuard.describe`."""
     record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
     """Of one record, where it differs from the layer's."""
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, values: Any) -> dict[str, Any]:
-        """Manifests of before there were such files stay what they are: their digests and bindings are of this."""
-        told: dict[str, Any] = values(self)
-        return told if self.record_bytes else {name: told[name] for name in ("file", "records", "guard")}
 
 
 class StateFile(_Checked):
@@ -118,7 +112,7 @@ class Manifest(_Checked):
 
     def to_bytes(self) -> bytes:
         """The file."""
-        values = self.model_dump(mode="json")
+        values = self._values()
         return (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
 
     @classmethod
@@ -145,16 +139,28 @@ class Manifest(_Checked):
             where = ".".join(str(part) for part in first["loc"])
             raise ContextError(f"{place}: the manifest is not valid: {where}: {first['msg']}") from None
 
+    def _values(self) -> dict[str, Any]:
+        """As JSON has it. Manifests of before there were `RecordsFile.record_bytes` stay what they are: their digests
+        and bindings are of this. It is left out here, since pydantic makes an error of its own of Ctrl-C in a function
+        that serialises."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        for part in (part for layer in values["layers"] for part in layer["parts"]):
+            if not part["record_bytes"]:
+                del part["record_bytes"]
+        return values
+
     @property
     def binding(self) -> bytes:
         """What the state of the cache is encrypted for: a digest of all else that is in here. So whoever has not the
         key cannot exchange a part for that of another context with the same key."""
-        return hashlib.sha256(_canonical(self.model_dump(mode="json", exclude={"state"}))).digest()
+        values = self._values()
+        del values["state"]
+        return hashlib.sha256(_canonical(values)).digest()
 
     @property
     def digest(self) -> str:
         """SHA-256 of all that is in here, 64 hex digits: it tells this context from any other, older ones included."""
-        return hashlib.sha256(_canonical(self.model_dump(mode="json"))).hexdigest()
+        return hashlib.sha256(_canonical(self._values())).hexdigest()
 
     @property
     def mark_name(self) -> str:

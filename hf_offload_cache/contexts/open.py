@@ -46,7 +46,7 @@ def open_context(
     """See `OffloadCache.open`."""
     place = os.fspath(directory)
     if expect is not None:
-        check_digest(expect, "expect")
+        check_digest(expect)
 
     def read(folder_fd: int) -> Opened:
         manifest = manifest_in(folder_fd, place)

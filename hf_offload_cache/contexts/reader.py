@@ -36,10 +36,10 @@ def manifest_in(folder_fd: int, place: str) -> Manifest:
     return Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), place)
 
 
-def check_digest(digest: object, argument: str) -> None:
+def check_digest(digest: object) -> None:
     """Raises `ConfigError` unless `digest` is one that `save` returns."""
     if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
-        raise ConfigError(f"{argument} must be the 64 hexadecimal digits that save() returned, got {digest!r:.80}")
+        raise ConfigError(f"expect must be the 64 hexadecimal digits that save() returned, got {digest!r:.80}")
 
 
 def check_key(manifest: Manifest, key: bytes | None, place: str) -> None:

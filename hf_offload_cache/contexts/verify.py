@@ -240,11 +240,9 @@ class _Check:
         """Let go of the page cache of a file, where that can be."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # what is wrong with the file was found when it was read
-                fd = FILE_SYSTEM.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, self.folder_fd)
-                try:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+                with FILE_SYSTEM.open(name, flags, self.folder_fd) as fd:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
 
     def _advance(self, count: int) -> None:
         self.done += count

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..errors import CorruptRecordError, StoreError, StoreFullError
 from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
+from .descriptor import open_descriptor
 from .record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -36,15 +37,15 @@ class NamedFile(RecordFile):
     def __init__(self, folder_fd: int, file_name: str, size: int, name: str) -> None:
         place = place_of(folder_fd, file_name)
         # Without O_NONBLOCK the open of a pipe would wait for its other end.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(file_name, flags, dir_fd=folder_fd)
+            descriptor = open_descriptor(file_name, flags, folder_fd=folder_fd)
         except OSError as error:
             kind = CorruptRecordError if error.errno in _NOT_THERE else StoreError
             reason = _NOT_THERE.get(error.errno or 0) or error.strerror
             raise kind(error.errno, f"{name}: {place!r} cannot be opened: {reason}") from error
-        super().__init__(fd, place)
-        status = os.fstat(fd)
+        super().__init__(descriptor, place)
+        status = os.fstat(self.fd)
         wrong = None
         if not stat.S_ISREG(status.st_mode):
             wrong = "it is no regular file"
@@ -90,8 +91,8 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
             errno.ENOSPC,
             f"{place!r} needs {taken:,} bytes and its disk has {available:,} free; make room there",
         )
-    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
-    file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR
+    file = RecordFile(open_descriptor(name, flags, folder_fd=folder_fd), place)
     try:
         os.fchmod(file.fd, 0o600)  # the umask may have taken more
         if os.fstat(file.fd).st_mode & 0o077:
