@@ -23,6 +23,7 @@ from ..stores.encryption import KeySource, key_check, load_key
 from .configuration import form_fields, saved_fields
 from .folder import remove
 from .listing import Entry, evict, listing, look, mark, touch
+from .open import closed_on_error
 from .prefixes import NAME, PrefixIndex, is_damage, known_of, model_digest, pass_over, prefix_name
 from .prompts import common_prefix, encode, placeholders, prompt_of
 from .protocol import ContextCache
@@ -131,15 +132,12 @@ class ContextLibrary:
             same = {} if expect is None else {"expect": match.digest}
             try:
                 cache = made_by.open(match.path, model, **same, **fields)
-                try:
+                with closed_on_error(cache):
                     if cache.tokens != match.tokens:
                         raise ContextError("it was replaced by one that holds something else")
                     cache.storage.on_damage(functools.partial(self._found_damaged, match.path, match.digest))
                     if match.matched < match.tokens:
                         cache.crop(match.matched - match.tokens)
-                except BaseException:
-                    cache.close()
-                    raise
             except ContextMismatchError:
                 continue  # in what only opening compares: every byte of the weights
             except (ContextError, StoreError) as error:

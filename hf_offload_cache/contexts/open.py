@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,20 @@ Opened = TypeVar("Opened", bound=ContextCache)
 
 _OPENING = "opening"
 """The owner in the account of what one layer's state takes until it is taken over."""
+
+
+@contextlib.contextmanager
+def closed_on_error(cache: ContextCache) -> Iterator[None]:
+    """Whatever is raised inside, Ctrl-C too, closes `cache` and stays what it was: a note says so where closing fails
+    as well."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            cache.close()
+        except Exception as failed:
+            error.add_note(f"closing the cache failed too: {type(failed).__name__}: {failed}")
+        raise
 
 
 def open_context(
@@ -62,13 +77,10 @@ def open_context(
         key = None if config.encryption_key is None else load_key(config.encryption_key)
         check_key(manifest, key, place)
         cache = cls(model, path=path, config=config)
-        try:
+        with closed_on_error(cache):
             taking = functools.partial(cache.storage.account.observe, _OPENING)
             _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
             taking(0)
-        except BaseException:
-            cache.close()
-            raise
         return cache
 
     return reading(directory, read)

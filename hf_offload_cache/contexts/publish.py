@@ -67,7 +67,11 @@ def publish(
             saver.go_back(error)
             raise
         finally:
-            saver.clean_up()
+            try:
+                saver.clean_up()
+            except BaseException:  # a signal's: once more
+                saver.clean_up()
+                raise
             for left in saver.left:
                 what = f"this could not be removed, the next save there tries again: {left}"
                 warnings.warn(f"saving to {str(target)!r}: {what}", UserWarning, stacklevel=2)

@@ -228,8 +228,8 @@ class FileStore(FreezableStore):
             if not self._file.unchanged:
                 for piece in named.pieces(self._file, self._ranges(np.flatnonzero(self.written)), self.record_bytes):
                     self._check_piece(*piece)
-        except BaseException:
-            os.unlink(name, dir_fd=folder_fd)
+        except BaseException as error:
+            named.undo_name(folder_fd, name, error)
             raise
         return True
 

@@ -101,8 +101,8 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
         yield file
         file.resize(size)
         file.sync()
-    except BaseException:
-        os.unlink(name, dir_fd=folder_fd)
+    except BaseException as error:
+        undo_name(folder_fd, name, error)
         raise
     finally:
         file.close()
@@ -137,6 +137,14 @@ def copy(
         for start, piece in pieces(file, ranges, record_bytes):
             check(start, piece)
             target.write(piece, start)
+
+
+def undo_name(folder_fd: int, name: str, error: BaseException) -> None:
+    """Take a new name away again, because of `error`, which stays what it is: a note says so where that fails."""
+    try:
+        os.unlink(name, dir_fd=folder_fd)
+    except OSError as left:
+        error.add_note(f"{name!r} could not be removed: {left}")
 
 
 def place_of(folder_fd: int, name: str) -> str:
