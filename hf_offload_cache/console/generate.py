@@ -18,6 +18,7 @@ from .arguments import (
     positive,
     write_json,
 )
+from .terminal import printable
 
 if TYPE_CHECKING:
     from .answer import Answer
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
+    from ..contexts.prefixes import is_damage
+    from ..errors import ContextError, StoreError
     from . import load_model, named_cache
     from .answer import check_length, generate_answer
     from .prefill import prefilled_tokens
@@ -89,9 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     own = {"path": arguments.path, "fields": fields, "memory": arguments.memory}
     own["max_context"] = input_ids.shape[1] + arguments.max_new_tokens
     answers: list[Answer] = []
-    for name in (named_cache.DYNAMIC, ours_named) if arguments.compare else (ours_named,):
+
+    def answered(name: str, opens: bool) -> Answer:
         ours = name == ours_named
-        opens, saves = ours and saved is not None, ours and arguments.save is not None
+        saves = ours and arguments.save is not None
         bar = PrefillBar(console, prefilled_tokens(input_ids.shape[1]) - (held if opens else 0))
         started = time.perf_counter()
         if opens:
@@ -102,13 +106,23 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
             save = functools.partial(documents.save, arguments, cache, tokenizer)
-            answer = generate_answer(
+            return generate_answer(
                 model, tokenizer, input_ids, cache, arguments.max_new_tokens, arguments.prefill_chunk,
                 on_progress=bar.update, on_text=bar.print_text,
                 pause=(held, save) if saves else None, started=started,
             )  # fmt: skip
+
+    for name in (named_cache.DYNAMIC, ours_named) if arguments.compare else (ours_named,):
+        opens = name == ours_named and saved is not None
+        try:
+            answers.append(answered(name, opens))
+        except (ContextError, StoreError) as error:
+            if not opens or not is_damage(error):
+                raise
+            told = f"--context {str(arguments.context)!r} is damaged: its text is prefilled; save it anew ({error})"
+            console.print(f"\n{printable(' '.join(told.split()))}", highlight=False, markup=False)
+            answers.append(answered(name, opens=False))
         print(flush=True)
-        answers.append(answer)
     if arguments.compare:
         console.print(comparison(answers))
     if answers[-1].report is not None:

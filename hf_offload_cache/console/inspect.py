@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from datetime import UTC, datetime
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     entry = look(arguments.directory)
     if entry is None:
-        os.close(open_folder(arguments.directory))  # says what there is instead
+        open_folder(arguments.directory).close()  # says what there is instead
         raise ContextError(f"there is no context at {str(arguments.directory)!r} any more")
     if entry.manifest is None:
         raise ContextError(str(entry.damage))

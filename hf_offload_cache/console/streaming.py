@@ -32,6 +32,7 @@ def add(verbs: Any) -> None:
     add("--chunk-tokens", metavar="N", type=positive, default=1024, help="of an object (default: %(default)s)")
     add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range to leave out")
     add("--key", metavar="FILE", type=Path, help="encryption key of the context, and of what is published")
+    add("--plain-context", action="store_true", help="the context is not encrypted: --key is of what is published")
     add("--active-mass", metavar="X", type=float, help="measure which blocks have so much of the attention, e.g. .98")
     add("--overwrite", action="store_true", help="replace the manifest that is there")
     add("--no-check", action="store_true", help="do not read back and compare what was written")
@@ -88,6 +89,7 @@ def publish(arguments: argparse.Namespace) -> int:
                 arguments.directory, arguments.url, tokenizer, arguments.key, model=model, level=arguments.level,
                 chunk_tokens=arguments.chunk_tokens, private=arguments.private, overwrite=arguments.overwrite,
                 active_mass=arguments.active_mass, check=not arguments.no_check,
+                context_key=False if arguments.plain_context else None,
                 on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
     except FileExistsError:

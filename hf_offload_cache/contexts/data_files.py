@@ -11,10 +11,11 @@ from typing import Any
 
 from ..errors import ContextError, StoreFullError
 from ..memory.machine import free_disk
+from ..stores.descriptor import Descriptor
 from .file_system import FILE_SYSTEM, FileSystem, failure, reported
 
 MANIFEST_NAME = "manifest.json"
-_DATA = re.compile(r"[0-9a-f]{32}\.(records|state)")
+_DATA = re.compile(r"[0-9a-f]{32}\.(records|state|damaged)")
 
 
 def is_ours(name: str) -> bool:
@@ -37,8 +38,8 @@ def survey(file_system: FileSystem, folder_fd: int) -> tuple[dict[str, os.stat_r
     return ours, foreign
 
 
-def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTEM) -> int:
-    """A descriptor for reading a file of the context that `folder_fd` is open on; the caller closes it. Never blocks.
+def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTEM) -> Descriptor:
+    """A file of the context that `folder_fd` is open on, for reading; the caller closes it. Never blocks.
 
     Raises `ContextError` when a context has no files of such a name, or when it is no regular file (a link, a pipe...);
     `FileNotFoundError` when it is missing; `StoreError` when it cannot be opened.
@@ -46,7 +47,8 @@ def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTE
     _check_name(name)
     not_regular = f"{name!r} in a context must be a regular file, and is not: someone else put it there; remove it"
     try:
-        fd = file_system.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd)  # a pipe would block
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would block
+        descriptor = file_system.open(name, flags, folder_fd)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -54,16 +56,16 @@ def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTE
             raise ContextError(not_regular) from error
         raise failure(f"opening {name!r} of a context", error) from error
     try:
-        if not stat.S_ISREG(file_system.fstat(fd).st_mode):
+        if not stat.S_ISREG(file_system.fstat(descriptor.fd).st_mode):
             raise ContextError(not_regular)
-        os.set_blocking(fd, True)
+        os.set_blocking(descriptor.fd, True)
     except OSError as error:
-        os.close(fd)
+        descriptor.close()
         raise failure(f"opening {name!r} of a context", error) from error
     except BaseException:
-        os.close(fd)
+        descriptor.close()
         raise
-    return fd
+    return descriptor
 
 
 def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileSystem = FILE_SYSTEM) -> bytes:
@@ -72,22 +74,18 @@ def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileS
     Raises what `open_file` does; `ContextError` when it has more than `most_bytes`, before anything is allocated;
     `StoreError` when it cannot be read to the end that it had when it was opened.
     """
-    fd = open_file(folder_fd, name, file_system=file_system)
-    try:
-        with reported(f"reading {name!r} of a context"):
-            size = file_system.fstat(fd).st_size
-            if size > most_bytes:
-                raise ContextError(f"{name!r} of a context may have {most_bytes:,} bytes at most, and has {size:,}")
-            pieces, missing = [], size
-            while missing:
-                piece = file_system.read(fd, missing)
-                if not piece:
-                    raise OSError(errno.EIO, f"it ends at byte {size - missing:,} of {size:,}")
-                pieces.append(piece)
-                missing -= len(piece)
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    finally:
-        os.close(fd)
+    with open_file(folder_fd, name, file_system=file_system) as fd, reported(f"reading {name!r} of a context"):
+        size = file_system.fstat(fd).st_size
+        if size > most_bytes:
+            raise ContextError(f"{name!r} of a context may have {most_bytes:,} bytes at most, and has {size:,}")
+        pieces, missing = [], size
+        while missing:
+            piece = file_system.read(fd, missing)
+            if not piece:
+                raise OSError(errno.EIO, f"it ends at byte {size - missing:,} of {size:,}")
+            pieces.append(piece)
+            missing -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system: FileSystem = FILE_SYSTEM) -> None:
@@ -101,12 +99,12 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
     _check_name(name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with reported(f"making {name!r} of a context"):
-        fd = file_system.open(name, flags, folder_fd)
+        descriptor = file_system.open(name, flags, folder_fd)
     written = 0
     try:
         try:
             with reported(f"writing {name!r} of a context"):
-                file_system.fchmod(fd, 0o600)
+                file_system.fchmod(descriptor.fd, 0o600)
                 for piece in pieces:
                     data = memoryview(piece)
                     if not data.nbytes:  # which cannot be cast
@@ -114,16 +112,16 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
                     data = data.cast("B")
                     written += len(data)
                     while data:
-                        count = file_system.write(fd, data)
+                        count = file_system.write(descriptor.fd, data)
                         if count == 0:
                             raise OSError(errno.EIO, "the device takes no more bytes")
                         data = data[count:]
-                file_system.fsync(fd)
+                file_system.fsync(descriptor.fd)
         except BaseException:
-            os.close(fd)
+            descriptor.close()
             raise
         with reported(f"closing {name!r} of a context"):
-            file_system.close(fd)
+            file_system.close(descriptor)
     except BaseException as error:
         try:
             file_system.unlink(name, folder_fd)
@@ -139,6 +137,6 @@ def write_file(folder_fd: int, name: str, pieces: Iterable[Any], *, file_system:
 def _check_name(name: str) -> None:
     if not is_ours(name):
         raise ContextError(
-            f"a file of a context is named {MANIFEST_NAME!r}, or with 32 hexadecimal digits and .records or .state, "
-            f"not {name!r}"
+            f"a file of a context is named {MANIFEST_NAME!r}, or with 32 hexadecimal digits and .records, .state or "
+            f".damaged, not {name!r}"
         )

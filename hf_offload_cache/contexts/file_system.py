@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StoreError, StoreFullError
+from ..stores.descriptor import Descriptor, open_descriptor
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags that open a directory; with `os.O_NOFOLLOW` not through a link."""
@@ -28,15 +29,16 @@ _EXCHANGE = 2
 class FileSystem:
     """Names are relative to the open directory `folder_fd`; links are not followed. Every method raises `OSError`.
 
-    It holds no state. Descriptors that were only read from are closed with `os.close`, which then cannot fail.
+    It holds no state. Directories and descriptors are named by number; whoever calls `open` closes what it gives, and
+    what was written to by `close`, since that may fail.
     """
 
     def mkdir(self, name: str, folder_fd: int) -> None:
         os.mkdir(name, 0o700, dir_fd=folder_fd)
 
-    def open(self, name: str, flags: int, folder_fd: int | None = None) -> int:
-        """A descriptor; a file made by this is 0600. `folder_fd` None: `name` is a path from the current folder."""
-        return os.open(name, flags | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
+    def open(self, name: str, flags: int, folder_fd: int | None = None) -> Descriptor:
+        """A file made by this is 0600. `folder_fd` None: `name` is a path from the current folder."""
+        return open_descriptor(name, flags, folder_fd=folder_fd)
 
     def chmod_folder(self, name: str, folder_fd: int) -> None:
         os.chmod(name, 0o700, dir_fd=folder_fd)
@@ -66,9 +68,9 @@ class FileSystem:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
-    def close(self, fd: int) -> None:
-        """Close a descriptor that was written to. It is gone also when this fails."""
-        os.close(fd)
+    def close(self, descriptor: Descriptor) -> None:
+        """Close one that was written to. It is gone also when this fails."""
+        descriptor.close()
 
     def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:
         os.rename(old, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd if new_folder_fd is None else new_folder_fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["damaged", "missing", "foreign", "exposed"]
+Kind = Literal["damaged", "missing", "marked", "foreign", "exposed"]
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,9 @@ class Finding:
     """Something that is wrong with a context.
 
     Attributes:
-        kind: "damaged": not what was written. "missing": no longer there. "foreign": of no context, or not of this one.
-            "exposed": others may read it.
+        kind: "damaged": not what was written. "missing": no longer there. "marked": a read through a library found
+            damage, which may be undone since. "foreign": of no context, or not of this one. "exposed": others may read
+            it.
         file: its name in the context; "." the directory itself.
         part: what it belongs to: "manifest", "cache", "layer 3"; empty for what belongs to nothing.
         records: numbers of the layer's records that are damaged, as errors of reads name them; all that are.
@@ -43,5 +44,5 @@ class VerifyResult:
 
     @property
     def whole(self) -> bool:
-        """Everything that was written is there and unchanged; it may still be exposed, or have company."""
+        """Everything that was written is there and unchanged; it may still be marked, exposed, or have company."""
         return not any(finding.kind in ("damaged", "missing") for finding in self.findings)

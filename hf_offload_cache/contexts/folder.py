@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import ContextError
+from ..stores.descriptor import Descriptor
 from .data_files import MANIFEST_NAME, open_file, read_small, write_file
 from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported
 from .publish import publish
@@ -30,8 +31,8 @@ __all__ = [
 Result = TypeVar("Result")
 
 
-def open_folder(path: str | os.PathLike[str], *, file_system: FileSystem = FILE_SYSTEM) -> int:
-    """A descriptor of the context at `path`, which the caller closes. It stays on this context if that is replaced.
+def open_folder(path: str | os.PathLike[str], *, file_system: FileSystem = FILE_SYSTEM) -> Descriptor:
+    """The context at `path`, open; the caller closes it. It stays on this context if that is replaced.
 
     Raises `ContextError` when there is none: nothing, a file, a link, or a directory without a manifest; `StoreError`.
     """
@@ -39,19 +40,19 @@ def open_folder(path: str | os.PathLike[str], *, file_system: FileSystem = FILE_
     with reported(f"opening the context {place!r}"):
         for _ in range(ATTEMPTS):
             try:
-                fd = file_system.open(place, FOLDER | os.O_NOFOLLOW)
+                folder = file_system.open(place, FOLDER | os.O_NOFOLLOW)
             except OSError as error:
                 if error.errno in NO_FOLDER:
                     raise ContextError(f"there is no context at {place!r}: it must be a folder, not a link") from error
                 raise
             try:
-                if _has_manifest(file_system, fd):
-                    return fd
-                replaced = not leads_to(file_system, place, None, fd)  # then this is the old one, on its way out
+                if _has_manifest(file_system, folder.fd):
+                    return folder
+                replaced = not leads_to(file_system, place, None, folder.fd)  # then this is the old one, on its way out
             except BaseException:
-                os.close(fd)
+                folder.close()
                 raise
-            os.close(fd)
+            folder.close()
             if not replaced:
                 break
         raise ContextError(f"{place!r} is not a context: it has no file {MANIFEST_NAME!r}")
@@ -67,8 +68,7 @@ def reading(
     again, for the new one. Raises what `open_folder` and `read` raise.
     """
     for attempt in range(1, ATTEMPTS + 1):
-        fd = open_folder(path, file_system=file_system)
-        try:
+        with open_folder(path, file_system=file_system) as fd:
             before = _manifest(file_system, fd)
             try:
                 return read(fd)
@@ -76,8 +76,6 @@ def reading(
                 same = leads_to(file_system, str(Path(path)), None, fd) and _manifest(file_system, fd) == before
                 if same or attempt == ATTEMPTS:
                     raise
-        finally:
-            os.close(fd)
     raise AssertionError("unreachable")
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..stores.engines import share_store
 from .configuration import fields_in_states
 from .kept_layers import capture_kept, restore_kept
+from .open import closed_on_error
 from .protocol import ContextCache, StoredLayer
 
 Fork = TypeVar("Fork", bound=ContextCache)
@@ -22,7 +23,7 @@ def fork(cache: Fork) -> Fork:
     own: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": own_key}
     config = dataclasses.replace(cache.config, **own, **fields_in_states(cache.config_class))
     twin = type(cache)(cache.given_model, path=storage.directory, config=config)
-    try:
+    with closed_on_error(twin):
         for layer_idx, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
             if isinstance(layer, StoredLayer) and isinstance(other, StoredLayer):
                 _fork_layer(layer, other, twin)
@@ -30,9 +31,6 @@ def fork(cache: Fork) -> Fork:
                 restore_kept(other, capture_kept(layer), f"layer {layer_idx}")
         if cache.sequences:
             twin.restore(cache.capture())
-    except BaseException:
-        twin.close()
-        raise
     return twin
 
 

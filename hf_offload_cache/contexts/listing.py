@@ -14,13 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..errors import ContextError, CorruptRecordError, StoreError
-from .data_files import MANIFEST_NAME, open_file, read_small, survey
-from .file_system import FILE_SYSTEM
+from .data_files import MANIFEST_NAME, open_file, read_small, survey, write_file
+from .file_system import FILE_SYSTEM, sync_folder
 from .folder import entries, open_folder, reading
 from .manifest import MOST_MANIFEST_BYTES, Manifest
 from .removal import remove
 
 Inode = tuple[int, int]
+
+_MOST_MARK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class File:
 class Entry:
     """A context in a folder, as it was when it was looked at.
 
-    `damage` says what is wrong with it, as far as manifest and sizes tell; None: nothing. `manifest` is None when that
-    cannot be read, or was not. `files` has what lies in it; what another context shares is in both.
+    `damage` says what is wrong with it, as far as manifest, sizes and what reads have found tell; None: nothing.
+    `manifest` is None when that cannot be read, or was not. `files` has what lies in it; what another context shares is
+    in both. `note` says why a library never opens it, though nothing is wrong with it.
     """
 
     path: Path
@@ -44,6 +47,7 @@ class Entry:
     last_used_ns: int
     damage: str | None
     files: Mapping[Inode, File] = field(repr=False)
+    note: str | None = None
 
     @property
     def name(self) -> str:
@@ -76,6 +80,11 @@ class Entry:
     @property
     def encrypted(self) -> bool | None:
         return None if self.manifest is None else self.manifest.key_check is not None
+
+    @property
+    def digest(self) -> str | None:
+        """What `save` returned: 64 hex digits that tell this context from any other, older ones included."""
+        return None if self.manifest is None else self.manifest.digest
 
     @property
     def created(self) -> str | None:
@@ -128,15 +137,8 @@ def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
     there is no context any more."""
     now = time.time_ns() if when_ns is None else when_ns
     try:
-        folder_fd = open_folder(path)
-        try:
-            fd = open_file(folder_fd, MANIFEST_NAME)
-            try:
-                os.utime(fd, ns=(now, now))
-            finally:
-                os.close(fd)
-        finally:
-            os.close(folder_fd)
+        with open_folder(path) as folder_fd, open_file(folder_fd, MANIFEST_NAME) as fd:
+            os.utime(fd, ns=(now, now))
     except (ContextError, FileNotFoundError):
         return False
     except OSError as error:
@@ -144,6 +146,35 @@ def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
             raise
         return False
     return True
+
+
+def mark(path: str | os.PathLike[str], digest: str, why: str) -> bool:
+    """Note in the context at `path`, for all processes, that a read found it damaged: `look` tells that from then on.
+
+    Only if it still is the one with that `digest`: another has no damage. False where this user may not write that
+    down, or there is no such context any more.
+    """
+    try:
+        with open_folder(path) as folder_fd:
+            manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
+            if manifest.digest != digest:
+                return False
+            write_file(folder_fd, manifest.mark_name, [why.encode()[:_MOST_MARK_BYTES]])
+            sync_folder(FILE_SYSTEM, folder_fd)
+    except FileExistsError:
+        return True
+    except (ContextError, OSError):  # whatever the disk has against it: the context is damaged
+        return False
+    return True
+
+
+def marked(folder_fd: int, name: str) -> str:
+    """What the mark `name` in an open context says; it may be half written."""
+    try:
+        told = read_small(folder_fd, name, _MOST_MARK_BYTES).decode(errors="replace")
+    except (ContextError, OSError):
+        told = ""
+    return f"a read found damage: {' '.join(told.split()) or 'it was not noted which'}"
 
 
 def total_bytes(held: Iterable[Entry]) -> int:
@@ -203,6 +234,8 @@ def _look(path: Path, folder_fd: int) -> Entry:
             raise CorruptRecordError(errno.ENOENT, f"{name} is missing")
         if files[name].st_size != sizes[name]:
             raise CorruptRecordError(errno.EIO, f"{name} has {files[name].st_size:,} bytes, not {sizes[name]:,}")
+    if manifest.mark_name in files:
+        raise CorruptRecordError(errno.EIO, marked(folder_fd, manifest.mark_name))
     return _entry(path, manifest, files, None)
 
 

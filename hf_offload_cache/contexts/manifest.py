@@ -6,6 +6,7 @@ A context is a directory:
     <32 hex>.records         keys and values, or replicas of them in 4 bits: records of one size one after another, as
                              they lay in the scratch file
     <32 hex>.state           all else: safetensors of one layer, or of the cache as a whole; encrypted, or as they are
+    <32 hex>.damaged         what a read of a library's context found: see `mark_name`
 
 A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a
 record, or what authenticates it) are in the state of the records' layer. So the manifest's own digest, over its values
@@ -21,7 +22,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ContextError
 
@@ -56,12 +57,6 @@ class RecordsFile(_Checked):
     """How they are checked: `RecordGuard.describe`."""
     record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
     """Of one record, where it differs from the layer's."""
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, values: Any) -> dict[str, Any]:
-        """Manifests of before there were such files stay what they are: their digests and bindings are of this."""
-        told: dict[str, Any] = values(self)
-        return told if self.record_bytes else {name: told[name] for name in ("file", "records", "guard")}
 
 
 class StateFile(_Checked):
@@ -117,7 +112,7 @@ class Manifest(_Checked):
 
     def to_bytes(self) -> bytes:
         """The file."""
-        values = self.model_dump(mode="json")
+        values = self._values()
         return (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
 
     @classmethod
@@ -144,11 +139,34 @@ class Manifest(_Checked):
             where = ".".join(str(part) for part in first["loc"])
             raise ContextError(f"{place}: the manifest is not valid: {where}: {first['msg']}") from None
 
+    def _values(self) -> dict[str, Any]:
+        """As JSON has it. Manifests of before there were `RecordsFile.record_bytes` stay what they are: their digests
+        and bindings are of this. It is left out here, since pydantic makes an error of its own of Ctrl-C in a function
+        that serialises."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        for part in (part for layer in values["layers"] for part in layer["parts"]):
+            if not part["record_bytes"]:
+                del part["record_bytes"]
+        return values
+
     @property
     def binding(self) -> bytes:
         """What the state of the cache is encrypted for: a digest of all else that is in here. So whoever has not the
         key cannot exchange a part for that of another context with the same key."""
-        return hashlib.sha256(_canonical(self.model_dump(mode="json", exclude={"state"}))).digest()
+        values = self._values()
+        del values["state"]
+        return hashlib.sha256(_canonical(values)).digest()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that is in here, 64 hex digits: it tells this context from any other, older ones included."""
+        return hashlib.sha256(_canonical(self._values())).hexdigest()
+
+    @property
+    def mark_name(self) -> str:
+        """The file that says that this context was found damaged, if it is there. It is none of another context, which
+        may have taken this one's place meanwhile."""
+        return f"{self.digest[:32]}.damaged"
 
     @property
     def file_names(self) -> set[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +26,26 @@ from .folder import reading
 from .kept_layers import restore_kept
 from .manifest import VERSION, LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
-from .reader import ContextReader, check_key, manifest_in
+from .reader import ContextReader, check_digest, check_key, manifest_in
 
 Opened = TypeVar("Opened", bound=ContextCache)
 
 _OPENING = "opening"
 """The owner in the account of what one layer's state takes until it is taken over."""
+
+
+@contextlib.contextmanager
+def closed_on_error(cache: ContextCache) -> Iterator[None]:
+    """Whatever is raised inside, Ctrl-C too, closes `cache` and stays what it was: a note says so where closing fails
+    as well."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            cache.close()
+        except Exception as failed:
+            error.add_note(f"closing the cache failed too: {type(failed).__name__}: {failed}")
+        raise
 
 
 def open_context(
@@ -41,12 +56,20 @@ def open_context(
     path: str | Path | None,
     tokenizer: Any,
     fields: dict[str, Any],
+    expect: str | None = None,
 ) -> Opened:
     """See `OffloadCache.open`."""
     place = os.fspath(directory)
+    if expect is not None:
+        check_digest(expect)
 
     def read(folder_fd: int) -> Opened:
         manifest = manifest_in(folder_fd, place)
+        if expect is not None and manifest.digest != expect:
+            raise ContextMismatchError(
+                f"{place}: its digest is {manifest.digest} and expect is {expect}: an older or another context has "
+                "taken its place, or it was saved again since; give the digest that the last save returned"
+            )
         if manifest.cache != cls.__name__:
             raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
         check_fingerprint(manifest.identity, model, tokenizer)
@@ -54,13 +77,10 @@ def open_context(
         key = None if config.encryption_key is None else load_key(config.encryption_key)
         check_key(manifest, key, place)
         cache = cls(model, path=path, config=config)
-        try:
+        with closed_on_error(cache):
             taking = functools.partial(cache.storage.account.observe, _OPENING)
             _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
             taking(0)
-        except BaseException:
-            cache.close()
-            raise
         return cache
 
     return reading(directory, read)

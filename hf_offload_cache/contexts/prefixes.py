@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import ContextError, EncryptionKeyError
+from ..errors import ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError, StoreError
 from ..model.fingerprint import EVERY_BYTE
 from ..stores.encryption import key_check
 from .captured_trees import token_ids
@@ -22,7 +23,7 @@ from .data_files import MANIFEST_NAME
 from .folder import entries, reading
 from .listing import look
 from .manifest import Manifest, StateFile
-from .reader import ContextReader, read_manifest
+from .reader import ContextReader, NoRoomError, read_manifest
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """What contexts in a library are called."""
@@ -43,18 +44,24 @@ class Known:
     key_check: str | None
     state: StateFile
     binding: bytes
+    digest: str
+    mark_name: str
     last_used_ns: int
 
 
 class PrefixIndex:
     """The contexts of `folder` that have the name which follows from what they hold. One thread at a time.
 
-    A context that vanishes is passed over; a damaged one too, with a warning that names it.
+    A context that vanishes is passed over; a damaged one too, with a warning that names it. `found_damaged` is told of
+    the latter where it is more than `look` tells: path, digest and why.
     """
 
-    def __init__(self, folder: Path, key: bytes | None) -> None:
+    def __init__(
+        self, folder: Path, key: bytes | None, found_damaged: Callable[[Path, str, str], object] = lambda *what: None
+    ) -> None:
         self._folder = folder
         self._key = key
+        self._found_damaged = found_damaged
         self._known: dict[tuple[str, int, int], Known] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._ids_bytes = 0
@@ -69,6 +76,8 @@ class PrefixIndex:
                 there = os.stat(path / MANIFEST_NAME, follow_symlinks=False)
                 place = (path.name, there.st_ino, there.st_size)
                 found = self._known.get(place) or _read(path)
+                if os.path.lexists(path / found.mark_name):
+                    raise ContextError(f"it is damaged{_told(path)}; it is replaced when its text is saved again")
             except (ContextError, OSError) as error:
                 pass_over(path, error)
                 continue
@@ -88,11 +97,15 @@ class PrefixIndex:
             return self._ids[known.path.name]
         try:
             ids = read_ids(known.path, known, self._key)
-            key = None if known.key_check is None else self._key
-            if prefix_name(known.cache, known.model, form, ids, key) != known.path.name:
-                raise ContextError("its name does not follow from what it holds: it was not saved here; move it away")
         except (ContextError, OSError) as error:
+            if is_damage(error):
+                self._found_damaged(known.path, known.digest, str(error))
             pass_over(known.path, error)
+            return None
+        key = None if known.key_check is None else self._key
+        if prefix_name(known.cache, known.model, form, ids, key) != known.path.name:
+            why = "its name does not follow from what it holds: it was not saved here; move it away"
+            pass_over(known.path, ContextError(why))
             return None
         ids = ids.astype(np.int32) if ids.size and abs(ids).max() < 2**31 else ids
         if self._ids_bytes + ids.nbytes <= _KEPT_BYTES:
@@ -116,13 +129,29 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
     return reading(path, read)
 
 
-def _read(path: Path) -> Known:
-    manifest = read_manifest(path)
+def known_of(path: Path, manifest: Manifest) -> Known:
+    """What a look-up needs of the context at `path`, but for when it was used."""
     made_for, config = model_digest(manifest.identity), manifest.config
     return Known(
         path, manifest.cache, made_for, config, manifest.batch, manifest.tokens, manifest.key_check, manifest.state,
-        manifest.binding, 0,
+        manifest.binding, manifest.digest, manifest.mark_name, 0,
     )
+
+
+def _read(path: Path) -> Known:
+    return known_of(path, read_manifest(path))
+
+
+def _told(path: Path) -> str:
+    entry = look(path)
+    return "" if entry is None or entry.damage is None else f" ({entry.damage})"
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what reading a context raised says that it is not what was written, whoever reads it."""
+    if isinstance(error, ContextError):
+        return not isinstance(error, (ContextMismatchError, NoRoomError))
+    return isinstance(error, CorruptRecordError) or (isinstance(error, StoreError) and error.errno == errno.EIO)
 
 
 def pass_over(path: Path, error: Exception) -> None:

@@ -6,7 +6,7 @@ A cache is a list of layers and what it holds beside them. A layer that keeps ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -92,6 +92,9 @@ class ContextStorage(Protocol):
     def account(self) -> MemoryAccount:
         """What the cache holds in memory."""
 
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, in any thread, with what is wrong, when what was opened is found damaged."""
+
 
 class ContextCache(Protocol):
     """A cache that can be saved, opened and forked."""
@@ -157,8 +160,8 @@ class ContextCache(Protocol):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the latest `-tokens_to_remove` tokens."""
 
-    def save(self, directory: Any, *, overwrite: bool = False, tokenizer: Any = None) -> None:
-        """Publish what is held as a context."""
+    def save(self, directory: Any, *, overwrite: bool = False, tokenizer: Any = None) -> str:
+        """Publish what is held as a context. Returns its digest."""
 
     def close(self) -> None:
         """Give everything back."""

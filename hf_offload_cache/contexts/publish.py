@@ -50,26 +50,28 @@ def publish(
     if not target.name or target.name == ".." or is_temporary(target.name):
         raise ContextError(f"a context needs a folder name of its own, got {str(target)!r}: give one such as 'context'")
     with reported(f"saving to {str(target)!r}: the folder that it is to lie in"):
-        parent_fd = file_system.open(str(target.parent), FOLDER)
-    saver = Saver(target, parent_fd, overwrite, file_system)
-    try:
-        with reported(f"saving to {str(target)!r}"):
-            sweep_open(file_system, parent_fd)
-            saver.check_target()  # refuse before the work is done
-            saver.make()
-        fill(saver.fd)
-        with reported(f"saving to {str(target)!r}"):
-            saver.check_filled()
-            sync_folder(file_system, saver.fd)
-            saver.switch()
-    except BaseException as error:
-        saver.go_back(error)
-        raise
-    finally:
+        parent = file_system.open(str(target.parent), FOLDER)
+    with parent as parent_fd:
+        saver = Saver(target, parent_fd, overwrite, file_system)
         try:
-            saver.clean_up()
+            with reported(f"saving to {str(target)!r}"):
+                sweep_open(file_system, parent_fd)
+                saver.check_target()  # refuse before the work is done
+                saver.make()
+            fill(saver.fd)
+            with reported(f"saving to {str(target)!r}"):
+                saver.check_filled()
+                sync_folder(file_system, saver.fd)
+                saver.switch()
+        except BaseException as error:
+            saver.go_back(error)
+            raise
         finally:
-            os.close(parent_fd)
-        for left in saver.left:
-            message = f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
-            warnings.warn(message, UserWarning, stacklevel=2)
+            try:
+                saver.clean_up()
+            except BaseException:  # a signal's: once more
+                saver.clean_up()
+                raise
+            for left in saver.left:
+                what = f"this could not be removed, the next save there tries again: {left}"
+                warnings.warn(f"saving to {str(target)!r}: {what}", UserWarning, stacklevel=2)

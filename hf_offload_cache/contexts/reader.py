@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import xxhash
 
-from ..errors import ContextError, CorruptRecordError, EncryptionKeyError
+from ..errors import ConfigError, ContextError, CorruptRecordError, EncryptionKeyError
 from ..memory.machine import free_memory
 from ..stores.encryption import decrypt, key_check
 from .data_files import MANIFEST_NAME, read_small
 from .folder import reading
 from .manifest import MOST_MANIFEST_BYTES, Manifest, StateFile
 from .state import unpack
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class NoRoomError(ContextError):
+    """A state does not fit into memory now: whether it is damaged is not known."""
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -27,6 +34,12 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 def manifest_in(folder_fd: int, place: str) -> Manifest:
     """As `read_manifest`, of the context that `folder_fd` is open on; errors call it `place`."""
     return Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), place)
+
+
+def check_digest(digest: object) -> None:
+    """Raises `ConfigError` unless `digest` is one that `save` returns."""
+    if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
+        raise ConfigError(f"expect must be the 64 hexadecimal digits that save() returned, got {digest!r:.80}")
 
 
 def check_key(manifest: Manifest, key: bytes | None, place: str) -> None:
@@ -67,7 +80,7 @@ class ContextReader:
         free = free_memory()
         if free is not None and entry.bytes > free:
             message = f"{name}: its state in {self.place!r} takes {entry.bytes:,} bytes of memory, {free:,} are free"
-            raise ContextError(f"{message}: the manifest is damaged, or made elsewhere")
+            raise NoRoomError(f"{message}: the manifest is damaged, or made elsewhere")
         self._taking(2 * entry.bytes)  # the bytes, and the tensors made of them
         try:
             data: Any = read_small(self.folder_fd, entry.file, entry.bytes)

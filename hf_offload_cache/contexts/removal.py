@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ContextError
+from ..stores.descriptor import Descriptor
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, reported, sync_folder, try_lock
 
@@ -44,23 +45,17 @@ def remove(path: str | os.PathLike[str], *, wipe: bool = False, file_system: Fil
     """
     path = Path(path)
     with reported(f"removing the context {str(path)!r}"):
-        parent_fd = file_system.open(str(path.parent), FOLDER)
-        try:
-            folder_fd = _open_existing(file_system, path, parent_fd)
-            try:
-                freed = _check_removable(file_system, folder_fd, path)
-                file_system.fchmod(folder_fd, 0o700)  # a user may have made it read-only: told before it loses its name
-                try_lock(file_system, folder_fd)  # so that no sweeper takes it for a dead saver's
-                name = temporary_name(wiping=wipe)
-                file_system.rename(path.name, name, parent_fd)
-                with reported(f"{str(path)!r} is {name!r} until the next save beside it removes that; removing it now"):
-                    sync_folder(file_system, parent_fd)
-                    discard(file_system, parent_fd, name)
-                    sync_folder(file_system, parent_fd)
-            finally:
-                os.close(folder_fd)
-        finally:
-            os.close(parent_fd)
+        parent = file_system.open(str(path.parent), FOLDER)
+        with parent as parent_fd, _open_existing(file_system, path, parent_fd) as folder_fd:
+            freed = _check_removable(file_system, folder_fd, path)
+            file_system.fchmod(folder_fd, 0o700)  # a user may have made it read-only: told before it loses its name
+            try_lock(file_system, folder_fd)  # so that no sweeper takes it for a dead saver's
+            name = temporary_name(wiping=wipe)
+            file_system.rename(path.name, name, parent_fd)
+            with reported(f"{str(path)!r} is {name!r} until the next save beside it removes that; removing it now"):
+                sync_folder(file_system, parent_fd)
+                discard(file_system, parent_fd, name)
+                sync_folder(file_system, parent_fd)
     return freed
 
 
@@ -71,12 +66,9 @@ def sweep(parent: str | os.PathLike[str], *, file_system: FileSystem = FILE_SYST
     that is wrong, the saver fails and its target stays as it was. What cannot be removed stays. `StoreError`: `parent`
     cannot be read.
     """
-    with reported(f"looking for what killed savers left in {os.fspath(parent)!r}"):
-        parent_fd = file_system.open(os.fspath(parent), FOLDER)
-        try:
-            return sweep_open(file_system, parent_fd)
-        finally:
-            os.close(parent_fd)
+    looking = f"looking for what killed savers left in {os.fspath(parent)!r}"
+    with reported(looking), file_system.open(os.fspath(parent), FOLDER) as parent_fd:
+        return sweep_open(file_system, parent_fd)
 
 
 def sweep_open(file_system: FileSystem, parent_fd: int) -> int:
@@ -92,8 +84,7 @@ def sweep_open(file_system: FileSystem, parent_fd: int) -> int:
 
 
 def _sweep_one(file_system: FileSystem, parent_fd: int, name: str) -> bool:
-    fd = file_system.open(name, FOLDER | os.O_NOFOLLOW, parent_fd)
-    try:
+    with file_system.open(name, FOLDER | os.O_NOFOLLOW, parent_fd) as fd:
         here = file_system.fstat(fd)
         locked = try_lock(file_system, fd)
         stale = time.time() - here.st_mtime > _STALE_SECONDS if locked is None else locked
@@ -105,8 +96,6 @@ def _sweep_one(file_system: FileSystem, parent_fd: int, name: str) -> bool:
         file_system.rename(name, taken, parent_fd)
         discard(file_system, parent_fd, taken)
         return True
-    finally:
-        os.close(fd)
 
 
 def discard(file_system: FileSystem, parent_fd: int, name: str) -> None:
@@ -127,13 +116,13 @@ def twice(clean_up: Callable[[], None]) -> None:
 
 def _discard(file_system: FileSystem, parent_fd: int, name: str) -> None:
     try:
-        folder_fd = file_system.open(name, FOLDER | os.O_NOFOLLOW, parent_fd)
+        folder = file_system.open(name, FOLDER | os.O_NOFOLLOW, parent_fd)
     except FileNotFoundError:
         return
     except PermissionError:
         _unless_missing(file_system.rmdir, name, parent_fd)  # made under a umask that forbids all, and empty still
         return
-    try:
+    with folder as folder_fd:
         ours, foreign = survey(file_system, folder_fd)
         if foreign:
             raise ContextError(f"the temporary folder {name!r} holds what is not of a context: {foreign[0]!r}")
@@ -141,26 +130,22 @@ def _discard(file_system: FileSystem, parent_fd: int, name: str) -> None:
             if name.endswith(".wiping"):
                 _wipe(file_system, folder_fd, file)
             _unless_missing(file_system.unlink, file, folder_fd)
-    finally:
-        os.close(folder_fd)
     _unless_missing(file_system.rmdir, name, parent_fd)
 
 
 def _wipe(file_system: FileSystem, folder_fd: int, name: str) -> None:
     """Overwrite a file, unless another context shares its blocks."""
     try:
-        fd = file_system.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd)
+        file = file_system.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd)
     except FileNotFoundError:
         return
-    try:
+    with file as fd:
         here = file_system.fstat(fd)
         if stat.S_ISREG(here.st_mode) and here.st_nlink == 1:
             missing = here.st_size
             while missing:
                 missing -= file_system.write(fd, memoryview(secrets.token_bytes(min(missing, _WIPE_BYTES))))
             file_system.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _unless_missing(call: Callable[[str, int], None], name: str, folder_fd: int) -> None:
@@ -168,7 +153,7 @@ def _unless_missing(call: Callable[[str, int], None], name: str, folder_fd: int)
         call(name, folder_fd)
 
 
-def _open_existing(file_system: FileSystem, path: Path, parent_fd: int) -> int:
+def _open_existing(file_system: FileSystem, path: Path, parent_fd: int) -> Descriptor:
     try:
         return file_system.open(path.name, FOLDER | os.O_NOFOLLOW, parent_fd)
     except OSError as error:

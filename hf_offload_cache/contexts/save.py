@@ -34,7 +34,7 @@ reason to lose a context."""
 
 def save(
     cache: ContextCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
-) -> None:
+) -> str:
     """See `OffloadCache.save`."""
     cache.check_open()
     if (Path(directory).parent / MANIFEST_NAME).exists():
@@ -45,8 +45,10 @@ def save(
     check_adapters(cache.adapters or {}, made_for)
     cache.freeze()
     storage = cache.storage
+    digest = ""
 
     def fill(folder_fd: int) -> None:
+        nonlocal digest
         writer = _Writer(folder_fd, storage.key, storage.account)
         manifest = Manifest(
             library=version("hf-offload-cache"),
@@ -63,11 +65,13 @@ def save(
         state = writer.state("cache", cache.capture(), manifest.binding)
         manifest = manifest.model_copy(update={"state": state})
         write_file(folder_fd, MANIFEST_NAME, [manifest.to_bytes()])
+        digest = manifest.digest
 
     try:
         publish(directory, fill, overwrite=overwrite)
     finally:
         storage.account.observe(_SAVING, 0)
+    return digest
 
 
 def check_adapters(before: dict[str, str], now: dict[str, str]) -> None:

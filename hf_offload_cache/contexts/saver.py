@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import ContextError
+from ..stores.descriptor import Descriptor
 from .data_files import MANIFEST_NAME, survey
 from .file_system import ATTEMPTS, FOLDER, NO_FOLDER, FileSystem, leads_to, sync_folder, try_lock
 from .move_in import Replacement
@@ -27,7 +28,7 @@ class Saver:
         parent_fd: the directory that `target` lies in, open; the caller closes it.
 
     Attributes:
-        fd: its descriptor, which holds the lock that keeps sweepers away; -1: there is none yet.
+        fd: its descriptor, which has the lock that keeps sweepers away; -1: there is none yet.
         left: what could not be removed, and why.
     """
 
@@ -38,9 +39,13 @@ class Saver:
         self._file_system = file_system
         self._name: str | None = None
         self._exchanges = False
-        self._old_fd = -1
+        self._new: Descriptor | None = None
+        self._old: Descriptor | None = None
         self.left: list[str] = []
-        self.fd = -1
+
+    @property
+    def fd(self) -> int:
+        return -1 if self._new is None else self._new.fd
 
     def make(self) -> None:
         """Make the temporary directory. Raises `OSError`."""
@@ -52,18 +57,18 @@ class Saver:
                 self._name = None
                 continue
             try:
-                self.fd = self._open_made(self._name)
+                self._new = self._open_made(self._name)
             except FileNotFoundError:  # swept since
                 continue
             self._file_system.fchmod(self.fd, 0o700)
             locked = try_lock(self._file_system, self.fd)
             if locked is not False and self._leads_to(self._name):
                 return
-            os.close(self.fd)  # a sweeper was faster than the lock: it removes this one
-            self.fd = -1
+            self._new.close()  # a sweeper was faster than the lock: it removes this one
+            self._new = None
         raise OSError(errno.EBUSY, "other processes keep removing the temporary folder")
 
-    def _open_made(self, name: str) -> int:
+    def _open_made(self, name: str) -> Descriptor:
         try:
             return self._open(name)
         except PermissionError:  # the umask took the owner's rights
@@ -84,19 +89,17 @@ class Saver:
     def _is_context(self, name: str) -> bool:
         for _ in range(ATTEMPTS):
             try:
-                fd = self._open(name)
+                found = self._open(name)
             except FileNotFoundError:
                 return False
             except OSError as error:
                 if error.errno in NO_FOLDER:
                     raise self._refusal("is a file or a link, not a folder: choose another name") from error
                 raise
-            try:
+            with found as fd:
                 ours, foreign = survey(self._file_system, fd)
                 if leads_to(self._file_system, name, self._parent_fd, fd):
                     break  # else it was on its way out, and half empty
-            finally:
-                os.close(fd)
         if foreign:
             raise self._refusal(f"holds {foreign[0]!r}, which is not of a context: move it, or choose another name")
         if ours and MANIFEST_NAME not in ours:
@@ -144,19 +147,20 @@ class Saver:
         sync_folder(self._file_system, self._parent_fd)
         return True
 
-    def _keep_old(self, fd: int) -> None:
+    def _keep_old(self, old: Descriptor) -> None:
         """Keep sweepers from the old context: it has a temporary name while there may be a way back."""
-        if self._old_fd >= 0:
-            os.close(self._old_fd)
-        self._old_fd = fd
-        try_lock(self._file_system, fd)
+        if self._old is not None:
+            self._old.close()
+        self._old = old
+        try_lock(self._file_system, old.fd)
 
     def _move_in(self) -> bool:
         """Let the old directory hold the new context, where names cannot be exchanged. False as for `_switch_now`."""
-        try_lock(self._file_system, self._old_fd, wait=True)
-        if not leads_to(self._file_system, self._target.name, self._parent_fd, self._old_fd):
+        assert self._old is not None
+        try_lock(self._file_system, self._old.fd, wait=True)
+        if not leads_to(self._file_system, self._target.name, self._parent_fd, self._old.fd):
             return False
-        replacement = Replacement(self._file_system, self.fd, self._old_fd)
+        replacement = Replacement(self._file_system, self.fd, self._old.fd)
         replacement.move_data()
         replacement.move_manifest(f"{str(self._target)!r} is the new context nevertheless")
         left = replacement.remove_old()
@@ -185,11 +189,11 @@ class Saver:
         except (OSError, ContextError) as error:
             self.left.append(f"{self._name}: {error}")
         finally:
-            for fd in (self.fd, self._old_fd):
-                if fd >= 0:
-                    os.close(fd)
+            for folder in (self._new, self._old):
+                if folder is not None:
+                    folder.close()
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str) -> Descriptor:
         return self._file_system.open(name, FOLDER | os.O_NOFOLLOW, self._parent_fd)
 
     def _leads_to(self, name: str) -> bool:

@@ -21,7 +21,7 @@ from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
 from .findings import Finding, Kind, VerifyResult
 from .folder import reading
-from .listing import expected_sizes
+from .listing import expected_sizes, marked
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .reader import ContextReader, check_key, manifest_in
 
@@ -91,7 +91,10 @@ class _Check:
         manifest = self._manifest()
         if manifest is not None:
             self._contents(manifest, there)
-            foreign += sorted(there.keys() - manifest.file_names - {MANIFEST_NAME})
+            foreign += sorted(there.keys() - manifest.file_names - {MANIFEST_NAME, manifest.mark_name})
+            if manifest.mark_name in there:
+                problem = f"a library does not open this context: {marked(self.folder_fd, manifest.mark_name)}"
+                self._find("marked", manifest.mark_name, "", f"{problem}; save it anew, or remove this file")
         for name in foreign:
             self._find("foreign", name, "", "the context does not have it")
         return VerifyResult(self.place, tuple(self.findings), self.files, self.records, self.bytes)
@@ -237,11 +240,9 @@ class _Check:
         """Let go of the page cache of a file, where that can be."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # what is wrong with the file was found when it was read
-                fd = FILE_SYSTEM.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, self.folder_fd)
-                try:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+                with FILE_SYSTEM.open(name, flags, self.folder_fd) as fd:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
 
     def _advance(self, count: int) -> None:
         self.done += count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
@@ -235,19 +236,21 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     def close(self) -> None:
         """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
         here = self.storage.process.is_here
-        if here and not self.closed:
-            self.timeline.flush()
-            self._final = self.report()
-        try:
-            self._finalizer()
-        finally:
+        with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
             if here:
-                for layer in self.offloaded:
-                    layer.close()
-                self._tokens.truncate(0)
-                self.layers = []
-                self.sort_layers()
-                self.account_live()
+                last_first.callback(self._forget)
+            last_first.callback(self._finalizer)
+            if here and not self.closed:
+                self.timeline.flush()
+                self._final = self.report()
+
+    def _forget(self) -> None:
+        for layer in self.offloaded:
+            layer.close()
+        self._tokens.truncate(0)
+        self.layers = []
+        self.sort_layers()
+        self.account_live()
 
     @property
     def closed(self) -> bool:
@@ -256,8 +259,13 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None or isinstance(error, Exception):
+                raise
+            error.add_note(f"closing the cache failed too: {failed}")  # Ctrl-C stays Ctrl-C
 
 
 def _shut_down(storage: Storage, model: weakref.ref[PreTrainedModel], token: int) -> None:

@@ -7,7 +7,7 @@ import functools
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,7 @@ class Storage:
         self.closed = False
         self.torn = False
         self._verify = config.verify
+        self._audits = False
         self.stream_buffers: list[Staging] = []
 
     # --- stores ------------------------------------------------------------------------------------------------
@@ -94,6 +95,13 @@ class Storage:
         store = LayeredStore(parts, functools.partial(self._new_store, record_bytes, name))
         self.stores.append(store)
         return store
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, in any thread, with what is wrong, when what was opened of a context is found damaged:
+        once for each of its files. It must not raise."""
+        for store in self.stores:
+            if isinstance(store, FreezableStore):
+                store.on_damage(told)
 
     def close_store(self, store: Store) -> None:
         """Drop what is under way for `store`, and give its file back."""
@@ -131,6 +139,7 @@ class Storage:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
+        Within `audited`, what the configuration trusts is checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
@@ -138,6 +147,7 @@ class Storage:
         buffers = self._buffers(len(parts[0]) * store.record_bytes, device)
         size = store.record_bytes
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
+        audited = store if self._audits and isinstance(store, FreezableStore) else None
         try:
             for index, part in enumerate(parts):
                 if index + 1 < len(parts):
@@ -146,11 +156,23 @@ class Storage:
                     tickets.append(self.prefetcher.read(store, following, rows))
                 buffer = buffers[index % 2]
                 self.wait_for(tickets.pop(0))
+                if audited is not None:
+                    audited.verify(part, buffer.host_rows(len(part), size))
                 yield buffer.upload(len(part), size)
         finally:
             for ticket in tickets:
                 with contextlib.suppress(OSError):  # the first error is on its way to the caller
                     ticket.wait()
+
+    @contextlib.contextmanager
+    def audited(self) -> Iterator[None]:
+        """For who writes elsewhere what it streams: in here, `stream` checks every record, also with `verify=False`.
+        Raises `CorruptRecordError` there."""
+        before, self._audits = self._audits, True
+        try:
+            yield
+        finally:
+            self._audits = before
 
     def _buffers(self, nbytes: int, device: torch.device) -> list[Staging]:
         if not (self.stream_buffers and self.stream_buffers[0].fits(nbytes, device)):

@@ -110,9 +110,10 @@ class AbstractPages:
         full, rest = divmod(units, self.each)
         if rest:
             ids = self.table.ids[:, full].astype(np.int64)
-            for page in self._storage.stream(self._store, ids, self.rows, self.device):
-                packed = self.form.payload(page)[:, : self.each * self.width]
-                self._open.copy_(packed.reshape(self.rows, self.each, self.width))
+            with self._storage.audited():
+                for page in self._storage.stream(self._store, ids, self.rows, self.device):
+                    packed = self.form.payload(page)[:, : self.each * self.width]
+                    self._open.copy_(packed.reshape(self.rows, self.each, self.width))
         self._count = rest
         return self.table.truncate(full)
 

@@ -163,9 +163,10 @@ class ClusteredEntries:
         """What lies in pages of clusters of rows, (n,) each: (n, group_size, width), a copy."""
         ids, form = self.pages.records(rows, clusters, numbers), self.form
         found = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
-        streamed = self._storage.stream(self.store, ids, self.pages.largest, found.device)
-        for part, records in zip(found.split(self.pages.largest), streamed, strict=False):
-            part.copy_(form.payload(records).view_as(part))
+        with self._storage.audited():
+            streamed = self._storage.stream(self.store, ids, self.pages.largest, found.device)
+            for part, records in zip(found.split(self.pages.largest), streamed, strict=False):
+                part.copy_(form.payload(records).view_as(part))
         return found
 
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:

@@ -276,8 +276,9 @@ class PositionHistory:
         keep = self._leaving(length)
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
-        for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):
-            entries = self._entries(records)[:, : length - keep * group]
+        with self._storage.audited():
+            for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):
+                entries = self._entries(records)[:, : length - keep * group]
         self.tail.replace(entries)
         self.length = length
         return self.table.truncate(keep)

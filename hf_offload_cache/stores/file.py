@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,6 +166,7 @@ class FileStore(FreezableStore):
             self._file.resize(count * self.record_bytes)
         except OSError as error:
             raise self._failure("freezing", error) from error
+        self._file.vouch()
         self._frozen = True
         self._capacity = count
         self._guard.resize(count)
@@ -190,6 +192,9 @@ class FileStore(FreezableStore):
         if wrong.size:
             self._refuse(wrong, ids, records)
 
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        self._file.on_damage(told)
+
     @property
     def inode(self) -> tuple[int, int] | None:
         there = os.fstat(self._file.fd)
@@ -197,25 +202,56 @@ class FileStore(FreezableStore):
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen(self._frozen, "exported")
-        size = self._capacity * self.record_bytes
+        guard, size = self._guard, self._capacity * self.record_bytes
         try:
-            if live is not None and (self._guard.written & ~live).any():
-                guard = self._guard.only(live)
-                named.copy(self._file, size, self._ranges(np.flatnonzero(guard.written)), folder_fd, name)
-                return guard
-            self._wipe_holes()
-            self._file.sync()
-            if not named.link(self._file, folder_fd, name):
-                named.copy(self._file, size, [(0, size)], folder_fd, name)
+            if live is not None and (guard.written & ~live).any():
+                guard = guard.only(live)
+            else:
+                self._wipe_holes()
+                self._file.sync()
+                if self._link(folder_fd, name):
+                    return guard
+            ranges = self._ranges(np.flatnonzero(guard.written))
+            named.copy(self._file, size, ranges, folder_fd, name, self.record_bytes, self._check_piece)
+        except CorruptRecordError:
+            raise
         except OSError as error:
             raise self._failure(f"saving as {name!r}", error) from error
-        return self._guard
+        return guard
+
+    def _link(self, folder_fd: int, name: str) -> bool:
+        """`named.link`. A link reads nothing: where something has written to the file since it was opened or frozen, or
+        a read has found damage, all of it is read and checked."""
+        if not named.link(self._file, folder_fd, name):
+            return False
+        try:
+            if not self._file.unchanged:
+                for piece in named.pieces(self._file, self._ranges(np.flatnonzero(self.written)), self.record_bytes):
+                    self._check_piece(*piece)
+        except BaseException as error:
+            named.undo_name(folder_fd, name, error)
+            raise
+        return True
+
+    def _check_piece(self, start: int, piece: memoryview) -> None:
+        """Raise `CorruptRecordError` unless `piece`, some records as they lie in the file from byte `start` on, is what
+        was written."""
+        first, count = start // self.record_bytes, len(piece) // self.record_bytes
+        ids, records = np.arange(first, first + count), torch.frombuffer(piece, dtype=torch.uint8).view(count, -1)
+        wrong = self._guard.audit(ids, records)
+        if wrong.size:
+            self._refuse(wrong, ids, records)
 
     def _wipe_holes(self) -> None:
         """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
+        if not len(self._holes):
+            return
+        unchanged = self._file.unchanged
         for first, end in self._ranges(self._holes):
             self._file.wipe(first, end)
         self._holes = self._holes[:0]
+        if unchanged:
+            self._file.vouch()
 
     def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
         """Where each run of records begins and ends in the file, in bytes."""
@@ -235,11 +271,12 @@ class FileStore(FreezableStore):
         """Raise for the positions `wrong`, of which there is one at least, and overwrite their rows."""
         out[torch.from_numpy(wrong)] = WRONG
         verb = "is" if len(wrong) == 1 else "are"
+        problem = f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason})"
+        self._file.doubt(problem)
         raise CorruptRecordError(
             errno.EIO,
-            f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason}) in "
-            f"{self._file.place!r}: the disk failed, or the file was changed by something else; other records are "
-            f"readable, and what was lost has to be computed again",
+            f"{problem} in {self._file.place!r}: the disk failed, or the file was changed by something else; other "
+            f"records are readable, and what was lost has to be computed again",
         )
 
     def _describe(self, ids: np.ndarray) -> str:
@@ -255,6 +292,8 @@ class FileStore(FreezableStore):
             kind = type(error)
         advice = "; make room or give another `path`" if full and not isinstance(error, StoreFullError) else ""
         reason = error.strerror or str(error)
+        if kind is CorruptRecordError or error.errno == errno.EIO:
+            self._file.doubt(f"{self.name}: {work}: {reason}")
         return kind(error.errno or errno.EIO, f"{self.name}: {work} in {self._file.place!r}: {reason}{advice}")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -60,9 +61,12 @@ class FreezableStore(Store):
         A hard link where the file system lets us, else a copy. `live` ((capacity,), bool; None: all) says which of them
         may be in the file: where others hold something, it is a copy without them, which has holes in their place.
 
+        Each record is checked as it is copied, whatever reads trust. A link reads nothing, unless something has written
+        to the file since it was opened or frozen, or a read has found damage in it: then all of it is checked.
+
         What the file holds is on the device when this returns; its name is when the directory is synced. Returns the
         guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is
-        copied): nothing of that name is there then.
+        copied; `CorruptRecordError` for a record that is not what was written): nothing of that name is there then.
         """
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -70,6 +74,11 @@ class FreezableStore(Store):
 
         For a caller that is about to vouch for them: it checks what `read` was told to trust. Wrong rows are
         overwritten.
+        """
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, once and in any thread, with what is wrong, when a read of a frozen store finds a
+        record that is not what was written, or cannot be had; reads of who shares it count too. It must not raise.
         """
 
     def _check_frozen(self, frozen: bool, purpose: str) -> None:

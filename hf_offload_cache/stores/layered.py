@@ -255,6 +255,10 @@ class LayeredStore(FreezableStore):
         for store, some, (first, stop) in self._layout.pieces(ids):
             store.verify(some, records[first:stop])
 
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        for part in self.parts:
+            part.on_damage(told)
+
     @property
     def directory(self) -> str | None:
         return ", ".join(dict.fromkeys(store.directory for store in self._stores() if store.directory)) or None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,8 @@ class MappedTable:
 
     def __init__(self, directory: Path, name: str, array: np.ndarray) -> None:
         size = max(1, array.nbytes)
-        descriptor = open_scratch(directory, name)
+        self._file = open_scratch(directory, name)
+        descriptor = self._file.fd
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, size)  # a page that found no space later would end the process
@@ -36,19 +36,15 @@ class MappedTable:
                 os.ftruncate(descriptor, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
-            os.close(descriptor)
+            self._file.close()
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
                 f"space, raise `ulimit -n` where files are too many, or keep it in memory"
             ) from error  # fmt: skip
-        except BaseException:
-            os.close(descriptor)
-            raise
         self.descriptor, self.nbytes = descriptor, size
         self._name, self._fresh = name, True
         self._failed: tuple[int, str] | None = None
-        weakref.finalize(self, os.close, descriptor)
         self.array = np.frombuffer(self._map, dtype=array.dtype, count=array.size).reshape(array.shape)
         self.array[...] = array
 

@@ -62,6 +62,7 @@ class MemoryStore(FreezableStore):
             ids = written[start : start + copy._chunk_records]
             buffer = aligned_empty(len(ids), store.record_bytes)
             store.read(ids, buffer)
+            store.verify(ids, buffer)  # what is saved of them gets new tags
             copy.write(ids, buffer)
         copy.freeze()
         return copy

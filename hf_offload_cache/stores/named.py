@@ -7,11 +7,12 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
 from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
+from .descriptor import open_descriptor
 from .record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -36,15 +37,15 @@ class NamedFile(RecordFile):
     def __init__(self, folder_fd: int, file_name: str, size: int, name: str) -> None:
         place = place_of(folder_fd, file_name)
         # Without O_NONBLOCK the open of a pipe would wait for its other end.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(file_name, flags, dir_fd=folder_fd)
+            descriptor = open_descriptor(file_name, flags, folder_fd=folder_fd)
         except OSError as error:
             kind = CorruptRecordError if error.errno in _NOT_THERE else StoreError
             reason = _NOT_THERE.get(error.errno or 0) or error.strerror
             raise kind(error.errno, f"{name}: {place!r} cannot be opened: {reason}") from error
-        super().__init__(fd, place)
-        status = os.fstat(fd)
+        super().__init__(descriptor, place)
+        status = os.fstat(self.fd)
         wrong = None
         if not stat.S_ISREG(status.st_mode):
             wrong = "it is no regular file"
@@ -53,6 +54,7 @@ class NamedFile(RecordFile):
         if wrong:
             self.close()
             raise CorruptRecordError(errno.EIO, f"{name}: {place!r} is not what was written: {wrong}")
+        self.vouch()
 
     def _probe(self, view: memoryview) -> None:
         if self.size:
@@ -89,8 +91,8 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
             errno.ENOSPC,
             f"{place!r} needs {taken:,} bytes and its disk has {available:,} free; make room there",
         )
-    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
-    file = RecordFile(os.open(name, flags, 0o600, dir_fd=folder_fd), place)
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR
+    file = RecordFile(open_descriptor(name, flags, folder_fd=folder_fd), place)
     try:
         os.fchmod(file.fd, 0o600)  # the umask may have taken more
         if os.fstat(file.fd).st_mode & 0o077:
@@ -99,27 +101,50 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
         yield file
         file.resize(size)
         file.sync()
-    except BaseException:
-        os.unlink(name, dir_fd=folder_fd)
+    except BaseException as error:
+        undo_name(folder_fd, name, error)
         raise
     finally:
         file.close()
 
 
-def copy(file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str) -> None:
+def pieces(
+    file: RecordFile, ranges: Sequence[tuple[int, int]], record_bytes: int
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of `file` in the half-open `ranges` of whole records, some records at a time: where they begin, and a
+    view that is valid until the next. Raises `OSError`; `ShortReadError` when `file` is shorter."""
+    step = max(1, BOUNCE_BYTES // record_bytes) * record_bytes
+    buffer = memoryview(mmap.mmap(-1, step))  # anonymous memory starts on a page
+    for first, end in ranges:
+        for start in range(first, end, step):
+            piece = buffer[: min(step, end - start)]
+            file.read(piece, start)
+            yield start, piece
+            if not file.direct:
+                file.drop(start, len(piece))
+
+
+def copy(
+    file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str, record_bytes: int,
+    check: Callable[[int, memoryview], object],
+) -> None:  # fmt: skip
     """A file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
 
-    Raises as `new_file`; `ShortReadError` when `file` is shorter.
+    `check` gets what `pieces` gives before it is written, and raises where that is not to be. Raises as `new_file`, as
+    `pieces` and as `check`; nothing of that name is there then.
     """
     with new_file(folder_fd, name, size, sum(end - first for first, end in ranges)) as target:
-        buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # anonymous memory starts on a page
-        for first, end in ranges:
-            for start in range(first, end, BOUNCE_BYTES):
-                piece = buffer[: min(BOUNCE_BYTES, end - start)]
-                file.read(piece, start)
-                target.write(piece, start)
-                if not file.direct:
-                    file.drop(start, len(piece))
+        for start, piece in pieces(file, ranges, record_bytes):
+            check(start, piece)
+            target.write(piece, start)
+
+
+def undo_name(folder_fd: int, name: str, error: BaseException) -> None:
+    """Take a new name away again, because of `error`, which stays what it is: a note says so where that fails."""
+    try:
+        os.unlink(name, dir_fd=folder_fd)
+    except OSError as left:
+        error.add_note(f"{name!r} could not be removed: {left}")
 
 
 def place_of(folder_fd: int, name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ..memory.machine import free_disk
 from .base import DEVICE_BLOCK
+from .descriptor import Descriptor
 
 MOST_PARTS = 1024
 """Of a `write_parts`: as many as Linux takes."""
@@ -26,12 +27,17 @@ class ShortReadError(OSError):
     """The file ends before the bytes that were asked for."""
 
 
-class Descriptor:
-    """An open descriptor, closed when the last file object that refers to it was closed or is gone."""
+class _Known:
+    """What is known of a file, for all who share its descriptor.
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        weakref.finalize(self, os.close, fd)
+    Attributes:
+        vouched: `_state_of` the file when it was known to be as it was written; None: it is not.
+        on_damage: is told once, in any thread, why it is not; None: nobody is.
+    """
+
+    def __init__(self) -> None:
+        self.vouched: tuple[int, int] | None = None
+        self.on_damage: Callable[[str], object] | None = None
 
 
 class RecordFile:
@@ -48,11 +54,12 @@ class RecordFile:
         doubtful: what was written before may be lost already: `check` says so.
     """
 
-    def __init__(self, fd: int, place: str) -> None:
-        """Takes `fd` over."""
-        self._descriptor: Descriptor | None = Descriptor(fd)
+    def __init__(self, descriptor: Descriptor, place: str) -> None:
+        """Takes `descriptor` over."""
+        self._descriptor: Descriptor | None = descriptor
+        self._known = _Known()
         self._sharers: weakref.WeakSet[RecordFile] = weakref.WeakSet([self])
-        self.fd = fd
+        self.fd = descriptor.fd
         self.place = place
         self.direct = False
         self.unsynced = 0
@@ -72,6 +79,27 @@ class RecordFile:
     def shared(self) -> bool:
         """Whether others use the descriptor."""
         return len(self._sharers) > 1
+
+    def vouch(self) -> None:
+        """The file is as it was written: nothing writes to it from now on, and `unchanged` says whether that is so."""
+        self._known.vouched = _state_of(self.fd)
+
+    def doubt(self, why: str) -> None:
+        """Something in the file was found to be wrong: it is not `unchanged` any more."""
+        self._known.vouched = None
+        told, self._known.on_damage = self._known.on_damage, None
+        if told is not None:
+            told(why)
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Let `told` be called, once, when something in the file is found to be wrong, also by who shares it. Any
+        thread may call it; it must not raise."""
+        self._known.on_damage = told
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing has written to the file since `vouch`, as far as its size and its date tell."""
+        return self._known.vouched == _state_of(self.fd)
 
     def try_direct(self) -> str | None:
         """Bypass the page cache from now on where that works: None, or the reason why it does not."""
@@ -234,4 +262,12 @@ class RecordFile:
         """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""
         self.fd = -1
         self._sharers.discard(self)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and not self._sharers:
+            descriptor.close()
+
+
+def _state_of(fd: int) -> tuple[int, int]:
+    """What any write to a file changes: its date, and its size."""
+    there = os.fstat(fd)
+    return there.st_mtime_ns, there.st_size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 
 from ..errors import StoreError
+from .descriptor import Descriptor, open_descriptor
 from .record_file import RecordFile
 
 
@@ -18,30 +20,18 @@ class ScratchFile(RecordFile):
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         place = os.fspath(directory)
-        fd = open_scratch(place, name)
-        try:
-            super().__init__(fd, place)
-        except BaseException as error:
-            if getattr(self, "_descriptor", None) is None:  # nobody else owns the descriptor yet
-                os.close(fd)
-            if not isinstance(error, OSError):
-                raise
-            raise _refusal(place, name, error) from error
+        super().__init__(open_scratch(place, name), place)
 
 
-def open_scratch(directory: str | os.PathLike[str], name: str) -> int:
-    """The descriptor of a new unnamed file in `directory` that only its owner may use, whatever the umask. Raises
-    `StoreError` that names `directory` when no file can be made there."""
-    place, fd = os.fspath(directory), -1
+def open_scratch(directory: str | os.PathLike[str], name: str) -> Descriptor:
+    """A new unnamed file in `directory` that only its owner may use, whatever the umask. Raises `StoreError` that names
+    `directory` when no file can be made there."""
+    place = os.fspath(directory)
     try:
-        fd = _open_unnamed(place)
-        _make_private(fd)
-        return fd
-    except BaseException as error:
-        if fd >= 0:
-            os.close(fd)
-        if not isinstance(error, OSError):
-            raise
+        descriptor = _open_unnamed(place)
+        _make_private(descriptor.fd)
+        return descriptor
+    except OSError as error:
         raise _refusal(place, name, error) from error
 
 
@@ -54,21 +44,28 @@ def _refusal(place: str, name: str, error: OSError) -> StoreError:
     )
 
 
-def _open_unnamed(directory: str) -> int:
-    """A descriptor of a new file that only its owner may use and that no name leads to."""
+def _open_unnamed(directory: str) -> Descriptor:
+    """A new file that only its owner may use and that no name leads to."""
     if hasattr(os, "O_TMPFILE"):
         try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            return open_descriptor(directory, os.O_TMPFILE | os.O_RDWR)
         except OSError:
             pass  # not every file system can: the named way below works, or says what is wrong
     path = os.path.join(directory, f".hf_offload_cache-{secrets.token_hex(16)}")
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = open_descriptor(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR)
+    except FileExistsError:
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):  # an interrupt may have come when it was made
+            os.unlink(path)
+        raise
     try:
         os.unlink(path)
-    except BaseException:
-        os.close(fd)
+    except OSError:
+        descriptor.close()
         raise
-    return fd
+    return descriptor
 
 
 def _make_private(fd: int) -> None:

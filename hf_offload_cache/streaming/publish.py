@@ -7,7 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,7 +48,7 @@ def publish_context(
     chunk_tokens: int = 1024,
     private: Iterable[tuple[int, int]] = (),
     active_mass: float | None = None,
-    context_key: KeySource | None = None,
+    context_key: KeySource | Literal[False] | None = None,
     overwrite: bool = False,
     check: bool = True,
     options: dict[str, Any] | None = None,
@@ -76,7 +76,8 @@ def publish_context(
             a `key`, too, where that matters.
         active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
             of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
-        context_key: of the directory, if it is encrypted; None: `key`, if it is.
+        context_key: of the directory; None: `key`. With either the directory has to be encrypted, since somebody may
+            have put another in its place; False: it is not, and `key` is of what is published alone.
         overwrite: replace the manifest of what is published there; its objects stay, but those that have other bytes
             than they should.
         check: read back what was written, objects before the manifest is written, and compare sizes and digests. False:
@@ -97,7 +98,7 @@ def publish_context(
         raise ConfigError(f"chunk_tokens must be a multiple of {BLOCK} with active_mass, got {chunk_tokens}: use 1024")
     hidden = check_ranges(private)
     if not isinstance(context, OffloadCache):
-        with _opened(context, model, tokenizer, key if context_key is None else context_key) as cache:
+        with _opened(context, model, tokenizer, key if context_key is None else context_key or None) as cache:
             return publish_context(
                 cache, url, tokenizer, key, level=level, chunk_tokens=chunk_tokens, private=hidden,
                 active_mass=active_mass, overwrite=overwrite, check=check, options=options, on_progress=on_progress,
@@ -165,7 +166,12 @@ def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None
         raise ConfigError(
             f"{place}: its cache {manifest.cache} is none of this library's: open it, and publish the cache"
         )
-    fields = {} if key is None or manifest.key_check is None else {"encryption_key": key}
+    if key is not None and manifest.key_check is None:
+        raise EncryptionKeyError(
+            f"{place}: a key was given, but the context is not encrypted: somebody may have put it in the place of one "
+            "that is; to publish it, give context_key=False (--plain-context)"
+        )
+    fields = {} if key is None else {"encryption_key": key}
     opened: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)
     return opened
 
@@ -196,7 +202,8 @@ class _Publishing:
         form = cache.offloaded[0].history.form
         for done, layer in enumerate(cache.offloaded):
             if done:  # the first layer is a projection of the tokens
-                keys, values = layer.whole()
+                with cache.storage.audited():
+                    keys, values = layer.whole()
                 for chunk in chunks:
                     part = slice(chunk * size, (chunk + 1) * size)
                     data = None if chunk in hidden else encode(keys[0, :, part], values[0, :, part], self._level)

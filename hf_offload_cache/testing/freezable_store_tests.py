@@ -257,6 +257,24 @@ class FreezableStoreTests(StoreTests):
                 good = np.setdiff1d(ids, [17, 20, 25, 28])
                 assert torch.equal(read(store, good), records[torch.from_numpy(good)])
 
+    def test_what_was_damaged_is_not_saved_again(self, tmp_path: Path) -> None:
+        import pytest
+
+        with self.saved(tmp_path, 30) as (folder, guard, ids, records), self.reopened(folder, guard, 30) as store:
+            store.export(folder, "whole")
+            with open(tmp_path / "saved", "r+b") as file:
+                file.seek(17 * RECORD_BYTES + 5)
+                file.write(bytes(20))
+            before = sorted(os.listdir(folder))
+            without = np.arange(30) != 3
+            for live in (None, without):
+                with pytest.raises(CorruptRecordError, match=r"layer.*record 17 is not what was written"):
+                    store.export(folder, "again", live)
+                assert sorted(os.listdir(folder)) == before
+            store.export(folder, "again", without & (ids != 17))
+            good = np.setdiff1d(ids, [3, 17])
+            assert torch.equal(read(store, good), records[torch.from_numpy(good)])
+
     @contextmanager
     def folder(self, tmp_path: Path) -> Iterator[int]:
         descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
@@ -284,6 +302,10 @@ class FreezableStoreTests(StoreTests):
     def kept(self, guard: RecordGuard) -> RecordGuard:
         """What becomes of a guard that is saved and opened again."""
         return open_guard(guard.describe(), guard.tags, self.key, verify=True)
+
+    def reopened(self, folder: int, guard: RecordGuard, count: int) -> closing[FreezableStore]:
+        """`reopen`, closed at the end of a `with`."""
+        return closing(self.reopen(folder, guard, count))
 
     def reopen(self, folder: int, guard: RecordGuard, count: int, name: str = "saved") -> FreezableStore:
         return open_named("mapped", folder, name, count, RECORD_BYTES, "layer 3", guard=guard)

@@ -232,6 +232,40 @@ def test_an_encrypted_context(ask: Run, run: Run, folder: Path, document: Path, 
     assert json.loads(out)["text"] == [document.read_text().strip()]
 
 
+@pytest.mark.parametrize("ending", ["records", "layer"])
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_damaged_context_is_prefilled_anew(
+    ask: Run, document: Path, tmp_path: Path, ending: str, compare: bool
+) -> None:
+    """Its text is there: the answer comes all the same, and what was wrong is said."""
+    saved, more = tmp_path / "saved", ["--compare"] if compare else []
+    assert ask("--prompt-file", document, "--save", saved)[0] == 0
+    code, expected, _ = ask("--context", saved, *more)
+    assert code == 0
+    states = {layer.state.file for layer in Manifest.parse((saved / "manifest.json").read_bytes(), "here").layers}
+    for file in saved.glob("*.records") if ending == "records" else map(saved.joinpath, states):
+        content = bytearray(file.read_bytes())
+        content[100] ^= 1
+        file.write_bytes(content)
+    code, out, err = ask("--context", saved, *more)
+    assert code == 0 and "is damaged: its text is prefilled" in " ".join(err.split())
+    assert out.split() == expected.split()
+
+
+def test_publish_wants_the_kind_of_context_that_the_key_is_for(
+    ask: Run, run: Run, folder: Path, document: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    saved, key = tmp_path / "saved", tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    assert ask("--prompt-file", document, "--save", saved)[0] == 0
+    publish = ["publish", saved, tmp_path / "pub", "--model", folder, "--device", "cpu", "--key", key]
+    code, out, err = run(*publish)
+    assert (code, out) == (2, "") and one_line(err, "EncryptionKeyError", "--plain-context")
+    assert run(*publish, "--plain-context")[0] == 0
+    assert b"prefixes" not in (tmp_path / "pub" / "stream.json").read_bytes()
+
+
 def test_another_model_is_refused(ask: Run, tmp_path: Path) -> None:
     save(tmp_path / "saved", prompt(tiny_model("llama")))
     code, out, err = ask("--context", tmp_path / "saved")

@@ -98,7 +98,7 @@ class FailAt(Steps):
         if self.after:
             result = call()
             if name == "open":
-                os.close(result)
+                result.close()
         elif name == "close":
             call()  # a descriptor is gone also when closing it fails
         raise self.make_error()

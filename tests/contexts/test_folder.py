@@ -74,11 +74,10 @@ def test_written_and_read(folder_fd: int, tmp_path: Path, name: str) -> None:
     write_file(folder_fd, name, [data[:3], bytearray(data[3:4000]), memoryview(data)[4000:], b""])
     assert (tmp_path / "inside" / name).read_bytes() == data
     assert read_small(folder_fd, name, len(data)) == data
-    fd = open_file(folder_fd, name)
-    assert os.get_blocking(fd)
-    assert not os.get_inheritable(fd)
-    assert os.read(fd, 20_000) == data
-    os.close(fd)
+    with open_file(folder_fd, name) as fd:
+        assert os.get_blocking(fd)
+        assert not os.get_inheritable(fd)
+        assert os.read(fd, 20_000) == data
 
 
 def test_buffers_of_any_type_are_written_as_bytes(folder_fd: int) -> None:
@@ -247,9 +246,8 @@ def test_what_is_no_context_is_not_opened(tmp_path: Path) -> None:
         with pytest.raises(ContextError, match=name.rstrip("/")):
             open_folder(f"{tmp_path}/{name}")
     for path in (tmp_path / "ctx", f"{tmp_path}/ctx/"):
-        fd = open_folder(path)
-        assert not os.get_inheritable(fd)
-        os.close(fd)
+        with open_folder(path) as fd:
+            assert not os.get_inheritable(fd)
 
 
 def test_entries_are_contexts_only(tmp_path: Path) -> None:
@@ -363,12 +361,9 @@ def test_removing_without_wiping_overwrites_nothing(tmp_path: Path) -> None:
 
 def test_what_has_it_open_keeps_it(tmp_path: Path) -> None:
     save(tmp_path / "ctx", "old")
-    fd = open_folder(tmp_path / "ctx")
-    file = open_file(fd, next(iter(contents("old"))))
-    remove(tmp_path / "ctx")
-    assert os.read(file, 10_000) == next(iter(contents("old").values()))
-    os.close(file)
-    os.close(fd)
+    with open_folder(tmp_path / "ctx") as folder, open_file(folder, next(iter(contents("old")))) as file:
+        remove(tmp_path / "ctx")
+        assert os.read(file, 10_000) == next(iter(contents("old").values()))
 
 
 # ---- sweeping

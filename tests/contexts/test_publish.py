@@ -475,11 +475,8 @@ def test_a_folder_that_is_opened_while_it_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "ctx"
     save(target, "old")
     between = Meanwhile(Quick(), "stat", lambda: save(target, "new"))
-    fd = open_folder(target, file_system=between)
-    try:
+    with open_folder(target, file_system=between) as fd:
         assert read_version(fd) == "new"
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize("how", ["exchange", "in place"])

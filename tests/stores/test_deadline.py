@@ -136,7 +136,7 @@ def test_the_kernel_gives_no_ring(monkeypatch: pytest.MonkeyPatch, number: int, 
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(io_uring, "setup", refuse)
+    monkeypatch.setattr(io_uring, "_system_call", lambda: refuse)
     with pytest.raises(OSError, match=f"io_uring refused: .*{says}") as caught:
         io_uring.open_ring(4)
     assert caught.value.errno == number
@@ -144,8 +144,8 @@ def test_the_kernel_gives_no_ring(monkeypatch: pytest.MonkeyPatch, number: int, 
 
 def test_a_program_that_is_started_gets_no_ring() -> None:
     try:
-        fd, _ = io_uring.open_ring(4)
+        descriptor, _ = io_uring.open_ring(4)
     except OSError as error:
         pytest.skip(str(error))
-    assert not os.get_inheritable(fd)
-    os.close(fd)
+    with descriptor as fd:
+        assert not os.get_inheritable(fd)

@@ -421,7 +421,12 @@ def test_copies_move_bounded_pieces(tmp_path: Path, folder: int, monkeypatch: py
         RecordFile, "write", lambda self, data, offset: (sizes.append(len(data)), real(self, data, offset))[1]
     )
     with closing(store):
-        named.copy(store._file, 3 * BOUNCE_BYTES, [(0, 3 * BOUNCE_BYTES)], folder, "saved")  # type: ignore[attr-defined]
+        size = 3 * BOUNCE_BYTES
+        checked: list[int] = []
+        named.copy(
+            store._file, size, [(0, size)], folder, "saved", RECORD_BYTES,  # type: ignore[attr-defined]
+            lambda start, piece: checked.append(start),
+        )  # fmt: skip
     assert max(sizes) == BOUNCE_BYTES and sum(sizes) - 3 * BOUNCE_BYTES in (0, 4096)
 
 

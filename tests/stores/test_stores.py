@@ -62,11 +62,11 @@ def no_uring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_rings(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(entries: int, parameters: object) -> int:
+    def refuse(*_: object) -> int:
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(io_uring, "setup", refuse)
+    monkeypatch.setattr(io_uring, "_system_call", lambda: refuse)
 
 
 @pytest.fixture

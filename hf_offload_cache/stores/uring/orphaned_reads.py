@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable
 
 from ..deadline import Deadline, has_passed
+from ..descriptor import Descriptor
 from ..process import Process
 from .batch import Batch
 from .queues import WRAP, Queues, Waiter
@@ -19,8 +19,10 @@ from .queues import WRAP, Queues, Waiter
 class OrphanedReads:
     """What they need until they end: the ring's descriptor and queues, and the batches, which hold the memory."""
 
-    def __init__(self, fd: int, memory: Queues, waiter: Waiter, batches: list[Batch]) -> None:
-        self.fd = fd
+    def __init__(self, descriptor: Descriptor, memory: Queues, waiter: Waiter, batches: list[Batch]) -> None:
+        self.descriptor = descriptor
+        self.interrupt: KeyboardInterrupt | None = None
+        """One that came while the memory was waited for, to be raised when that is given back."""
         self._memory = memory
         self._waiter = waiter
         self._batches = batches
@@ -40,7 +42,8 @@ class OrphanedReads:
                     return False
                 if self._waiter.wait(0, in_flight, expires) < 0 and ctypes.get_errno() != errno.EINTR:
                     time.sleep(0.001)
-            except KeyboardInterrupt:  # the kernel is still writing to memory that would be given back
+            except KeyboardInterrupt as error:  # the kernel is still writing to memory that would be given back
+                self.interrupt = error
                 continue
 
     def wait_and_close(self) -> None:
@@ -51,27 +54,29 @@ class OrphanedReads:
     def close(self) -> None:
         """Give the descriptor and the batches back. Nothing may be in flight."""
         self._batches.clear()
-        os.close(self.fd)
+        self.descriptor.close()
 
 
 def close_when_done(
     orphans: OrphanedReads, deadline: Deadline, process: Process, exit_handler: Callable[[], None]
-) -> None:
+) -> KeyboardInterrupt | None:
     """Give a ring back once nothing is in flight; also when it is forgotten, and at the end of the interpreter.
 
     What does not end in time is left to a daemon thread, or where there can be none stays as it is until the process
-    ends. `exit_handler` is the ring's own, which is not needed any more.
+    ends. `exit_handler` is the ring's own, which is not needed any more. Returns an interrupt that came meanwhile, for
+    who can raise it: a collection cannot.
     """
     atexit.unregister(exit_handler)
     if not process.is_here or orphans.wait(deadline.expires()):
         orphans.close()
-        return
+        return orphans.interrupt
     keeper = threading.Thread(target=orphans.wait_and_close, name="hf_offload_cache-ring", daemon=True)
     try:
         if not deadline.at_exit:  # no thread outlives the interpreter
             keeper.start()
-            return
+            return orphans.interrupt
     except RuntimeError:  # the system gives no more threads
         pass
     # The kernel may write to the memory as long as the process lives: one reference more keeps it that long.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(orphans))
+    return orphans.interrupt

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..descriptor import Descriptor
+
 _SETUP, _ENTER = 425, 426  # system calls, the same on every architecture but the ones refused below
 OP_NOP, OP_READ = 0, 22
 GETEVENTS, _EXT_ARG = 1, 8  # flags of `enter`
@@ -128,15 +130,16 @@ def ring_bytes(depth: int) -> int:
     return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in maps)
 
 
-def open_ring(depth: int) -> tuple[int, Parameters]:
-    """The descriptor of a new ring. Raises `OSError` with the reason."""
+def open_ring(depth: int) -> tuple[Descriptor, Parameters]:
+    """A new ring. Raises `OSError` with the reason."""
     machine = platform.machine()
     if sys.platform != "linux" or machine.startswith(("alpha", "mips")):
         raise OSError(errno.ENOSYS, f"no io_uring on {sys.platform} {machine}")
     parameters = Parameters()
-    fd = setup(depth, parameters)
-    if fd < 0:
+    descriptor = setup(depth, parameters)
+    if descriptor.fd < 0:
         number = ctypes.get_errno()
+        descriptor.release()
         reasons = {
             errno.EPERM: "forbidden here, by a container's seccomp profile or by sysctl kernel.io_uring_disabled",
             errno.ENOSYS: "this kernel has none",
@@ -144,12 +147,12 @@ def open_ring(depth: int) -> tuple[int, Parameters]:
             errno.EMFILE: "this process has no descriptor left: raise the limit with `ulimit -n`",
         }
         raise OSError(number, f"io_uring refused: {reasons.get(number, os.strerror(number))}")
-    return fd, parameters
+    return descriptor, parameters
 
 
-def setup(entries: int, parameters: Parameters) -> int:
-    """io_uring_setup: a descriptor, or -1 with `ctypes.get_errno`."""
-    return _system_call()(_SETUP, entries, ctypes.addressof(parameters), 0, 0, 0, 0)
+def setup(entries: int, parameters: Parameters) -> Descriptor:
+    """io_uring_setup: a ring, or -1 with `ctypes.get_errno`."""
+    return Descriptor(_system_call(), _SETUP, entries, ctypes.addressof(parameters), 0, 0, 0, 0)
 
 
 def enter(fd: int, submit: int, wanted: int, flags: int, argument: int = 0, argument_bytes: int = 0) -> int:

@@ -67,11 +67,12 @@ class Ring:
             raise
 
     def _open_queues(self, depth: int, timeout: float | None) -> None:
-        fd, parameters = io_uring.open_ring(depth)
+        descriptor, parameters = io_uring.open_ring(depth)
+        fd = descriptor.fd
         try:
             self._memory: io_uring.Queues | None = io_uring.Queues(fd, parameters)
-        except BaseException:
-            os.close(fd)
+        except OSError:
+            descriptor.close()
             raise
         self._fd = fd
         self._waiter = io_uring.Waiter(fd, parameters)
@@ -83,7 +84,7 @@ class Ring:
         self._lock, self._fence_lock = threading.Lock(), threading.Lock()
         self._ordered = platform.machine() in ("x86_64", "AMD64")  # loads and stores keep their order among themselves
         exit_handler = self._deadline.shorten_for_exit
-        orphans = OrphanedReads(fd, self._memory, self._waiter, self._open)
+        orphans = OrphanedReads(descriptor, self._memory, self._waiter, self._open)
         self._close = weakref.finalize(self, close_when_done, orphans, self._deadline, self._process, exit_handler)
         atexit.register(exit_handler)  # after `finalize` has registered itself: it is called before
 
@@ -200,9 +201,11 @@ class Ring:
             except StalledError:
                 pass  # `close_when_done` finds what is left in flight, and does not wait any more
         self._memory = None
-        self._close()
+        interrupt = self._close()
         if self._process.is_here:
             self._release()
+        if interrupt is not None:
+            raise interrupt
 
     def _release(self) -> None:
         """The queues are out of the account, once."""
