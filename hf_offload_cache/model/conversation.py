@@ -314,8 +314,10 @@ def _is_followed(value: Any) -> bool:
 def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
     """Whether a tensor may stand in `slot`: what is there now has its kind, or it has rows for `batch` sequences."""
     there = slot.get()
+    if not bool(value.isfinite().all()):
+        return False
     if isinstance(there, torch.Tensor) and not slot.has_rows:
-        return value.shape == there.shape and value.dtype == there.dtype and bool(value.isfinite().all())
+        return value.shape == there.shape and value.dtype == there.dtype
     return value.ndim == 0 or (len(value) > 0 and (value.is_floating_point() or batch % len(value) == 0))
 
 

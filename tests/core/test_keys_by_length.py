@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_offload_cache import (
     stream_context,
 )  # fmt: skip
 from hf_offload_cache.errors import ConfigError, UnsupportedModelError
+from hf_offload_cache.tuning.turns import Contender, follow_in_turns
 
 ORIGINAL = 200
 FIELDS: dict[str, Any] = {**SMALL, "exact": True, "engine": "memory"}
@@ -127,3 +129,18 @@ def test_streaming_holds_nothing_of_a_prompt_that_goes_whole(tmp_path: Path, mon
         with stream_context(tmp_path / "published", model, part, path=tmp_path, **FIELDS) as cache:
             assert cache.stream_report.tokens == cache.get_seq_length() == (128 if length == 160 else 0)
             assert_exact(expected, generate(model, cache, part, max_new_tokens=4))
+
+
+def test_tuning_follows_what_one_forward_leaves() -> None:
+    """Caches that are compared are prefilled with more tokens than a piece has."""
+    model = long_rope(1100)
+    ids, whole = prompt(model, 1, 1304), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :1300], past_key_values=whole)
+        steps = [model(token, past_key_values=whole).logits[0, -1] for token in ids[:, 1300:].split(1, 1)]
+    contenders = {
+        "dynamic": Contender(model, lambda: contextlib.nullcontext(DynamicCache(config=model.config))),
+        "ours": Contender(model, lambda: DiskSwapCache(model, **FIELDS)),
+    }
+    for logits, _ in follow_in_turns(contenders, ids, 4).values():
+        torch.testing.assert_close(logits, torch.stack(steps), rtol=0, atol=1e-3)
