@@ -210,6 +210,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         check_prompt(self._tokens, self.held(), input_ids, inputs_embeds)
 
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+        self.shared.check_open()
         held = self.held()
         if held and not repeats(self._tokens, held, input_ids, inputs_embeds):
             self._warn_once(

@@ -194,10 +194,9 @@ class _Way:
 
     def _note_unused(self, model: Any) -> None:
         """A request of `model` has ended, and its cache never had a token."""
-        what = "generate was given a cache of this library and did not use it"
         if self.strict:
-            raise CacheUnusedError(f"{type(model).__name__}: {what}; leave strict out to let such requests run")
-        self.warn_plain(model, what)
+            raise CacheUnusedError(f"{type(model).__name__} did not use the cache of this request; leave strict out")
+        self.warn_plain(model, "generate was given a cache of this library and did not use it")
         self.done._note_plain()
 
     def warn_plain(self, model: Any, what: str) -> None:

@@ -107,6 +107,7 @@ def test_candidates_across_the_length(how: str) -> None:
     for cls in CACHES:
         with cls(own, exact=True, **FIELDS) as cache:
             assert torch.equal(generated(own, cache, ids, **options), expected)
+            assert cache.held() >= 76
 
 
 def _saved(cache: Any, folder: Path) -> Any:

@@ -37,7 +37,8 @@ def both(model: Any, **options: Any) -> list[contextlib.AbstractContextManager[A
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Any:
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # continuous batching shows its progress: no thread stays
     before = Cache.__init__, GenerationMixin.generate, "init_continuous_batching" in vars(GenerationMixin)
     with no_threads_and_descriptors():
         yield
@@ -165,7 +166,9 @@ def test_forwards_that_generate_nothing_are_not_counted() -> None:
     """Scoring and training leave `use_cache` out; another model is not this one; a model without a place raises not."""
     model, other = tiny("llama"), fresh("llama")
     ids = prompt(model, 1, 20)
-    encoder = T5ForConditionalGeneration(T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0))
+    encoder = T5ForConditionalGeneration(
+        T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload(model, strict=True, **FIELDS) as done, torch.no_grad():

@@ -184,7 +184,9 @@ def test_use_cache_false_with_a_cache_is_refused_before_the_prefill(how: str) ->
     model, ran = fresh("llama"), []
     handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: ran.append(1))
     with DiskSwapCache(model, **FIELDS) as cache:
-        with pytest.raises(PromptError, match=r"use_cache=False was given together with this cache.*leave use_cache out"):
+        with pytest.raises(
+            PromptError, match=r"use_cache=False was given together with this cache.*leave use_cache out"
+        ):
             REFUSED[how](model, cache, prompt(model))
         assert not ran and cache.held() == 0
         handle.remove()
