@@ -12,6 +12,7 @@ from ..config import OffloadConfig
 from ..errors import StoreError
 from .continuation import check_planned
 from .offload_layer import OffloadLayer
+from .read_only import Layers, refuse_layers
 from .shared import Shared
 from .token_log import TokenLog
 
@@ -44,6 +45,18 @@ class CacheOperations(Cache):
 
     offloaded: list[OffloadLayer]
     """The layers whose history lies in a store."""
+
+    @property
+    def layers(self) -> list[Any]:
+        """One for each layer of the model: offloaded ones, and transformers' own. Neither the list nor this attribute
+        can be changed: that raises `ReadOnlyError`."""
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        if hasattr(self, "_layers"):
+            refuse_layers()
+        self._layers = Layers(layers)
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
@@ -251,18 +264,17 @@ class CacheOperations(Cache):
         model = self.live_model()
         if model is None:
             return
-        fresh: Any
-        kept: Any
-        for layer_idx, fresh in enumerate(DynamicCache(config=model.config).layers):
-            kept = self.layers[layer_idx]
-            if not isinstance(kept, OffloadLayer):
-                if getattr(kept, "record_past", False):
-                    fresh.activate_past_recording()
-                self.layers[layer_idx] = fresh
-        self.sort_layers()
+        layers: list[Any] = list(DynamicCache(config=model.config).layers)
+        for layer_idx, kept in enumerate(self.layers):
+            if isinstance(kept, OffloadLayer):
+                layers[layer_idx] = kept
+            elif getattr(kept, "record_past", False):
+                layers[layer_idx].activate_past_recording()
+        self.set_layers(layers)
 
-    def sort_layers(self) -> None:
-        """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
+    def set_layers(self, layers: list[Any]) -> None:
+        """Let the cache have these layers; note which are offloaded, and which keep something in memory."""
+        self._layers = Layers(layers)
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._with_length = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.has_linear_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)

@@ -81,7 +81,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         token = -1
         try:
             super().__init__(layers=make_layers(inner, self.layer_class, self.shared))
-            self.sort_layers()
+            self.set_layers(self.layers)
             if self.storage.engine != "memory":
                 check_descriptors(sum(layer.num_stores for layer in self.layers if isinstance(layer, OffloadLayer)))
             self.prepare(inner)
@@ -225,8 +225,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                 for layer in self.offloaded:
                     layer.close()
                 self._tokens.truncate(0)
-                self.layers = []
-                self.sort_layers()
+                self.set_layers([])
                 self.account_live()
 
     @property

@@ -1,7 +1,7 @@
 """The next layer's query, guessed one layer early from the residual stream (KVSwap, section 3.3, "Online prediction").
 
 How a layer makes its query is found once, during prefill. Where it is not, there is no guess; nothing but prefetching
-depends on it. Nor is there one while hooks of others are on the modules that it would call: they are for the model's own
+depends on it. Nor is there one while others' hooks are on the modules that it would call: they are for the model's own
 calls.
 """
 
