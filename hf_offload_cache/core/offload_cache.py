@@ -19,7 +19,7 @@ from ..model import attach
 from ..model.attachable import Attachable
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
-from ..model.place import no_place
+from ..model.place import no_place, unoffloaded
 from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
@@ -93,8 +93,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                 self._finalizer()
         self.timeline.start()
         self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
-        if not self._by_index:
-            self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
+        if (kept := unoffloaded(inner)) is not None:
+            self._warn(kept)
 
     stream_report: StreamReport | None = None
     """What `stream_context` did to fill this cache; None: nothing was streamed."""
