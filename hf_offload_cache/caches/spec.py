@@ -173,22 +173,28 @@ class SpecCache(SelectiveCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._guess = None if self._guess is None else self._guess[beam_idx.to(self._guess.device)]
+        self._select_guess(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        before = self.sequences
         super().batch_repeat_interleave(repeats)
-        self._guess = None if self._guess is None else self._guess.repeat_interleave(repeats, 0)
+        self._select_guess(torch.arange(before, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices, device=self._guess.device)]
+        self._select_guess(torch.as_tensor(indices, device="cpu"))
+
+    def _select_guess(self, rows: torch.Tensor) -> None:
+        """Row i of the guess becomes what row `rows[i]` is; a guess of several rows a sequence is dropped."""
+        if self._guess is not None:
+            self._guess = self._guess[rows.to(self._guess.device)] if self._rows_of_ids == 1 else None
 
     def reset(self) -> None:
         self._stop_recording()
         super().reset()
 
     def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "guess": self._guess}
+        return {**super().capture(), "guess": self._guess if self._rows_of_ids == 1 else None}
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)

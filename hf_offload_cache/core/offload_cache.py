@@ -17,6 +17,7 @@ from ..fetch.storage import Storage
 from ..memory.machine import check_descriptors
 from ..model import attach
 from ..model.attachable import Attachable
+from ..model.geometry import rows_of_ids
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
 from ..model.place import no_place, unoffloaded
@@ -72,6 +73,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.timeline = self.storage.timeline
         self.warnings: list[str] = []
         self._model = OwnModel(inner)
+        self._rows_of_ids = rows_of_ids(inner)
         self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
@@ -145,8 +147,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         candidates = self.recording and self._prefilled and self._announced is not False
         self._announced = None if self._announced is None else False
         step = begin(
-            kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
-        )
+            kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates,
+            rows_of_ids=self._rows_of_ids,
+        )  # fmt: skip
         if step is not None:
             shared.step, self._resumed = step, False
             self._watch_blocks()

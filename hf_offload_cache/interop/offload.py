@@ -18,7 +18,7 @@ from ..core.offload_cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.inner_model import inner_model
 from ..model.own_generate import OwnGenerate, Request, every_generate
-from ..model.place import generates_by_parts, has_own_generate, no_place, nothing_to_offload
+from ..model.place import generates_by_parts, has_own_generate, has_own_loop, no_place, nothing_to_offload
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
 from .request_cache import FLOOR, beyond_share, request_cache
@@ -84,7 +84,8 @@ def offload(
     why = no_place(model)
     if why is not None and not generates_by_parts(inner):
         raise UnsupportedModelError(why)
-    if has_own_generate(inner):  # it may call this class's or a part's, past what lies on the model itself
+    if has_own_generate(inner) and not has_own_loop(inner):
+        # it may call this class's or a part's, past what lies on the model itself
         parts = weakref.WeakSet(module for module in inner.modules() if hasattr(module, "generate"))
         with every_generate(lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext()):
             yield way.done

@@ -61,6 +61,8 @@ class Geometry:
     """The width of the stream between them."""
     device: str = "cpu"
     """Type of the device that attention runs on; on "cuda" what is read is held on both sides."""
+    rows_of_ids: int = 1
+    """Rows of ids that the model takes for one sequence: see `rows_of_ids`."""
 
     @classmethod
     def of(cls, model: Any) -> Self:
@@ -84,7 +86,7 @@ class Geometry:
         growth = [0] * len(seen.layers)
         stated = stated_shape(text)
         try:
-            seen, growth = _probe(_Kind(type(inner), repr(inner.config.to_dict()), inner.config))
+            seen, growth = _probe(_Kind.of(inner, rows_of_ids(inner)))
         except Exception as error:  # a model may fail in any way on tensors without data
             if stated is None:
                 raise UnsupportedModelError(
@@ -123,6 +125,7 @@ class Geometry:
             num_blocks=len(seen.layers),
             hidden_size=hidden if isinstance(hidden, int) else 0,
             device="cuda" if device == "cuda" else "cpu",
+            rows_of_ids=rows_of_ids(inner),
         )
 
     @classmethod
@@ -162,6 +165,12 @@ class _Kind:
     said: str
     """By the configuration, at the time."""
     config: Any = field(compare=False)
+    rows: int = 1
+    """Rows of ids that it is given."""
+
+    @classmethod
+    def of(cls, inner: Any, rows: int = 1) -> Self:
+        return cls(type(inner), repr(inner.config.to_dict()), inner.config, rows)
 
 
 _PROBED = torch.bfloat16
@@ -181,7 +190,7 @@ def _probe(kind: _Kind) -> tuple[Any, list[int]]:
         twin = kind.model_class._from_config(config, attn_implementation="eager").to(_PROBED).eval()
 
         def filled(tokens: int) -> Any:
-            cache, ids = DynamicCache(config=config), torch.zeros(1, tokens, dtype=torch.long, device="meta")
+            cache, ids = DynamicCache(config=config), torch.zeros(kind.rows, tokens, dtype=torch.long, device="meta")
             twin(input_ids=ids, past_key_values=cache, use_cache=True)
             return cache
 
@@ -195,6 +204,25 @@ def _probe(kind: _Kind) -> tuple[Any, list[int]]:
                 for one, long in sizes
             ]
     return short, growth
+
+
+def rows_of_ids(model: Any) -> int:
+    """Rows of ids that a model takes for one sequence: one, but for those that take one for each of their codebooks
+    (MusicGen), as one token in a twin tells."""
+    inner = inner_model(model)
+    codebooks = config_value(inner.config.get_text_config(decoder=True), "num_codebooks")
+    return _joined_rows(_Kind.of(inner, codebooks)) if isinstance(codebooks, int) and codebooks > 1 else 1
+
+
+@functools.lru_cache(maxsize=8)
+def _joined_rows(kind: _Kind) -> int:
+    """How many of the rows of ids that a twin is given become one sequence; one, if it does not run."""
+    try:
+        layers = _probe(kind)[0].layers
+    except Exception:  # a model may fail in any way on tensors without data
+        return 1
+    held = [one.keys.shape[0] for one in layers if isinstance(getattr(one, "keys", None), torch.Tensor)]
+    return kind.rows // held[0] if held else 1
 
 
 def _adds(layer: Any) -> bool:

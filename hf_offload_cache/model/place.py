@@ -83,6 +83,15 @@ def has_own_generate(model: PreTrainedModel) -> bool:
     return getattr(type(model), "generate", None) is not GenerationMixin.generate
 
 
+def has_own_loop(model: PreTrainedModel) -> bool:
+    """Whether the `generate` of the class of `model` calls no other, and steps through the model itself by transformers'
+    sampling, as MusicGen's does. It takes the cache that it is given."""
+    if not has_own_generate(model):
+        return False
+    called = inspect.unwrap(type(model).generate).__code__.co_names
+    return _takes_a_cache(model) and "_sample" in called and "generate" not in called
+
+
 def generates_by_parts(model: PreTrainedModel) -> bool:
     """Whether `model` generates, and never runs itself then: its own `generate` calls a part's, as BLIP-2's does."""
     takes = "past_key_values" in _parameters(model, "forward")
