@@ -49,7 +49,7 @@ MADE = (*MADE_OF_NUMBERS, "full", "arange", "tensor", "as_tensor", "asarray", "r
 """What it makes on its default device, which a user may set, too."""
 
 MOST_LINES = 600
-MOST_LINES_OF_THE_CACHE = 250
+MOST_LINES_OF_THE_CACHE = 320
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from ..model.attachable import Attachable
 from ..model.geometry import rows_of_ids
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
-from ..model.place import no_place, unoffloaded
+from ..model.place import no_place, offloaded_layers, unoffloaded
 from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
@@ -63,9 +63,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         **fields: Any,
     ) -> None:
         inner = inner_model(model)
-        self.config = load_config(self.config_class, config, fields, inner)
+        given = load_config(self.config_class, config, fields, inner)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
+        self.config = given.for_layers(offloaded_layers(inner))
         self.check_budget(inner)
         self.shared = Shared(self.config, path)
         self.storage: Storage = self.shared.storage

@@ -69,6 +69,11 @@ def unoffloaded(model: Any) -> str | None:
     return None if growing else f"{name} has no full-attention layer: there is nothing to offload"
 
 
+def offloaded_layers(model: Any) -> int:
+    """How many layers of a model a cache of ours offloads."""
+    return sum(is_offloaded(layer) for layer in _layers(inner_model(model)))
+
+
 def is_offloaded(layer: Any) -> bool:
     """Whether a cache of ours offloads the keys and values of such a layer of transformers'."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
@@ -84,7 +89,7 @@ def has_own_generate(model: PreTrainedModel) -> bool:
 
 
 def has_own_loop(model: PreTrainedModel) -> bool:
-    """Whether the `generate` of the class of `model` calls no other, and steps through the model itself by transformers'
+    """Whether the `generate` of the class of `model` calls no other, but steps through the model by transformers' own
     sampling, as MusicGen's does. It takes the cache that it is given."""
     if not has_own_generate(model):
         return False
