@@ -157,6 +157,10 @@ class OffloadConfig:
         """With values for what was left open and a context has to stay with."""
         return self
 
+    def for_layers(self, layers: int) -> Self:
+        """With counts for what is a share of the `layers` that are offloaded; before `of_layer`."""
+        return self
+
     def of_layer(self, index: int) -> Self:
         """What applies to the layer `index` of those that are offloaded. Limits of the whole stay as they are."""
         return self

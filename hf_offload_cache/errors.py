@@ -27,6 +27,10 @@ class PromptError(ValueError):
     """The tokens given to the model do not continue what the cache holds; nothing was appended."""
 
 
+class ReadOnlyError(ValueError):
+    """Keys, values or layers of a cache were assigned or written to; they are as they were."""
+
+
 class ContextError(ValueError):
     """A directory holds no saved context, or one whose manifest is damaged, of an unknown version, or absurd."""
 

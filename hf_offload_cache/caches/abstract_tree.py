@@ -59,7 +59,7 @@ class AbstractTreeCache(SelectiveCache):
     def before_selecting(self) -> None:
         if self.selecting is not None:
             self.selecting.widen(self._early > 0)
-        for resident in self.selective[: self.config.residents]:
+        for resident in self.selective[: int(self.config.residents)]:
             assert isinstance(resident, AbstractTreeLayer)
             resident.keep_all()
         if self.selective and self.config.keeps_pages:

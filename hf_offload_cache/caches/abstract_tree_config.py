@@ -42,9 +42,10 @@ class AbstractTreeConfig(SelectedShareConfig):
     early_steps: int = 16
     """Steps after a prompt that look into twice as many tokens: what is stored has its chunks, and cannot have smaller
     ones for a while, as the paper would."""
-    dense_layers: int = 2
+    dense_layers: float = 0.0625
     """First layers, where attention is dense: they attend to `dense_share` of the tokens held, and to no fewer than the
-    others, in whole chunks of `dense_chunk_size`."""
+    others, in whole chunks of `dense_chunk_size`. A whole number counts them; a float from 0 to 1 is their share of the
+    offloaded layers, rounded: the default is LeoAM's 2 of 32, and none of up to 8."""
     dense_share: float = 0.5
     """Of the tokens held, those that dense layers attend to."""
     dense_chunk_size: int | None = None
@@ -65,7 +66,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     device; each layer that is not resident has a part of it. On a CPU it is as so many more slots. None: none."""
 
     def __post_init__(self) -> None:
-        self._at_least("dense_layers", 0)
+        self._check_dense_layers()
         if self.resident_layers is not None:
             self._at_least("resident_layers", 0)
         self._share("dense_share")
@@ -84,6 +85,20 @@ class AbstractTreeConfig(SelectedShareConfig):
                 f"read whole: use block_tokens={largest}"
             )
         super().__post_init__()
+
+    def _check_dense_layers(self) -> None:
+        dense = self.dense_layers
+        if not isinstance(dense, float):
+            self._at_least("dense_layers", 0)
+        elif not 0 <= dense <= 1:
+            raise ConfigError(
+                "dense_layers must be a whole number, or a share of the offloaded layers from 0.0 to 1.0, got "
+                f"{dense!r}: use dense_layers=2"
+            )
+
+    def for_layers(self, layers: int) -> Self:
+        dense = self.dense_layers
+        return dataclasses.replace(self, dense_layers=round(dense * layers)) if isinstance(dense, float) else self
 
     def _check_chunk_sizes(self) -> None:
         size = self.chunk_size
@@ -139,8 +154,8 @@ class AbstractTreeConfig(SelectedShareConfig):
         return self.reuse_capacity == _ALL
 
     @property
-    def residents(self) -> int:
-        """How many first layers are resident."""
+    def residents(self) -> float:
+        """How many first layers are resident; as `dense_layers`, a share until `for_layers` has counted them."""
         return self.dense_layers if self.resident_layers is None else self.resident_layers
 
     @property
@@ -175,6 +190,7 @@ class AbstractTreeConfig(SelectedShareConfig):
             parse_size(self.host_memory, "host_memory")
 
     def of_layer(self, index: int) -> Self:
+        assert isinstance(self.dense_layers, int), "for_layers counts them first"
         own: dict[str, Any] = {}
         if isinstance(self.chunk_size, tuple):
             if index >= len(self.chunk_size):
@@ -208,7 +224,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     def host_bytes_of(self, layers: int) -> int:
         """The part of `host_memory` that a layer has, one of so many: those that are not resident have all of it."""
         whole = 0 if self.host_memory is None else parse_size(self.host_memory, "host_memory")
-        return whole // max(1, layers - self.residents)
+        return whole // max(1, layers - int(self.residents))
 
 
 @dataclass(frozen=True)

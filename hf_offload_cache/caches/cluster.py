@@ -155,7 +155,7 @@ class ClusterLayer(SelectiveLayer):
             self.following._own.clustered.partition.will_need()
 
     def end_step(self) -> None:
-        if self.is_initialized:
+        if self._filled:
             self._own.place()
             self._own.clustered.partition.rest()  # where no attention came that asked for means
         super().end_step()

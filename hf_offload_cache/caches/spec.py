@@ -23,6 +23,7 @@ from ..core.selective_cache import SelectiveCache
 from ..core.step import Step
 from ..errors import not_whole
 from ..memory.search import Search
+from ..model.foreign_hooks import ForeignHooks
 from ..model.geometry import Geometry
 from .spec_config import SpecConfig
 from .spec_fit import fit_spec
@@ -48,6 +49,7 @@ class SpecCache(SelectiveCache):
         super().prepare(model)
         self._guess: torch.Tensor | None = None
         self._can_guess, self._most_positions = True, most_positions(model)
+        self._watchers, self._told_of_watchers = ForeignHooks([model]), False
         self._top_up = TopUp(self.config.top_up)
         for layer in self.selective:
             if isinstance(layer, SpecLayer):
@@ -107,7 +109,20 @@ class SpecCache(SelectiveCache):
         there = self._most_positions is None or step.history + 2 <= self._most_positions
         if not there or not step.selects or step.tokens != 1 or not may_guess(call, model_config):
             return False
-        return any(isinstance(layer, SpecLayer) and layer.has_copy for layer in self.selective)  # to be fetched for
+        if not any(isinstance(layer, SpecLayer) and layer.has_copy for layer in self.selective):
+            return False  # nothing could be fetched for it
+        return not self._is_watched()
+
+    def _is_watched(self) -> bool:
+        """Whether hooks of others would see the guess as the latest token. The cache says so once."""
+        hook = self._watchers.find()
+        if hook is not None and not self._told_of_watchers:
+            self._told_of_watchers = True
+            self._warn(
+                f"no guess is decoded while others' forward hooks are on the model ({hook}), because they would see it "
+                "as the latest token: remove them for guesses, or pass speculative=False"
+            )
+        return hook is not None
 
     def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
         """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
@@ -158,22 +173,28 @@ class SpecCache(SelectiveCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._guess = None if self._guess is None else self._guess[beam_idx.to(self._guess.device)]
+        self._select_guess(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        before = self.sequences
         super().batch_repeat_interleave(repeats)
-        self._guess = None if self._guess is None else self._guess.repeat_interleave(repeats, 0)
+        self._select_guess(torch.arange(before, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._guess = None if self._guess is None else self._guess[torch.as_tensor(indices, device=self._guess.device)]
+        self._select_guess(torch.as_tensor(indices, device="cpu"))
+
+    def _select_guess(self, rows: torch.Tensor) -> None:
+        """Row i of the guess becomes what row `rows[i]` is; a guess of several rows a sequence is dropped."""
+        if self._guess is not None:
+            self._guess = self._guess[rows.to(self._guess.device)] if self._rows_of_ids == 1 else None
 
     def forget(self) -> None:
         self._stop_recording()
         super().forget()
 
     def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "guess": self._guess}
+        return {**super().capture(), "guess": self._guess if self._rows_of_ids == 1 else None}
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)

@@ -28,7 +28,7 @@ def fork(cache: Fork) -> Fork:
             if isinstance(layer, StoredLayer) and isinstance(other, StoredLayer):
                 _fork_layer(layer, other, twin)
             else:
-                restore_kept(other, capture_kept(layer), f"layer {layer_idx}")
+                restore_kept(other, capture_kept(layer), f"layer {layer_idx}", known=True)
         if cache.sequences:
             twin.restore(cache.capture())
     return twin

@@ -1,12 +1,16 @@
-"""What transformers' own cache layers hold (sliding windows, linear states): taken out, checked and put back."""
+"""What transformers' own cache layers hold (sliding windows, linear states, an indexer's keys, whatever a model's own
+layers add): taken out, checked and put back, and its rows chosen."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
+from ..errors import UnsupportedModelError
+from ..model.kept_tensors import kept_tensors
 from .captured_trees import is_of_kind, not_whole, shortened
 
 _LATE = (torch.dtype, torch.device)
@@ -18,8 +22,51 @@ def capture_kept(layer: Any, names: Iterable[str] | None = None) -> dict[str, An
     return {name: getattr(layer, name) for name in (vars(layer) if names is None else names)}
 
 
+def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, argument: Any) -> dict[str, Any]:
+    """The attributes that `layer`, which holds `batch` sequences, has when sequence i is what sequence `rows[i]` is
+    now; `layer` stays as it is.
+
+    Its own method `change` is called with `argument`, if it has one. What that leaves as it was is selected here: some
+    layers' methods leave out what the layer keeps besides keys and values. Raises `UnsupportedModelError` for a tensor
+    of which nobody knows where its sequences are.
+    """
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict | list):
+            vars(twin)[name] = copy.copy(value)
+    before = {(id(place), key): id(tensor) for place, key, tensor in kept_tensors(twin)}
+    if (own := getattr(twin, change, None)) is not None:
+        own(argument)
+    for place, key, tensor in kept_tensors(twin):
+        if before.get((id(place), key)) != id(tensor) or not tensor.ndim or not tensor.numel():
+            continue
+        if tensor.shape[0] != batch or isinstance(place, tuple):
+            raise UnsupportedModelError(
+                f"a {type(layer).__name__} keeps {key!r} of shape {tuple(tensor.shape)} for {batch} sequences, and it "
+                "is not known which part is whose: leave the sequences as they are, or use transformers' DynamicCache"
+            )
+        place[key] = tensor.index_select(0, rows.to(tensor.device))
+    return vars(twin)
+
+
+def crops_all(layer: Any) -> bool:
+    """Whether `crop` of a layer takes back all that it holds: the class that made what it holds last has a `crop`."""
+    classes = type(layer).__mro__
+    made, cropped = (
+        next((place for place, one in enumerate(classes) if name in vars(one)), len(classes))
+        for name in ("__init__", "crop")
+    )
+    return cropped <= made
+
+
 def restore_kept(
-    layer: Any, tree: Any, place: str, names: Iterable[str] | None = None, rows: int | None = None
+    layer: Any,
+    tree: Any,
+    place: str,
+    names: Iterable[str] | None = None,
+    rows: int | None = None,
+    *,
+    known: bool = False,
 ) -> None:
     """Make `layer`, a new one of the same kind, hold what `tree` was captured of. Tensors are copied.
 
@@ -27,24 +74,31 @@ def restore_kept(
         place: what errors call it.
         names: as for `capture_kept`.
         rows: sequences that every tensor has; None: that is not known.
+        known: `tree` was captured in this process, and is not checked.
 
     Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Others
     may be there, tensors and types that come with the first token, but none with a name that the layer's class has:
     a context replaces no method.
     """
-    like = capture_kept(layer, names)
-    _check(tree, like, place, dir(type(layer)), rows)
-    if tree.get("is_initialized") and not like.get("is_initialized"):
-        for part in ("keys", "values"):
-            held = tree.get(part, torch.empty(0, dtype=torch.float32, device="cpu"))
-            if not isinstance(held, torch.Tensor) or not held.is_floating_point():
-                raise not_whole(place, f"its {part} are {shortened(held)}")
+    if not known:
+        like = capture_kept(layer, names)
+        # a layer of a model's own may count what it holds, and have nothing in a part of it
+        foreign = not type(layer).__module__.startswith(("transformers.cache_utils", __package__.split(".")[0]))
+        _check(tree, like, place, dir(type(layer)), rows, foreign=foreign)
+        if tree.get("is_initialized") and not like.get("is_initialized"):
+            for part in ("keys", "values"):
+                held = tree.get(part, torch.empty(0, dtype=torch.float32, device="cpu"))
+                if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                    raise not_whole(place, f"its {part} are {shortened(held)}")
     for name, value in tree.items():
         setattr(layer, name, _own(value))
 
 
-def _check(tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], rows: int | None) -> None:
-    """`taken`: names that an entry may have only where a new layer has it."""
+def _check(
+    tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], rows: int | None, *, foreign: bool
+) -> None:
+    """`taken`: names that an entry may have only where a new layer has it. `foreign`: numbers and empty tensors may be
+    where a new layer has None."""
     if not isinstance(tree, dict) or like.keys() - tree.keys():
         missing = sorted(map(str, like.keys() - tree.keys())) if isinstance(tree, dict) else "all"
         raise not_whole(place, f"entries are missing: {missing}")
@@ -53,12 +107,15 @@ def _check(tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], 
             raise not_whole(place, f"it has the entry {field!r}, which a layer has not")
         expected = like.get(field)
         if isinstance(expected, dict) and expected and isinstance(value, dict):
-            _check(value, expected, f"{place}, {field}", (), rows)
+            _check(value, expected, f"{place}, {field}", (), rows, foreign=foreign)
             continue
-        late = (*_LATE, int) if isinstance(field, int) else _LATE  # one of several of its kind, such as sizes of states
+        # an int is one of several of its kind, such as sizes of states
+        late = (*_LATE, int) if isinstance(field, int) or foreign else _LATE
         of_kind = is_of_kind(value, expected, late)
+        if foreign and isinstance(value, int) and expected is None:
+            of_kind = of_kind and is_of_kind(value, 0, ())
         if isinstance(value, torch.Tensor) and rows is not None and expected is None:
-            of_kind = of_kind and rows in value.shape
+            of_kind = of_kind and (rows in value.shape or (foreign and not value.numel()))
         if not of_kind:
             raise not_whole(place, f"{field} is {shortened(value)}, and a new layer has {shortened(expected)}")
 

@@ -23,6 +23,7 @@ def begin(
     *,
     compare: bool,
     candidates: bool,
+    rows_of_ids: int = 1,
 ) -> Step | None:
     """The step that a forward with these arguments is; None: it is given neither ids nor embeddings.
 
@@ -31,6 +32,7 @@ def begin(
         batch: sequences held; None: none are.
         compare: the mask is compared with what is held, however short the step.
         candidates: a step of several queries over a history may verify candidates.
+        rows_of_ids: rows of ids for one sequence.
 
     Raises `PromptError` and `BudgetError` before anything is taken in.
     """
@@ -39,6 +41,8 @@ def begin(
     if given is None:
         return None
     sequences, count = given.shape[:2]
+    if ids is not None and ids.ndim == 2:
+        sequences //= rows_of_ids
     history = max(lengths, default=tokens.length)
     if history:
         if batch is not None and sequences != batch:
@@ -48,7 +52,10 @@ def begin(
             )
         check_positions(kwargs.get("position_ids"), mask, history)
     check_planned(config, sequences, history + count)
-    padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
+    told = ids is not None and ids.ndim == 2 and rows_of_ids == 1  # several codes stand for a token, else
+    padding = None
+    if not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1:
+        padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
     several = candidates and not config.exact and count <= min(MOST_CANDIDATES, config.num_recent)
     selects = history > 0 and (count == 1 or several)
     return Step(
@@ -57,7 +64,7 @@ def begin(
         count,
         selects,
         started=time.perf_counter() if selects else None,
-        ids=ids if ids is not None else torch.full((sequences, count), TokenLog.UNKNOWN, device="cpu"),
+        ids=ids if told else torch.full((sequences, count), TokenLog.UNKNOWN, device="cpu"),
         padding=padding,
         lengths=lengths,
     )

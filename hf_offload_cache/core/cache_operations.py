@@ -10,10 +10,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..config import OffloadConfig
-from ..errors import StoreError
+from ..contexts.kept_layers import crops_all, select_kept_rows
+from ..errors import StoreError, UnsupportedModelError
 from ..model.conversation import Conversation
+from ..model.kept_tensors import kept_nbytes
 from .continuation import check_planned
 from .offload_layer import OffloadLayer
+from .read_only import Layers, refuse_layers
 from .shared import Shared
 from .token_log import TokenLog
 
@@ -49,6 +52,18 @@ class CacheOperations(Cache):
     offloaded: list[OffloadLayer]
     """The layers whose history lies in a store."""
 
+    @property
+    def layers(self) -> list[Any]:
+        """One for each layer of the model: offloaded ones, and transformers' own. Neither the list nor this attribute
+        can be changed: that raises `ReadOnlyError`."""
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        if hasattr(self, "_layers"):
+            refuse_layers()
+        self._layers = Layers(layers)
+
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
         layer: Any
@@ -80,21 +95,24 @@ class CacheOperations(Cache):
     @classmethod
     def may_crop(cls, model: PreTrainedModel) -> bool:
         """Whether what a cache of this class holds of `model` can be cropped: no window and no state is among it."""
-        layers = DynamicCache(config=model.config).layers
         return not any(
-            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+            getattr(layer, "is_sliding", False)
+            or isinstance(layer, LinearAttentionCacheLayerMixin)
+            or not crops_all(layer)
+            for layer in DynamicCache(config=model.config).layers
         )
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` puts the whole cache back as it was."""
+        return super().is_croppable and all(crops_all(layer) for layer in self._kept)
+
     def kept_bytes(self) -> int:
-        """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
-        total = 0
-        for layer in self._kept:
-            kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
-            held = [getattr(layer, name, None) for name in kept]
-            for name in ("conv_states", "recurrent_states"):
-                held.extend(getattr(layer, name, {}).values())
-            total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
-        return total
+        """Bytes of layers that are not offloaded, all that they hold, and of hybrids' linear states."""
+        return sum(
+            kept_nbytes(layer, ("conv_states", "recurrent_states") if isinstance(layer, OffloadLayer) else None)
+            for layer in self._kept
+        )
 
     def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
         """See `Attachable.conversing`."""
@@ -181,6 +199,12 @@ class CacheOperations(Cache):
         call ends the crop."""
         self.take_back()
         self.shared.check_open()
+        for layer in self._kept:
+            if int(tokens_to_remove) and not crops_all(layer):
+                raise UnsupportedModelError(
+                    f"a {type(layer).__name__} cannot be cropped, because its crop leaves what it keeps besides keys "
+                    "and values; nothing was cropped: reset() the cache, and give it the tokens to keep"
+                )
         length, tokens_to_remove = self._tokens.length, int(tokens_to_remove)
         kept = min(length, max(0, tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove))
         self.shared.books_changed = True
@@ -220,34 +244,39 @@ class CacheOperations(Cache):
             self.shared.storage.torn = True
             raise
 
+    def _select_rows(self, change: str, argument: Any, rows: torch.Tensor) -> None:
+        """Sequence i becomes what sequence `rows[i]` is, by each layer's method `change` of `argument`. Raises
+        `UnsupportedModelError`, with nothing changed, where a layer keeps what cannot follow."""
+        batch = self._tokens.batch
+        for layer in {type(kept): kept for kept in self.layers if not isinstance(kept, OffloadLayer)}.values():
+            select_kept_rows(layer, rows, batch, change, argument)
+        self._settle(rows)
+        with self.shared.changing():
+            for layer in self.layers:
+                if isinstance(layer, OffloadLayer):
+                    getattr(layer, change)(argument)
+                else:
+                    vars(layer).update(select_kept_rows(layer, rows, batch, change, argument))
+            self.conversation.select_rows(rows, batch)
+            self._tokens.select_rows(rows)
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.take_back()
         self._check_rows(len(beam_idx))
-        self._settle(beam_idx)
-        with self.shared.changing():
-            self.conversation.select_rows(beam_idx, self._tokens.batch)
-            super().reorder_cache(beam_idx)
-            self._tokens.select_rows(beam_idx)
+        self._select_rows("reorder_cache", beam_idx, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.take_back()
         self._check_rows(self._tokens.batch * repeats)
         rows = torch.arange(self._tokens.batch, device="cpu").repeat_interleave(repeats)
-        self._settle(rows)
-        with self.shared.changing():
-            self.conversation.select_rows(rows, self._tokens.batch)
-            super().batch_repeat_interleave(repeats)
-            self._tokens.select_rows(rows)
+        self._select_rows("batch_repeat_interleave", repeats, rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.take_back()
         indices = torch.as_tensor(indices, device="cpu")
-        self._check_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
-        self._settle(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
-        with self.shared.changing():
-            self.conversation.select_rows(indices, self._tokens.batch)
-            super().batch_select_indices(indices)
-            self._tokens.select_rows(indices)
+        rows = indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices
+        self._check_rows(len(rows))
+        self._select_rows("batch_select_indices", indices, rows)
 
     def reset(self) -> None:
         """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
@@ -270,18 +299,17 @@ class CacheOperations(Cache):
         model = self.live_model()
         if model is None:
             return
-        fresh: Any
-        kept: Any
-        for layer_idx, fresh in enumerate(DynamicCache(config=model.config).layers):
-            kept = self.layers[layer_idx]
-            if not isinstance(kept, OffloadLayer):
-                if getattr(kept, "record_past", False):
-                    fresh.activate_past_recording()
-                self.layers[layer_idx] = fresh
-        self.sort_layers()
+        layers: list[Any] = list(DynamicCache(config=model.config).layers)
+        for layer_idx, kept in enumerate(self.layers):
+            if isinstance(kept, OffloadLayer):
+                layers[layer_idx] = kept
+            elif getattr(kept, "record_past", False):
+                layers[layer_idx].activate_past_recording()
+        self.set_layers(layers)
 
-    def sort_layers(self) -> None:
-        """Note which layers are offloaded, and which keep something in memory; whenever `layers` changes."""
+    def set_layers(self, layers: list[Any]) -> None:
+        """Let the cache have these layers; note which are offloaded, and which keep something in memory."""
+        self._layers = Layers(layers)
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._with_length = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.has_linear_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)

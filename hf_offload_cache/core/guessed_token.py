@@ -52,7 +52,7 @@ def may_guess(call: dict[str, Any], config: Any) -> bool:
     """Whether a model of `config` may be given one token more than this call of one token a sequence has: its arguments
     are known to allow it, and what it returns is known."""
     ids, mask, keep = (call.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
-    if ids is None or ids.shape[1] != 1 or call.get("return_dict") is False:
+    if ids is None or ids.ndim != 2 or ids.shape[1] != 1 or call.get("return_dict") is False:
         return False
     if isinstance(keep, torch.Tensor) or (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)):
         return False

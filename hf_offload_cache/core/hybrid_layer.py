@@ -32,9 +32,12 @@ class _HybridMethods:
         self.record_past = recording
         super().reset()  # type: ignore[misc]
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
+    def select_rows(self, rows: torch.Tensor) -> None:
+        states = (self.conv_states, self.recurrent_states)  # type: ignore[attr-defined]
+        for place, key, state in [(held, key, state) for held in states for key, state in held.items()]:
+            if state is not None:
+                place[key] = state.index_select(0, rows.to(state.device))
+        super().select_rows(rows)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..history.base import History, Sealed
+from .read_only import ReadOnlyTensor, refuse_assignment
 from .rows import Rows
 from .shared import Shared
 
@@ -22,19 +23,25 @@ class LayerOperations(CacheLayerMixin):
     """Its history lies in a store: it is captured and restored, not copied."""
     num_stores = 1
     """Stores that it opens, each of which has a file of its own on a disk."""
+    dtype: torch.dtype | None = None
+    """Of keys and values; None before the first `update`."""
+    device: torch.device | None = None
+    """Where keys and values come from, and where `keys` and `values` are; None before the first `update`."""
+    _filled = False
+    """There is a history."""
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
+        self.name = f"layer {layer_idx}"
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
         self.config = shared.config.of_layer(layer_idx if place is None else place)
-        self.name = f"layer {layer_idx}"
         self.state = "full" if self.config.exact == "bitwise" else "unknown"
         self._clear()
 
     def _clear(self) -> None:
-        self.is_initialized = False
+        self._filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
 
@@ -43,36 +50,58 @@ class LayerOperations(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """What `DynamicLayer` would hold, brought back whole: for models that look into a cache's layers."""
-        return self.whole()[0] if self.is_initialized else None
+        """Keys (B, Hk, T, Dk) as `DynamicLayer` would hold them, a copy brought back whole; None before the first
+        `update`. For models and methods that read a cache's layers: assigning them, or writing into the copy, raises
+        `ReadOnlyError`."""
+        return self._shown(0)
 
     @keys.setter
-    def keys(self, nothing: torch.Tensor | None) -> None:
-        """transformers' constructors set this to None; there is nothing to keep."""
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._keep("keys", keys is None and not self._filled)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """As `keys`."""
-        return self.whole()[1] if self.is_initialized else None
+        """Values (B, Hv, T, Dv), as `keys`."""
+        return self._shown(1)
 
     @values.setter
-    def values(self, nothing: torch.Tensor | None) -> None:
-        """As `keys`."""
+    def values(self, values: torch.Tensor | None) -> None:
+        self._keep("values", values is None and not self._filled)
+
+    @property
+    def is_initialized(self) -> bool:
+        """A first `update` came since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
+        return self._filled
+
+    @is_initialized.setter
+    def is_initialized(self, initialized: bool) -> None:
+        self._keep("is_initialized", initialized == self._filled)
+
+    def _keep(self, name: str, same: bool) -> None:
+        """transformers' constructors assign what a new layer has already; anything else is refused."""
+        if not same:
+            refuse_assignment(self.name, name)
+
+    def _shown(self, part: int) -> torch.Tensor | None:
+        if not self._filled:
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not tell of writes
+            return ReadOnlyTensor.of(self.whole()[part])
 
     @property
     def length(self) -> int:
         """Tokens a sequence."""
-        return self.history.length if self.is_initialized else 0
+        return self.history.length if self._filled else 0
 
     @property
     def history_device(self) -> torch.device:
         """Where keys and values come from; the CPU where nothing is held."""
-        return self.history.device if self.is_initialized else torch.device("cpu")
+        return self.history.device if self._filled else torch.device("cpu")
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first `update`."""
-        return self.history.rows // self.rows.heads if self.is_initialized else 0
+        return self.history.rows // self.rows.heads if self._filled else 0
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
@@ -84,7 +113,7 @@ class LayerOperations(CacheLayerMixin):
         `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
         nothing was taken in then, or the cache is not to be used until `reset`."""
         self.shared.check_open()
-        if not self.is_initialized:
+        if not self._filled:
             self.lazy_initialization(keys, values)
         held = self.history.length
         try:
@@ -115,7 +144,7 @@ class LayerOperations(CacheLayerMixin):
         """As `learn`, of what came without queries."""
 
     def get_seq_length(self) -> int:
-        return self.history.length if self.is_initialized else 0
+        return self.history.length if self._filled else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The full logical length, so that each step's mask covers the history, padding included."""
@@ -130,7 +159,7 @@ class LayerOperations(CacheLayerMixin):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
             tokens_to_remove = min(0, tokens_to_remove - self.length)
-        if tokens_to_remove == 0 or not self.is_initialized:
+        if tokens_to_remove == 0 or not self._filled:
             return
         self._sealed = None
         freed = self.history.truncate(max(0, self.length + tokens_to_remove))
@@ -140,15 +169,15 @@ class LayerOperations(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
-        if self.is_initialized and beam_idx.tolist() != list(range(self.batch)):
+        if self._filled and beam_idx.tolist() != list(range(self.batch)):
             self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
+        if self._filled:
             self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
+        if self._filled:
             indices = torch.as_tensor(indices, device="cpu")
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 
@@ -173,7 +202,7 @@ class LayerOperations(CacheLayerMixin):
 
     def close(self) -> None:
         """Give back the file and the buffers."""
-        if self.is_initialized:
+        if self._filled:
             self.history.close()
             self._clear()
             del self.history

@@ -113,7 +113,7 @@ class LearningLayer(SelectivePlan):
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)
-        if self.selecting is not None and self.is_initialized:
+        if self.selecting is not None and self._filled:
             self.predictor = self.make_predictor()
             if tree["predictor"] is not None:
                 self.predictor.restore({**tree["predictor"], "units": self.history.units})

@@ -18,9 +18,10 @@ from ..fetch.storage import Storage
 from ..memory.machine import check_descriptors
 from ..model import attach
 from ..model.attachable import Attachable
+from ..model.geometry import rows_of_ids
 from ..model.inner_model import inner_model
 from ..model.own_model import OwnModel
-from ..model.place import no_place
+from ..model.place import no_place, offloaded_layers, unoffloaded
 from ..model.untraced import untraced
 from ..report.cache_report import CacheReport
 from .beginning import begin
@@ -63,9 +64,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         **fields: Any,
     ) -> None:
         inner = inner_model(model)
-        self.config = load_config(self.config_class, config, fields, inner)
+        given = load_config(self.config_class, config, fields, inner)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
+        self.config = given.for_layers(offloaded_layers(inner))
         self.check_budget(inner)
         self.shared = Shared(self.config, path)
         self.storage: Storage = self.shared.storage
@@ -73,6 +75,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.timeline = self.storage.timeline
         self.warnings: list[str] = []
         self._model = OwnModel(inner)
+        self._rows_of_ids = rows_of_ids(inner)
         self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
         self.adapters: dict[str, str] | None = None
         """PEFT's adapters when what is held began; None: nothing is held."""
@@ -82,7 +85,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         token = -1
         try:
             super().__init__(layers=make_layers(inner, self.layer_class, self.shared))
-            self.sort_layers()
+            self.set_layers(self.layers)
             if self.storage.engine != "memory":
                 check_descriptors(sum(layer.num_stores for layer in self.layers if isinstance(layer, OffloadLayer)))
             self.prepare(inner)
@@ -95,8 +98,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
                 self._finalizer()
         self.timeline.start()
         self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
-        if not self._by_index:
-            self._warn(f"{type(inner).__name__} has no full-attention layer: there is nothing to offload")
+        if (kept := unoffloaded(inner)) is not None:
+            self._warn(kept)
 
     stream_report: StreamReport | None = None
     """What `stream_context` did to fill this cache; None: nothing was streamed."""
@@ -149,8 +152,9 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self._announced = None if self._announced is None else False
         self.conversation.begin(max(lengths, default=self._tokens.length))
         step = begin(
-            kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
-        )
+            kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates,
+            rows_of_ids=self._rows_of_ids,
+        )  # fmt: skip
         if step is not None:
             shared.step, self._resumed = step, False
             self._watch_blocks()
@@ -249,8 +253,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         for layer in self.offloaded:
             layer.close()
         self._tokens.truncate(0)
-        self.layers = []
-        self.sort_layers()
+        self.set_layers([])
         self.account_live()
 
     @property

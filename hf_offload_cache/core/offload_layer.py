@@ -56,12 +56,12 @@ class OffloadLayer(LayerOperations):
     @property
     def tables_nbytes(self) -> int:
         """Bytes of the books that are kept on where the history lies, and on what was written there."""
-        return self.history.tables_nbytes if self.is_initialized else 0
+        return self.history.tables_nbytes if self._filled else 0
 
     @property
     def full_bytes(self) -> int:
         """What `DynamicCache` would hold for this layer now."""
-        return self.history.rows * self.length * self.history.form.entry_bytes if self.is_initialized else 0
+        return self.history.rows * self.length * self.history.form.entry_bytes if self._filled else 0
 
     @property
     def replica_bytes(self) -> int:
@@ -87,8 +87,11 @@ class OffloadLayer(LayerOperations):
         self.rows = Rows(key_states.shape[1] if self.heads_apart else 1)
         keys, values = self.rows.fold(key_states), self.rows.fold(value_states)
         form = RecordFormat.of(keys, values, self.config.group_size)
-        self.history = self.make_history(form, keys.shape[0], keys.device)
-        self.is_initialized = True
+        self._hold(self.make_history(form, keys.shape[0], keys.device))
+
+    def _hold(self, history: History) -> None:
+        self.history, self._filled = history, True
+        self.dtype, self.device = history.form.dtype, history.device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,7 +109,7 @@ class OffloadLayer(LayerOperations):
             shared.check_open()
         if shared.unseen is not None:
             shared.check_seam()
-        if not self.is_initialized:
+        if not self._filled:
             self.lazy_initialization(key_states.detach(), value_states.detach())
         if key_states.shape[0] * self.rows.heads != self.history.rows:
             raise PromptError(
@@ -254,7 +257,7 @@ class OffloadLayer(LayerOperations):
 
     def freeze(self) -> Sequence[FreezableStore]:
         """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
-        if not self.is_initialized:
+        if not self._filled:
             return ()
         if (freed := self.history.sweep(always=True)) is not None and len(freed):
             self.dropped(freed)
@@ -262,13 +265,13 @@ class OffloadLayer(LayerOperations):
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """See `History.live`; `parts` are what `freeze` gave."""
-        return self.history.live(parts) if self.is_initialized else []
+        return self.history.live(parts) if self._filled else []
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
         state = "unknown" if self.config.exact == "bitwise" else self.state
-        tree = {"state": state, "history": self.history.capture() if self.is_initialized else None}
+        tree = {"state": state, "history": self.history.capture() if self._filled else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     @classmethod
@@ -289,8 +292,7 @@ class OffloadLayer(LayerOperations):
             rows = tree["history"]["tail"].shape[0]
             if type(heads) is not int or heads < 1 or rows % heads:
                 raise not_whole(self.name, f"it has {rows} rows, for {heads!r} heads each")
-            self.history = self.restore_history(tree["history"], parts, device)
+            self._hold(self.restore_history(tree["history"], parts, device))
             self.rows = Rows(heads)
-            self.is_initialized = True
         if self.config.exact != "bitwise":
             self.state = tree["state"]

@@ -53,6 +53,7 @@ def layer_kinds(
     geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
 ) -> list[tuple[LayerKind, OffloadConfig]]:
     """Of each offloaded layer, in order, with what of `config` applies to it; equal ones are the same objects."""
+    config = config.for_layers(len(geometry.layers))
     known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
     found: list[tuple[LayerKind, OffloadConfig]] = []
     for place, shape in enumerate(geometry.layers):

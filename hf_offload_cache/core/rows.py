@@ -16,11 +16,11 @@ class Rows:
 
     def fold(self, tensor: torch.Tensor) -> torch.Tensor:
         """(B, Hk, t, D) as (B Hk, 1, t, D)."""
-        return tensor if self.heads == 1 else tensor.reshape(-1, 1, *tensor.shape[2:])
+        return tensor if self.heads == 1 else tensor.flatten(0, 1).unsqueeze(1)
 
     def unfold(self, tensor: torch.Tensor) -> torch.Tensor:
         """(B Hk, 1, t, D) as (B, Hk, t, D)."""
-        return tensor if self.heads == 1 else tensor.reshape(-1, self.heads, *tensor.shape[2:])
+        return tensor if self.heads == 1 else tensor.squeeze(1).unflatten(0, (-1, self.heads))
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
         """Indices of sequences as those of the rows that they have."""

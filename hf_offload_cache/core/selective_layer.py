@@ -227,7 +227,7 @@ class SelectiveLayer(LearningLayer):
         return self.selecting is not None and self.selecting.widened
 
     def _sparse(self) -> bool:
-        return self.selecting is not None and self.is_initialized and self.state == "tagged"
+        return self.selecting is not None and self._filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""

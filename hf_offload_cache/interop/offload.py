@@ -18,7 +18,7 @@ from ..core.offload_cache import OffloadCache
 from ..errors import CacheUnusedError, ConfigError, UnsupportedModelError
 from ..model.inner_model import inner_model, is_model
 from ..model.own_generate import InRequest, OwnGenerate, Request, every_generate
-from ..model.place import generates_by_parts, has_own_generate, no_place, nothing_to_offload
+from ..model.place import generates_by_parts, has_own_generate, has_own_loop, no_place, nothing_to_offload
 from ..model.plain_caches import plain_caches
 from ..registry import cache_class
 from ..report.cache_report import CacheReport
@@ -94,7 +94,8 @@ def offload(
             way.note_unseen(one, what)
 
     with plain_caches(told, way.within):
-        if has_own_generate(inner):  # it may call this class's or a part's, past what lies on the model itself
+        if has_own_generate(inner) and not has_own_loop(inner):
+            # it may call this class's or a part's, past what lies on the model itself
             with every_generate(
                 lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext(), way.within
             ):

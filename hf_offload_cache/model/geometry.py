@@ -13,6 +13,8 @@ from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
 from .config_values import config_value
 from .inner_model import inner_model
+from .kept_tensors import kept_tensors
+from .place import is_offloaded
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Geometry:
     """The width of the stream between them."""
     device: str = "cpu"
     """Type of the device that attention runs on; on "cuda" what is read is held on both sides."""
+    rows_of_ids: int = 1
+    """Rows of ids that the model takes for one sequence: see `rows_of_ids`."""
 
     @classmethod
     def of(cls, model: Any) -> Self:
@@ -70,7 +74,7 @@ class Geometry:
         latest: another of the same costs a millisecond then. Raises `UnsupportedModelError` where neither says the
         shapes.
         """
-        from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+        from transformers.cache_utils import DynamicCache
 
         inner = inner_model(model)
         if inner.config.is_encoder_decoder:
@@ -79,9 +83,10 @@ class Geometry:
             )
         text = inner.config.get_text_config(decoder=True)
         seen = DynamicCache(config=inner.config)
+        growth = [0] * len(seen.layers)
         stated = stated_shape(text)
         try:
-            seen = _probe(_Kind(type(inner), repr(inner.config.to_dict()), inner.config))
+            seen, growth = _probe(_Kind.of(inner, rows_of_ids(inner)))
         except Exception as error:  # a model may fail in any way on tensors without data
             if stated is None:
                 raise UnsupportedModelError(
@@ -91,14 +96,15 @@ class Geometry:
         heads = config_value(text, "num_attention_heads")
         offloaded, kept = [], []
         item = inner.dtype.itemsize
-        for layer in seen.layers:
+        for layer, grows in zip(seen.layers, growth, strict=True):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             shape = stated
             if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
                 sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
                 shape = LayerShape(heads if isinstance(heads, int) else sizes[0], *sizes)
-            fixed = _state_bytes(layer, item)
-            full = type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+            fixed, full = _state_bytes(layer, item), is_offloaded(layer)
+            if grows:
+                kept.append(KeptLayer(token_bytes=-(-grows * item // _PROBED.itemsize)))
             if full and shape is not None:
                 offloaded.append(shape)
             elif not full and shape is not None and hasattr(layer, "keys"):
@@ -119,6 +125,7 @@ class Geometry:
             num_blocks=len(seen.layers),
             hidden_size=hidden if isinstance(hidden, int) else 0,
             device="cuda" if device == "cuda" else "cpu",
+            rows_of_ids=rows_of_ids(inner),
         )
 
     @classmethod
@@ -158,20 +165,70 @@ class _Kind:
     said: str
     """By the configuration, at the time."""
     config: Any = field(compare=False)
+    rows: int = 1
+    """Rows of ids that it is given."""
+
+    @classmethod
+    def of(cls, inner: Any, rows: int = 1) -> Self:
+        return cls(type(inner), repr(inner.config.to_dict()), inner.config, rows)
+
+
+_PROBED = torch.bfloat16
+"""Type of a twin's weights, whatever the model's: on the meta device some kernels know no other."""
+_TOKENS = 255
+"""Of the longer of two probes: as many as leave most behind in buffers that are emptied at powers of two."""
 
 
 @functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
-def _probe(kind: _Kind) -> Any:
-    """The `DynamicCache` that one token leaves in a twin on the meta device; not to be changed."""
+def _probe(kind: _Kind) -> tuple[Any, list[int]]:
+    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed; and the bytes by which
+    what each layer keeps besides keys and values grows with a token."""
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
     with torch.device("meta"), torch.no_grad():
-        # bfloat16, whatever the model's: on the meta device some kernels know no other
-        twin = kind.model_class._from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
-        cache = DynamicCache(config=config)
-        twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
-    return cache
+        twin = kind.model_class._from_config(config, attn_implementation="eager").to(_PROBED).eval()
+
+        def filled(tokens: int) -> Any:
+            cache, ids = DynamicCache(config=config), torch.zeros(kind.rows, tokens, dtype=torch.long, device="meta")
+            twin(input_ids=ids, past_key_values=cache, use_cache=True)
+            return cache
+
+        short = filled(1)
+        growth = [0] * len(short.layers)
+        if any(_adds(layer) for layer in short.layers):
+            sizes = zip(short.layers, filled(_TOKENS).layers, strict=True)
+            item = _PROBED.itemsize
+            growth = [
+                -(-max(0, _state_bytes(long, item) - _state_bytes(one, item)) // (_TOKENS - 1)) if _adds(one) else 0
+                for one, long in sizes
+            ]
+    return short, growth
+
+
+def rows_of_ids(model: Any) -> int:
+    """Rows of ids that a model takes for one sequence: one, but for those that take one for each of their codebooks
+    (MusicGen), as one token in a twin tells."""
+    inner = inner_model(model)
+    codebooks = config_value(inner.config.get_text_config(decoder=True), "num_codebooks")
+    return _joined_rows(_Kind.of(inner, codebooks)) if isinstance(codebooks, int) and codebooks > 1 else 1
+
+
+@functools.lru_cache(maxsize=8)
+def _joined_rows(kind: _Kind) -> int:
+    """How many of the rows of ids that a twin is given become one sequence; one, if it does not run."""
+    try:
+        layers = _probe(kind)[0].layers
+    except Exception:  # a model may fail in any way on tensors without data
+        return 1
+    held = [one.keys.shape[0] for one in layers if isinstance(getattr(one, "keys", None), torch.Tensor)]
+    return kind.rows // held[0] if held else 1
+
+
+def _adds(layer: Any) -> bool:
+    """Whether a layer keeps more than keys, values and linear states: that may grow with the context."""
+    known = {"keys", "values", "conv_states", "recurrent_states"}
+    return any(tensor.ndim for _, _, tensor in kept_tensors(layer, vars(layer).keys() - known))
 
 
 def unknown_shapes(model: Any) -> str | None:
@@ -198,10 +255,11 @@ def stated_shape(config: Any) -> LayerShape | None:
 
 
 def _state_bytes(layer: Any, item: int) -> int:
-    """Bytes of a layer's linear-attention states, of one sequence; those of the twin's type come in the model's."""
-    held = [tensor for name in ("conv_states", "recurrent_states") for tensor in getattr(layer, name, {}).values()]
+    """Bytes of what a layer keeps besides keys and values, of one sequence; what is of the twin's type comes in the
+    model's, of `item` bytes."""
+    names = vars(layer).keys() - {"keys", "values"}
     return sum(
-        tensor.numel() * (item if tensor.dtype == torch.bfloat16 else tensor.element_size())
-        for tensor in held
-        if isinstance(tensor, torch.Tensor)
+        tensor.numel() * (item if tensor.dtype == _PROBED else tensor.element_size())
+        for _, _, tensor in kept_tensors(layer, names)
+        if tensor.ndim
     )

@@ -1,7 +1,8 @@
 """The next layer's query, guessed one layer early from the residual stream (KVSwap, section 3.3, "Online prediction").
 
 How a layer makes its query is found once, during prefill. Where it is not, there is no guess; nothing but prefetching
-depends on it.
+depends on it. Nor is there one while others' hooks are on the modules that it would call: they are for the model's own
+calls.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from ..errors import BudgetError
 from ..memory.account import MemoryAccount
+from .foreign_hooks import ForeignHooks
 from .query_recipe import QueryRecipe, find_recipe
 
 _OWNER = "look-ahead"
@@ -35,6 +37,8 @@ class Sight:
     recipe: QueryRecipe | None = None
     learned: bool = False
     """Whether a recipe was looked for."""
+    watchers: ForeignHooks | None = None
+    """Of the modules that a guess calls."""
 
 
 class LookAhead:
@@ -86,10 +90,13 @@ class LookAhead:
         sight = self.sights.get(layer_idx)
         if sight is None or sight.learned or sight.attention is None:
             return
-        sight.learned = True
-        normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         block = sight.block() if sight.block is not None else None
         attention = sight.attention()
+        if block is not None and ForeignHooks([block]).find() is not None:
+            self._drop_normed()
+            return  # what is tried would be seen
+        sight.learned = True
+        normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
             sight.rotated = sight.rotary is not None
             if sight.rotary is not None:
@@ -115,10 +122,18 @@ class LookAhead:
         if sight.rotated and rotary is None:
             return None
         hidden, before = previous.residual, None if previous.block is None else previous.block()
+        adds = None
+        if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it norms what it adds
+            adds = before.get_submodule("post_attention_layernorm")
+        if sight.watchers is None:
+            called = sight.recipe.modules(block, attention)
+            sight.watchers = ForeignHooks(called if adds is None else [*called, adds])
+        if sight.watchers.find() is not None:
+            return None
         with torch.no_grad():
             if self.source == "attended":
-                if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it norms what it adds
-                    attention_output = before.get_submodule("post_attention_layernorm")(attention_output)
+                if adds is not None:
+                    attention_output = adds(attention_output)
                 hidden = hidden + attention_output[:, -1:].to(hidden.device)
             return sight.recipe.query(block, attention, hidden, rotary)
 

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CacheUnusedError, PromptError
 from .attachable import Attachable, unwrapped
+from .geometry import rows_of_ids
 from .method_on_model import MethodOnModel, replaced_method
 from .peft_adapters import prompt_adapter
 
@@ -198,6 +199,8 @@ def _request(
         others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
         shapes = [torch.Size((len(others[0]) if others else 1, 1))]
     rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True))
+    if (each := rows_of_ids(model)) > 1:  # such a model's two halves of guidance are sequences of one forward
+        rows = max(1, rows // each) * (2 if (asked("guidance_scale") or 1) > 1 else 1)
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
     new, most = asked("max_new_tokens"), asked("max_length")
     end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing

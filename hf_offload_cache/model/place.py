@@ -42,12 +42,43 @@ def nothing_to_offload(model: Any) -> str | None:
     why = no_place(model)
     if why is not None:
         return why
-    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+    layers = _layers(inner_model(model))
+    return None if any(is_offloaded(layer) for layer in layers) else unoffloaded(model)
+
+
+def unoffloaded(model: Any) -> str | None:
+    """Which of a model's layers grow with the context and stay in memory all the same, or that none grows; None: each
+    that grows is offloaded."""
+    from transformers.cache_utils import CacheLayerMixin
 
     inner = inner_model(model)
-    if any(type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer) for layer in _layers(inner)):
-        return None
-    return f"model {type(inner).__name__} has no full-attention layer: there is nothing to offload"
+    layers, name = _layers(inner), f"model {type(inner).__name__}"
+    growing = [
+        one
+        for one in layers
+        if isinstance(one, CacheLayerMixin)  # and no window alone, whose size is bounded
+        and not (getattr(one, "is_sliding", False) and type(one).__module__ == "transformers.cache_utils")
+    ]
+    kept = [one for one in growing if not is_offloaded(one)]
+    if kept:
+        kinds = ", ".join(sorted({type(one).__name__ for one in kept}))
+        return (
+            f"{name} has {len(kept)} of {len(layers)} layers that keep more than keys and values ({kinds}): they are "
+            "not offloaded yet, and stay in memory as with DynamicCache"
+        )
+    return None if growing else f"{name} has no full-attention layer: there is nothing to offload"
+
+
+def offloaded_layers(model: Any) -> int:
+    """How many layers of a model a cache of ours offloads."""
+    return sum(is_offloaded(layer) for layer in _layers(inner_model(model)))
+
+
+def is_offloaded(layer: Any) -> bool:
+    """Whether a cache of ours offloads the keys and values of such a layer of transformers'."""
+    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def has_own_generate(model: PreTrainedModel) -> bool:
@@ -55,6 +86,15 @@ def has_own_generate(model: PreTrainedModel) -> bool:
     from transformers import GenerationMixin
 
     return getattr(type(model), "generate", None) is not GenerationMixin.generate
+
+
+def has_own_loop(model: PreTrainedModel) -> bool:
+    """Whether the `generate` of the class of `model` calls no other, but steps through the model by transformers' own
+    sampling, as MusicGen's does. It takes the cache that it is given."""
+    if not has_own_generate(model):
+        return False
+    called = inspect.unwrap(type(model).generate).__code__.co_names
+    return _takes_a_cache(model) and "_sample" in called and "generate" not in called
 
 
 def generates_by_parts(model: PreTrainedModel) -> bool:

@@ -26,6 +26,11 @@ class QueryRecipe:
     projection: Projection
     scale: float
 
+    def modules(self, block: torch.nn.Module, attention: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules that `query` calls."""
+        norm = [block.get_submodule(self.norm)] if self.norm else []
+        return [*norm, *self.projection.modules(attention)]
+
     def query(
         self, block: torch.nn.Module, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any
     ) -> torch.Tensor | None:
@@ -101,6 +106,11 @@ class Projection:
     rotate: str
     interleaved: bool
 
+    def modules(self, attention: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules that are called."""
+        norm = _query_norm(attention)
+        return [getattr(attention, self.linear), *([] if norm is None else [norm])]
+
     def __call__(self, attention: torch.nn.Module, normed: torch.Tensor, rotary: Any) -> torch.Tensor | None:
         rotation = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if self.rotate != "none" and (rotary is None or rotation is None):
@@ -114,7 +124,7 @@ class Projection:
             if flat.shape[-1] < self.heads * self.dim:
                 return None
             query = flat[..., : self.heads * self.dim].unflatten(-1, (self.heads, self.dim))
-        norm = getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)
+        norm = _query_norm(attention)
         if norm is not None:
             width = getattr(norm, "weight", query).shape[-1]
             query = norm(query) if width == self.dim else norm(query.flatten(-2)).view_as(query)
@@ -124,3 +134,7 @@ class Projection:
         turning = self.dim if self.rotate == "all" else min(rotary[0].shape[-1], self.dim)
         turned = rotation(query[..., :turning], query[..., :turning], *rotary)[0]
         return turned if turning == self.dim else torch.cat([turned, query[..., turning:]], -1)
+
+
+def _query_norm(attention: torch.nn.Module) -> Any:
+    return getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)

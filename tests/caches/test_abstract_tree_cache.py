@@ -146,7 +146,7 @@ def test_what_is_left_out_matters() -> None:
     found = []
     for selected in (16, 128, 1024):
         fields: dict[str, Any] = {"chunk_size": 8, "num_selected": selected, "num_recent": 8, "engine": "memory"}
-        with AbstractTreeCache(model, **fields) as cache, torch.no_grad():
+        with AbstractTreeCache(model, dense_layers=2, **fields) as cache, torch.no_grad():
             model(ids, past_key_values=cache)
             found.append(model(ids[:, :1], past_key_values=cache).logits.numpy())
     with AbstractTreeCache(model, exact=True, engine="memory") as cache, torch.no_grad():

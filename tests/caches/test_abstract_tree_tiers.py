@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from checked_cache import checked
-from harness import generate, prompt
+from harness import COMMON, build, generate, prompt
 from long_llama import long_model
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.contexts.configuration import saved_fields
@@ -23,12 +24,14 @@ from hf_offload_cache.model.geometry import Geometry
 
 LENGTH = 700
 FIELDS: dict[str, Any] = {"chunk_size": 16, "num_selected": 48, "num_opened": 96, "num_recent": 8, "num_sinks": 3}
+FIELDS["dense_layers"] = 2
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"dense_layers": -1}, "dense_layers must be at least 0"),
+        ({"dense_layers": 1.5}, "dense_layers must be a whole number, or a share .* use dense_layers=2"),
         ({"resident_layers": -1}, "resident_layers must be at least 0"),
         ({"dense_share": 1.5}, "dense_share must be a number above 0, at most 1"),
         ({"dense_chunk_size": 24}, "dense_chunk_size must be a power of two from 2 to 1024.*use dense_chunk_size=16"),
@@ -53,7 +56,7 @@ def test_chunk_sizes_for_fewer_layers_than_there_are() -> None:
 
 def test_what_applies_to_each_layer() -> None:
     """Dense ones have small chunks, the least where they are resident, and no fewer tokens than the others."""
-    config = AbstractTreeConfig(num_selected=400)
+    config = AbstractTreeConfig(num_selected=400).for_layers(30)
     first, third = config.of_layer(1), config.of_layer(2)
     assert (first.chunk_size, first.group_size, third.chunk_size) == (8, 8, 64) and third is config
     assert [first.attended(held) for held in (9001, 500)] == [4501, 400]
@@ -63,12 +66,44 @@ def test_what_applies_to_each_layer() -> None:
     assert [on_disk.of_layer(place).chunk_size for place in range(4)] == [16, 16, 16, 64]
     beyond = AbstractTreeConfig(resident_layers=3, dense_layers=0).of_layer(2)
     assert (beyond.chunk_size, beyond.attended(9000)) == (64, 400) and beyond.reuse_capacity > 2**32
-    assert AbstractTreeConfig(chunk_size=4).of_layer(0).chunk_size == 4
+    assert AbstractTreeConfig(chunk_size=4, dense_layers=1).of_layer(0).chunk_size == 4
+
+
+@pytest.mark.parametrize(
+    ("dense", "layers", "count"),
+    [(None, 3, 0), (None, 8, 0), (None, 12, 1), (None, 30, 2), (None, 32, 2), (0.5, 3, 2), (1.0, 3, 3), (2, 3, 2)],
+)
+def test_dense_layers_are_a_share_of_the_offloaded_ones(dense: float | None, layers: int, count: int) -> None:
+    config = AbstractTreeConfig() if dense is None else AbstractTreeConfig(dense_layers=dense)
+    found = config.for_layers(layers)
+    assert (found.dense_layers, found.residents) == (count, count)
+    assert found.for_layers(1000) is found
+
+
+def test_a_model_of_few_offloaded_layers_takes_less_than_a_dynamic_cache(tmp_path: Path) -> None:
+    """Of six layers three have full attention. With the default fields none stays in memory, as the plan says."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
+    kinds = ["sliding_attention", "full_attention"] * 3
+    small = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 8192, "layer_types": kinds}
+    model, length = build(Gemma3ForCausalLM, Gemma3TextConfig(**{**COMMON, **sizes, **small})), 3500
+    ids = prompt(model, 1, length)
+    with AbstractTreeCache(model, path=tmp_path) as cache, torch.no_grad():
+        assert cache.config.dense_layers == 0
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        for step in range(3):
+            model(ids[:, step : step + 1], past_key_values=cache)
+        report = cache.report()
+    assert 0 < report.memory_bytes <= report.peak_memory_bytes < report.full_kv_bytes
+    plans = [
+        AbstractTreeCache.plan(Geometry.of(model), AbstractTreeConfig(**fields), length, 1).peak_bytes
+        for fields in ({}, {"dense_layers": 2}, {"dense_layers": 0})
+    ]
+    assert plans[0] == plans[2] < plans[1]
 
 
 def test_what_is_left_open_follows_what_is_changed() -> None:
     """Of an instance: what was not given is found anew; a context has it named."""
-    config = AbstractTreeConfig()
+    config = AbstractTreeConfig(dense_layers=2)
     assert (config.residents, config.dense_size) == (2, 8)
     assert dataclasses.replace(config, dense_layers=0).residents == 0
     assert dataclasses.replace(config, resident_layers=0).dense_size == 16
@@ -273,7 +308,7 @@ def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:
 def test_contexts_of_before_there_were_dense_layers(tmp_path: Path) -> None:
     """All layers alike, as they were saved."""
     model = long_model()
-    with AbstractTreeCache(model, path=tmp_path, dense_layers=0, **FIELDS) as cache:
+    with AbstractTreeCache(model, path=tmp_path, **{**FIELDS, "dense_layers": 0}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=3)
         saved = {
             name: value
@@ -289,6 +324,7 @@ def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> No
     """Dense layers in memory, host memory, early steps, candidates: no more than was planned, at any time."""
     model = long_model()
     fields = {"num_recent": 8, "num_selected": 48, "chunk_size": 16, "host_memory": "16KiB"}
+    fields["dense_layers"] = 2
     arguments: dict[str, Any] = {"prompt_lookup_num_tokens": 4} if candidates else {}
     limits: dict[str, Any] = {"max_context": LENGTH + 64, "max_batch": 1}
     ids = prompt(model, 1, LENGTH)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forward_calls import widths_of
 from harness import PAD, TOLERANCE, generate, padding, prompt, repetitive_prompt
 from long_llama import long_model
 from low_bits import stood_for
@@ -207,15 +208,14 @@ class Streamer:
 def test_a_guess_is_seen_by_nobody() -> None:
     """Streamers, processors and criteria see a token a step, hidden states are those of one, and the text is that of a
     plain call; a forward a token, and one more."""
-    model, forwards = long_model(), list[int]()
+    model = long_model()
     ids = prompt(model, 1, LENGTH)
-    hook = model.model.embed_tokens.register_forward_hook(lambda module, given, out: forwards.append(out.shape[1]))
     found = []
     for told in (True, False):
-        forwards.clear()
         seen, streamer = Seen(), Streamer()
         more = {"streamer": streamer, "output_hidden_states": True} if told else {}
-        with SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
+        watched = widths_of(model.model.embed_tokens)
+        with watched as forwards, SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
             out = model.generate(
                 ids, past_key_values=cache, do_sample=False, max_new_tokens=40, return_dict_in_generate=True,
                 logits_processor=LogitsProcessorList([seen]), stopping_criteria=StoppingCriteriaList([Stop()]), **more,
@@ -228,7 +228,6 @@ def test_a_guess_is_seen_by_nobody() -> None:
             assert torch.equal(torch.cat(streamer.put_), out.sequences[0]) and streamer.ended == 1
             assert [one[-1].shape[1] for one in out.hidden_states] == [LENGTH, *[1] * 11]
         found.append(out.sequences)
-    hook.remove()
     assert torch.equal(*found)
 
 
@@ -242,13 +241,11 @@ def test_a_guess_is_no_token_of_a_budget() -> None:
 
 def test_nothing_is_fetched() -> None:
     """Without entries as they were stored: the copy alone answers, one token a forward."""
-    model, forwards = long_model(), list[int]()
-    hook = model.model.embed_tokens.register_forward_hook(lambda module, given, out: forwards.append(out.shape[1]))
-    with SpecCache(model, num_selected=0, **SMALL) as cache:
+    model = long_model()
+    with widths_of(model.model.embed_tokens) as forwards, SpecCache(model, num_selected=0, **SMALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=12)
         report = cache.report()
         assert report.bytes_read == 0 and 0 < report.selected_fraction < 0.2
-    hook.remove()
     assert forwards == [LENGTH, *[1] * 11]
 
 

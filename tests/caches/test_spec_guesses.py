@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from forward_calls import told_of_forwards
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
 from long_llama import long_model
 from shared_keys import gemma3n
@@ -44,12 +46,14 @@ class Forwards:
         self.ids: list[torch.Tensor] = []
         self.places: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
-        self._hooks = [
-            model.model.register_forward_pre_hook(self._given, with_kwargs=True),
-            model.lm_head.register_forward_hook(lambda module, given, out: self.logits.append(out)),
-        ]
+        self._told = contextlib.ExitStack()
+        self._told.enter_context(told_of_forwards(model.model, before=self._given))
+        self._told.enter_context(told_of_forwards(model.lm_head, lambda kwargs, out: self._headed(out)))
 
-    def _given(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _headed(self, logits: torch.Tensor) -> None:
+        self.logits.append(logits)
+
+    def _given(self, kwargs: Any) -> None:
         self.ids.append(kwargs["input_ids"])
         self.places.append(kwargs["position_ids"])
 
@@ -61,8 +65,7 @@ class Forwards:
         return self
 
     def __exit__(self, *args: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._told.close()
 
 
 def decoded(model: Any, cache: Any, ids: torch.Tensor, new: int = 10, **options: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checked_cache import checked
+from forward_calls import told_of_forwards, widths_of
 from harness import COMMON, build, generate, prompt
 from long_llama import long_model
 from shared_keys import gemma3n
@@ -57,15 +58,6 @@ def prefilled(model: Any, cache: Any, ids: torch.Tensor) -> None:
         model(ids, past_key_values=cache)
 
 
-@contextmanager
-def widths(embedding: Any) -> Iterator[list[int]]:
-    """How many tokens each forward has."""
-    found: list[int] = []
-    hook = embedding.register_forward_hook(lambda module, given, output: found.append(output.shape[1]))
-    yield found
-    hook.remove()
-
-
 def windowed() -> Any:
     layers = ["sliding_attention", "full_attention"] * 2
     sizes = {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
@@ -75,12 +67,11 @@ def windowed() -> Any:
 
 @contextmanager
 def failing(module: Any) -> Iterator[None]:
-    def fail(module: Any, given: Any) -> None:
+    def fail(kwargs: Any) -> None:
         raise MemoryError("made to fail")
 
-    hook = module.register_forward_pre_hook(fail)
-    yield
-    hook.remove()
+    with told_of_forwards(module, before=fail):
+        yield
 
 
 # --- copies --------------------------------------------------------------------------------------------------------
@@ -175,7 +166,7 @@ def test_attention_that_is_not_ours_has_no_guess(tmp_path: Path) -> None:
     model = build(BloomForCausalLM, BloomConfig(vocab_size=199, hidden_size=64, n_layer=2, n_head=4))
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=6)
-    with SpecCache(model, path=tmp_path, **ALL) as cache, widths(model.transformer.word_embeddings) as seen:
+    with SpecCache(model, path=tmp_path, **ALL) as cache, widths_of(model.transformer.word_embeddings) as seen:
         found = generate(model, cache, ids, max_new_tokens=6)
         assert set(seen[1:]) == {1}
         cache.save(tmp_path / "context")
@@ -188,7 +179,7 @@ def test_attention_that_is_not_ours_has_no_guess(tmp_path: Path) -> None:
 
 def test_a_prompt_that_fits_the_latest_tokens_has_no_guess() -> None:
     model = long_model()
-    with SpecCache(model) as cache, widths(model.model.embed_tokens) as seen:
+    with SpecCache(model) as cache, widths_of(model.model.embed_tokens) as seen:
         generate(model, cache, prompt(model, 1, 10), max_new_tokens=8)
     assert set(seen[1:]) == {1}
 
@@ -211,7 +202,7 @@ def test_a_guess_is_of_the_kind_of_its_token() -> None:
     config = GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=512)
     model = build(GPT2LMHeadModel, config)
     ids, reference = prompt(model, 1, 200), DynamicCache(config=model.config)
-    with SpecCache(model, **ALL) as cache, torch.no_grad(), widths(model.transformer.wte) as seen:
+    with SpecCache(model, **ALL) as cache, torch.no_grad(), widths_of(model.transformer.wte) as seen:
         for one in (ids, ids[:, :1], ids[:, 1:2], ids[:, 2:3]):
             found = model(one, token_type_ids=one, past_key_values=cache).logits
             torch.testing.assert_close(
@@ -307,7 +298,7 @@ def test_a_guess_does_not_outlive_what_it_followed(change: str) -> None:
     """The token runs once more, by itself, so that there is another."""
     model = long_model()
     ids = prompt(model, 1, LENGTH)
-    with SpecCache(model, **SOME) as cache, widths(model.model.embed_tokens) as seen:
+    with SpecCache(model, **SOME) as cache, widths_of(model.model.embed_tokens) as seen:
         prefilled(model, cache, ids)
         fed(model, cache, ids[:, :3])
         if change == "crop":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrDynamicReferenceSlidingWindowLayer
 
 from hf_offload_cache.contexts.kept_layers import capture_kept, restore_kept
 from hf_offload_cache.errors import ContextError
@@ -37,6 +38,19 @@ def test_a_linear_state_comes_back() -> None:
     other = LinearAttentionLayer()
     restore_kept(other, capture_kept(layer), "layer 0", rows=2)
     assert torch.equal(other.conv_states[0], layer.conv_states[0])
+
+
+def test_a_layer_of_a_models_own_comes_back() -> None:
+    """It counts what it holds, and has nothing in its window after the prompt."""
+    made = UnlimitedOcrDynamicReferenceSlidingWindowLayer
+    layer, other = made(sliding_window=8), made(sliding_window=8)
+    layer.update(torch.randn(2, 1, 12, 4), torch.randn(2, 1, 12, 4))
+    restore_kept(other, capture_kept(layer), "layer 0", rows=2)
+    more = torch.randn(2, 1, 1, 4)
+    assert all(torch.equal(*pair) for pair in zip(layer.update(more, more), other.update(more, more), strict=True))
+    for rows in (None, 2):
+        with pytest.raises(ContextError, match="prefill_length is -1"):
+            restore_kept(made(sliding_window=8), {**capture_kept(layer), "prefill_length": -1}, "layer 0", rows=rows)
 
 
 @pytest.mark.parametrize(

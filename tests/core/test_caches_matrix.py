@@ -62,10 +62,11 @@ def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_every_sparse_gather_is_right(method: str) -> None:
     """Padded beams, a second turn, candidates that are verified, and a crop into what was sealed; sinks always in."""
     cls, model = checked(cache_class(method)), long_model()
-    with harness.unchanged(model), cls(model, **SOME) as cache:
+    fields = {**SOME, "dense_layers": 2} if method == "abstract-tree" else SOME  # layers of both kinds
+    with harness.unchanged(model), cls(model, **fields) as cache:
         ids, mask = padded(2)
         generate(model, cache, ids, num_beams=3, max_new_tokens=6, **mask)
-        of_layers = [cls.config_class(**SOME).of_layer(place) for place in range(3)]
+        of_layers = [cls.config_class(**fields).for_layers(3).of_layer(place) for place in range(3)]
         selected = sum(own.attended(LENGTH) for own in of_layers) / 3 / LENGTH
         assert 0 < cache.report().selected_fraction < selected + 0.2
         cache.reset()

@@ -14,7 +14,8 @@ LENGTH = 700
 def test_dense_layers_get_smaller_chunks() -> None:
     """They open as many chunks as they attend to, a half: splitting first costs as much. The others open few."""
     model = long_model()
-    found = calibrate_chunks(model, [prompt(model, 1, LENGTH), prompt(model, 2, LENGTH)[1]], num_selected=30)
+    texts = [prompt(model, 1, LENGTH), prompt(model, 2, LENGTH)[1]]
+    found = calibrate_chunks(model, texts, num_selected=30, dense_layers=2)
     assert found.sizes == (16, 16, 64) and found.tokens == LENGTH
     assert found.density == pytest.approx((0.5, 0.5, 30 / LENGTH), abs=1e-3)
     for layer, (left_open, opened) in enumerate(zip(found.left_open, found.opened, strict=True)):
@@ -28,7 +29,7 @@ def test_dense_layers_get_smaller_chunks() -> None:
 
 def test_the_sizes_are_those_of_the_layers() -> None:
     model = long_model()
-    sizes = calibrate_chunks(model, [prompt(model, 1, LENGTH)], least=8, num_selected=40).sizes
+    sizes = calibrate_chunks(model, [prompt(model, 1, LENGTH)], least=8, num_selected=40, dense_layers=2).sizes
     with AbstractTreeCache(model, engine="memory", chunk_size=sizes, num_selected=40, num_recent=8) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=3)
         assert tuple(layer.history.form.group_size for layer in cache.offloaded) == sizes == (8, 8, 64)

@@ -1,0 +1,85 @@
+"""Keys, values and layers that a user can look at: what is written to them would be lost, so writing raises."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+
+from ..errors import ReadOnlyError
+
+_INSTEAD = "methods that rewrite what a model has cached (kvpress) need transformers' DynamicCache"
+
+
+class ReadOnlyTensor(torch.Tensor):
+    """A copy of what a layer stores. Reading it is as reading any tensor; writing to it, or to a view of it, raises
+    `ReadOnlyError`. What is computed of it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, memory = [], set[int]()
+
+            def unwrapped(value: Any) -> Any:
+                if isinstance(value, ReadOnlyTensor):
+                    plain.append((own := value.as_subclass(torch.Tensor), own._version))
+                    memory.add(own.untyped_storage().data_ptr())
+                    return own
+                if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+                    return type(value)(unwrapped(one) for one in value)
+                return value
+
+            found = function(
+                *(unwrapped(one) for one in args),
+                **{name: unwrapped(value) for name, value in (kwargs or {}).items()},
+            )
+            if any(own._version != before for own, before in plain) or function.__name__ == "__set__":
+                raise ReadOnlyError(
+                    "keys and values of an offloaded layer cannot be written to: they are a copy of what lies in the "
+                    f"store; clone() them for a tensor of your own; {_INSTEAD}"
+                )
+
+            def wrapped(value: Any) -> Any:
+                if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+                    return type(value)(wrapped(one) for one in value)
+                view = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
+                return value.as_subclass(cls) if view and value.numel() else value
+
+            return wrapped(found)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which nobody else has."""
+        return tensor.as_subclass(cls)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """As a plain tensor, in whatever is saved."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class Layers(list[Any]):
+    """The layers of a cache, which stay what they are: any change of the list raises `ReadOnlyError`."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_layers()
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = pop = remove = clear = reverse = sort = _refuse  # type: ignore[assignment]
+
+
+def refuse_layers() -> NoReturn:
+    """Raises what a change of a cache's layers does."""
+    raise ReadOnlyError(
+        "the layers of an offloading cache cannot be replaced, added or removed, since update() uses no others; "
+        f"{_INSTEAD}, and so do layers of your own"
+    )
+
+
+def refuse_assignment(layer: str, name: str) -> NoReturn:
+    """Raises what assigning `name` to an offloaded layer does."""
+    raise ReadOnlyError(
+        f"{name} of {layer} cannot be assigned: the layer is offloaded, and its store holds what the model gave. "
+        "crop(-n) of the cache drops the latest n tokens, batch_select_indices(rows) keeps some sequences, reset() "
+        f"forgets all; {_INSTEAD}"
+    )

@@ -1,0 +1,119 @@
+"""Hooks of others on a model's modules: what they see must be what the caller computes, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+_KNOWN = (
+    "hf_offload_cache",
+    "accelerate",
+    "peft",
+    "torch.distributed",
+    "torch.nn.utils",
+    "torch._dynamo",
+    "transformers.distributed",
+    "transformers.integrations",
+    "transformers.modeling_utils",
+    "transformers.utils.output_capturing",
+)
+"""Modules whose hooks place weights, adapt them or record outputs. A token more in a forward changes nothing for them;
+those that record outputs do it for the caller, who gets the output without that token."""
+
+
+class ForeignHooks:
+    """Whether others watch the forwards of some modules, or of what is within these.
+
+    Others' are forward hooks and pre-hooks, those for all modules of the process, and a `forward` that was put on a
+    module itself. accelerate's and PEFT's are not counted. Holds the modules weakly; for one thread.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._roots = [weakref.ref(module) for module in modules]
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._hooks: list[dict[int, Any]] = []
+        self._seen: tuple[int, list[Any]] | None = None
+        self._next_id = -1
+        self._found: str | None = None
+
+    def find(self) -> str | None:
+        """One of the hooks that are on now, as a message names it; None: there is none.
+
+        What was found last holds as long as no hook was registered in the process, and no module has more or fewer
+        hooks or another `forward`.
+        """
+        for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+            for hook in getattr(torch_module, name, {}).values():
+                if not _is_known(hook):
+                    return f"{_name(hook)} on all modules"
+        if self._seen is None or self._next_id != RemovableHandle.next_id or self._seen != self._state():
+            self._next_id = RemovableHandle.next_id
+            self._found = self._search()
+            self._seen = self._state()
+        return self._found
+
+    def _state(self) -> tuple[int, list[Any]]:
+        """How many hooks there are, and which modules have a `forward` of their own."""
+        places = [(at, vars(module)) for at, ref in enumerate(self._modules) if (module := ref()) is not None]
+        return sum(map(len, self._hooks)), [(at, own["forward"]) for at, own in places if "forward" in own]
+
+    def _search(self) -> str | None:
+        self._modules, self._hooks, found = [], [], None
+        for root in (ref() for ref in self._roots):
+            for name, module in () if root is None else root.named_modules():
+                self._modules.append(weakref.ref(module))
+                self._hooks += (module._forward_pre_hooks, module._forward_hooks)
+                if found is None and (hook := _foreign_on(module)) is not None:
+                    found = f"{_name(hook)} on {name or type(module).__name__}"
+        return found
+
+
+def _foreign_on(module: torch.nn.Module) -> Any | None:
+    """A hook of others on this one module, or a `forward` of theirs."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if not _is_known(hook):
+            return hook
+    own = vars(module)
+    for name in ("forward", "_old_forward"):  # accelerate keeps what it has replaced
+        forward = own.get(name)
+        if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
+            return forward
+    placing = own.get("_hf_hook")
+    for hook in () if placing is None else getattr(placing, "hooks", (placing,)):
+        if not _is_known(hook):
+            return hook
+    return None
+
+
+def _is_of_class(forward: Any, module: torch.nn.Module) -> bool:
+    """Whether a `forward` on a module itself is no more than its class's."""
+    return getattr(_plain(forward), "__func__", None) is type(module).forward
+
+
+def _plain(hook: Any) -> Any:
+    """What is called in the end, under partial arguments and `torch.compile`."""
+    while True:
+        inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return hook
+        hook = inner
+
+
+def _is_known(hook: Any) -> bool:
+    plain = _plain(hook)
+    function: Any = getattr(plain, "__func__", plain)
+    # where a function was written: `functools.wraps` gives it the name of another's module
+    written = getattr(function, "__globals__", None)
+    place = type(function).__module__ if written is None else str(written.get("__name__"))
+    return any(place == known or place.startswith(f"{known}.") for known in _KNOWN)
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    plain = _plain(hook)
+    return str(getattr(plain, "__qualname__", type(plain).__qualname__))
