@@ -57,6 +57,8 @@ def _check(tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], 
             continue
         late = (*_LATE, int) if isinstance(field, int) else _LATE  # one of several of its kind, such as sizes of states
         of_kind = is_of_kind(value, expected, late)
+        if isinstance(expected, bool | int | str) and expected:  # such as the size of a window
+            of_kind = of_kind and value == expected
         if isinstance(value, torch.Tensor) and rows is not None and expected is None:
             of_kind = of_kind and rows in value.shape
         if not of_kind:
