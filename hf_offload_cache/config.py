@@ -35,6 +35,8 @@ def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
     `most_bytes`, and for what is nested so deeply that whoever walks through it would fail."""
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
+    if data.count(b"[") + data.count(b"{") > most_bytes // 32:  # each takes twenty times its bytes, and time
+        raise ValueError(f"it has more than {most_bytes // 32:,} lists and objects")
     try:
         values = json.loads(data.decode("utf-8"))
     except RecursionError:

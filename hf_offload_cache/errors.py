@@ -32,7 +32,9 @@ class ContextError(ValueError):
 
 def shown(value: object, most: int = 80) -> str:
     """A value that was read from outside, as an error shows it: at most so many characters, and none that acts on a
-    terminal."""
+    terminal; of a tensor its shape and type."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}"
     text = value[: most + 1] if isinstance(value, str) else f"{value!r:.{most + 1}}"
     escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:most])
     return escaped + ("..." if len(text) > most else "")

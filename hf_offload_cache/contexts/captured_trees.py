@@ -78,7 +78,8 @@ class LayersOf:
                 else:
                     fits = type(one) is type(other) and (isinstance(one, bool) or one == other)
                 if not fits:
-                    raise not_whole(name, f"{part} {shown(place)} is {shortened(one)}, and the model's {shortened(other)}")
+                    what = f"{part} {shown(place)} is {shortened(one)}, and the model's {shortened(other)}"
+                    raise not_whole(name, what)
 
 
 def _sizes_of(shape: LayerShape) -> tuple[int, int, int, int]:
@@ -156,4 +157,4 @@ def is_of_kind(value: Any, expected: Any, late: tuple[type, ...]) -> bool:
 
 def shortened(value: Any) -> str:
     """What an error shows of a value."""
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else shown(repr(value))
+    return shown(repr(value) if isinstance(value, str) else value)

@@ -85,8 +85,8 @@ def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileS
                 raise ContextError(f"{name!r} of a context may have {most_bytes:,} bytes at most, and has {size:,}")
             if size > _LARGE and 0 < taken < size // _MOST_HOLES:  # 0: a file system that does not tell
                 raise ContextError(
-                    f"{name!r} of a context has {size:,} bytes, and {taken:,} of them on the disk: it was not written by "
-                    "`save`; save the context anew"
+                    f"{name!r} of a context has {size:,} bytes, of which {taken:,} are on the disk: it was not written "
+                    "by `save`; save the context anew"
                 )
             pieces, missing = [], size
             while missing:

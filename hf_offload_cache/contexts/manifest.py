@@ -160,8 +160,8 @@ class Manifest(_Checked):
             raise ContextError(f"{place}: this is no manifest of a saved context")
         if type(values.get("version")) is not int or values["version"] not in range(1, VERSION + 1):
             raise ContextError(
-                f"{place}: the format's version is {shown(values.get('version'))} and this library reads 1 to {VERSION}: "
-                "open it with the library that wrote it, or save the context anew"
+                f"{place}: the format's version is {shown(values.get('version'))} and this library reads 1 to "
+                f"{VERSION}: open it with the library that wrote it, or save the context anew"
             )
         if found.get("digest") != _digest(values):
             raise ContextError(f"{place}: the manifest is damaged, its digest differs; save the context anew")
@@ -169,8 +169,8 @@ class Manifest(_Checked):
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ContextError(f"{place}: the manifest is not valid: {shown(where)}: {shown(first['msg'], 200)}") from None
+            where, what = shown(".".join(map(str, first["loc"]))), shown(first["msg"], 200)
+            raise ContextError(f"{place}: the manifest is not valid: {where}: {what}") from None
 
     @property
     def binding(self) -> bytes:

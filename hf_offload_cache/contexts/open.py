@@ -74,7 +74,8 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
     stored = sum(layer.num_stores for layer in cache.layers if isinstance(layer, StoredLayer))
     check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + stored)
-    devices, layers, batch, tokens = attention_devices(cache.model), LayersOf(cache.model), manifest.batch, manifest.tokens
+    devices, layers = attention_devices(cache.model), LayersOf(cache.model)
+    batch, tokens = manifest.batch, manifest.tokens
     try:
         whole = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
         token_ids(whole, batch, tokens)

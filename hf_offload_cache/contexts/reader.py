@@ -78,8 +78,8 @@ class ContextReader:
             )
         free = free_memory()
         if free is not None and 2 * entry.bytes > free:
-            message = f"{name}: its state in {self.place!r} takes {2 * entry.bytes:,} bytes of memory, {free:,} are free"
-            raise ContextError(f"{message}: the manifest is damaged, or made elsewhere, or the machine is too small")
+            what = f"its state in {self.place!r} takes {2 * entry.bytes:,} bytes of memory, and {free:,} are free"
+            raise ContextError(f"{name}: {what}: the manifest is damaged, or made elsewhere, or memory is short")
         self._taking(2 * entry.bytes)  # the bytes, and the tensors made of them
         try:
             data: Any = read_small(self.folder_fd, entry.file, entry.bytes)

@@ -12,9 +12,23 @@ from ..errors import not_whole, shown
 from ..stores.base import Store
 from .record_format import RecordFormat
 
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that keys and values may have."""
+LARGEST = 3e38
+"""What lies beyond is no number, or is none in some of these types."""
+
+
+def is_tensor(
+    value: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, low: float | None = None, high: float | None = None
+) -> bool:
+    """Whether something captured is a tensor of this shape (None: of any size there) and of one of these types, all of
+    it from `low` to `high`: no number that is none, then."""
+    if not isinstance(value, torch.Tensor) or value.ndim != len(shape) or value.dtype not in dtypes:
+        return False
+    if any(wanted not in (None, size) for wanted, size in zip(shape, value.shape, strict=True)):
+        return False
+    above = low is None or bool((value >= low).all())
+    return above and (high is None or bool((value <= high).all()))
 
 
 def check_form(form: RecordFormat, name: str) -> None:

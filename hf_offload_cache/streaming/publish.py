@@ -26,7 +26,17 @@ from .active_blocks import BLOCK, measure_active_blocks
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
-from .stream_manifest import ACTIVE, LEARNT, MOST_BYTES, NAME, StreamManifest, StreamObject, binding, ids_digests
+from .stream_manifest import (
+    ACTIVE,
+    LEARNT,
+    MOST_BYTES,
+    MOST_MANIFEST_BYTES,
+    NAME,
+    StreamManifest,
+    StreamObject,
+    binding,
+    ids_digests,
+)
 
 
 def publish_context(
@@ -170,9 +180,10 @@ class _Publishing:
             active=active,
             context=self._context,
         )
-        if len(data := manifest.dumped()) > MOST_BYTES:
+        if len(data := manifest.dumped()) > MOST_MANIFEST_BYTES:
             raise ConfigError(
-                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_BYTES:,} are read: take larger"
+                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_MANIFEST_BYTES:,} are read: "
+                "take larger"
             )
         self._objects.write(NAME, data if self._key is None else encrypt(self._key, data, binding("", "manifest")))
         return manifest

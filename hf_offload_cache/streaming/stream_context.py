@@ -26,7 +26,7 @@ from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
 from .publish import overlaps
 from .spool import Spool
-from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding
+from .stream_manifest import MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import StreamingLane
 from .teacher import LEARNT, Teacher
 from .transport import MissingObjectError, Transport, fetch, transport_of
@@ -133,7 +133,7 @@ def _first_token(cache: OffloadCache, begun: float) -> None:
 
 def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:
     try:
-        data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
+        data = fetch(link, NAME, MOST_MANIFEST_BYTES, _SILENCES * silence)
     except MissingObjectError as error:
         raise StoreError(error.errno, f"{url}: there is no published context ({error.strerror})") from error
     except (OSError, ValueError, TypeError) as error:
