@@ -17,7 +17,6 @@ from .spec_config import SpecConfig
 from .spec_plan import SpecPlan
 from .spec_top_up import TopUp
 
-
 _LEAST_ROOM = 10
 """There is room for two to the power of this many chosen entries, as far as so many are wanted."""
 

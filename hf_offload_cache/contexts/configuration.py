@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OffloadConfig, parse_memory
-from ..errors import ConfigError, ContextError
+from ..errors import ConfigError, ContextError, shown
 from ..model.geometry import Geometry
 from ..stores.engines import resolve_engine
 from .manifest import Manifest
@@ -80,7 +80,7 @@ def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str,
     saved = config_class.upgraded(dict(manifest.config))
     try:
         if strange := sorted(saved.keys() - own):
-            raise ConfigError(f"it has the field {strange[0]!r}")
+            raise ConfigError(f"it has the field {shown(repr(strange[0]))}")
         config = config_class.load(None, saved)
         most = max(MOST_RECENT, manifest.tokens)
         for name in ("num_recent", "num_sinks", "num_selected"):

@@ -28,7 +28,7 @@ MOST_BYTES: Final = 64 * 2**20
 MOST_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, of which a cell takes some 75: parsing it takes up to thirty times as much memory."""
 
-_Name = Annotated[str, Field(max_length=200)]
+_Name = Annotated[str, Field(pattern=r"^\w[\w-]{0,199}$")]
 _Count = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**24)]
 _MOST_LAYERS = 4096
