@@ -12,17 +12,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
     """Bytes of "300MiB", "2GB" or a plain number. Raises `ConfigError`, which calls the argument `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {text!r}")
+        raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {shown(text)}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+MOST_JSON_BYTES = 4 * 2**20
+"""Of a JSON file that is read: what this library writes has some kilobytes."""
+_MOST_NESTED = 32
+
+
+def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The values of JSON in UTF-8 that somebody else may have written. Raises `ValueError`, also for more than
+    `most_bytes`, and for what is nested so deeply that whoever walks through it would fail."""
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    if data.count(b"[") + data.count(b"{") > most_bytes // 32:  # each takes twenty times its bytes, and time
+        raise ValueError(f"it has more than {most_bytes // 32:,} lists and objects")
+    try:
+        values = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_MOST_NESTED} deep") from None
+    level = [values]
+    for _ in range(_MOST_NESTED + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [value for values_of in inner for value in values_of]
+        if not level:
+            return values
+    raise ValueError(f"it is nested more than {_MOST_NESTED} deep")
+
+
+def read_json(path: str | Path) -> Any:
+    """`parse_json` of a file, of which no more than may be is read. Raises `OSError`, `ValueError`."""
+    with open(path, "rb") as file:
+        return parse_json(file.read(MOST_JSON_BYTES + 1))
 
 
 def at_least(**numbers: object) -> None:
@@ -189,7 +220,7 @@ class OffloadConfig:
     def read(path: str | Path) -> dict[str, Any]:
         """The JSON object in a file. Raises `ConfigError`."""
         try:
-            values = json.loads(Path(path).read_text())
+            values = read_json(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"config: cannot read {str(path)!r} as JSON: {error}") from error
         if not isinstance(values, dict):

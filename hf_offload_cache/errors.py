@@ -35,6 +35,16 @@ class ContextError(ValueError):
     """A directory holds no saved context, or one whose manifest is damaged, of an unknown version, or absurd."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value that was read from outside, as an error shows it: at most so many characters, and none that acts on a
+    terminal; of a tensor its shape and type."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}"
+    text = value[: most + 1] if isinstance(value, str) else f"{value!r:.{most + 1}}"
+    escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:most])
+    return escaped + ("..." if len(text) > most else "")
+
+
 def not_whole(name: str, what: str) -> ContextError:
     """The error for a part of a context that cannot have been captured so."""
     return ContextError(f"{name} of the context does not hold together: {what}; save the context anew")
@@ -101,3 +111,7 @@ class ObjectError(StoreError):
 
 class DamagedObjectError(ObjectError, CorruptRecordError):
     """An object of a published context is there, and is not what was published: publish the context again."""
+
+
+OURS = tuple(value for value in list(vars().values()) if isinstance(value, type) and issubclass(value, Exception))
+"""All of them."""

@@ -10,8 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import AdapterError
+from ..config import parse_json
+from ..errors import AdapterError, shown
 from ..model.fingerprint import fingerprint
+
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,18 @@ class Adapter:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
+                if len(file.keys()) > _MOST_LAYERS:
+                    raise ValueError(f"it has {len(file.keys()):,} tensors")
                 projections = {int(name.rpartition(".")[2]): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            made_for = dict(json.loads(metadata["model"]))
+            made_for = dict(parse_json(metadata["model"].encode()))
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error
+            why = shown(str(error), 200)
+            raise AdapterError(f"adapter {str(path)!r} cannot be read ({why}): make it with calibrate()") from error
         for name, value in fingerprint(model).items():
             if made_for.get(name) != value:
                 raise AdapterError(
                     f"adapter {str(path)!r} was made for another model: {name} is {value}, the adapter's is "
-                    f"{made_for.get(name)}; make one for this model with calibrate()"
+                    f"{shown(made_for.get(name))}; make one for this model with calibrate()"
                 )
         return cls(projections, made_for)
 
@@ -49,10 +55,11 @@ class Adapter:
         projection = self.projections.get(layer_idx)
         if projection is None:
             raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
-        if projection.ndim != 2 or projection.shape[0] != (width or projection.shape[0]):
+        right = projection.ndim == 2 and projection.shape[0] == (width or projection.shape[0])
+        if not right or not 0 < projection.shape[1] <= projection.shape[0] or not projection.is_floating_point():
             raise AdapterError(
-                f"the adapter of layer {layer_idx} has shape {tuple(projection.shape)}; it must be ({width or 'Hk D'}, "
-                "rank): make it for this model with calibrate()"
+                f"the adapter of layer {layer_idx} has shape {tuple(projection.shape)} {projection.dtype}; it must be "
+                f"({width or 'Hk D'}, rank), of no more columns than rows: make it for this model with calibrate()"
             )
         if not torch.isfinite(projection).all():
             raise AdapterError(f"the adapter of layer {layer_idx} is not finite: make it anew with calibrate()")
@@ -65,6 +72,11 @@ def adapter_rank(path: str | Path) -> int:
     """The least number of columns of a calibrated adapter's layers. Raises `AdapterError`."""
     try:
         with safe_open(path, "pt") as file:
-            return min(file.get_slice(name).get_shape()[1] for name in file.keys())  # noqa: SIM118
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        rank = min(min(shape[1], shape[0]) for shape in shapes)
+        if rank < 1:
+            raise ValueError("it has no columns")
     except (OSError, SafetensorError, ValueError, IndexError) as error:
-        raise AdapterError(f"adapter {str(path)!r} cannot be read ({error}): make it with calibrate()") from error
+        why = shown(str(error), 200)
+        raise AdapterError(f"adapter {str(path)!r} cannot be read ({why}): make it with calibrate()") from error
+    return rank

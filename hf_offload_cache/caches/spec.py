@@ -11,6 +11,7 @@ import torch
 from ..config import OffloadConfig
 from ..core.guessed_token import (
     guess_of,
+    is_a_guess,
     may_guess,
     most_positions,
     reason_against_guesses,
@@ -21,7 +22,7 @@ from ..core.guessed_token import (
 from ..core.offload_layer import OffloadLayer
 from ..core.selective_cache import SelectiveCache
 from ..core.step import Step
-from ..errors import not_whole
+from ..errors import not_whole, shown
 from ..memory.search import Search
 from ..model.foreign_hooks import ForeignHooks
 from ..model.geometry import Geometry
@@ -199,7 +200,7 @@ class SpecCache(SelectiveCache):
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
         guess = tree.get("guess")  # contexts of before have none
-        if guess is not None and (guess.dtype != torch.int64 or guess.shape != (len(tree["ids"]), 1)):
-            what = f"the guess is {tuple(guess.shape)} {guess.dtype}, of {len(tree['ids'])} sequences"
+        if guess is not None and not is_a_guess(guess, len(tree["ids"]), self.model):
+            what = f"the guess is {shown(guess)}, and no token of the model's for each of {len(tree['ids'])} sequences"
             raise not_whole("the state", what)
         self._guess = guess

@@ -17,6 +17,9 @@ from .spec_config import SpecConfig
 from .spec_plan import SpecPlan
 from .spec_top_up import TopUp
 
+_LEAST_ROOM = 10
+"""There is room for two to the power of this many chosen entries, as far as so many are wanted."""
+
 
 class SpecEntries(SpecPlan):
     """The side of `SpecLayer` that holds what was chosen."""
@@ -36,10 +39,13 @@ class SpecEntries(SpecPlan):
         return super().tables_nbytes + (0 if self._entry_reads is None else self._entry_reads.pinned.nbytes)
 
     def _held(self) -> ChosenEntries:
+        history, most = self.history, 1 << max(_LEAST_ROOM, (self.held - 1).bit_length())  # there are no more to choose
+        count = min(self.config.chosen, most)
         if self.chosen is None:
-            history = self.history
-            own = self.config.chosen, history.device, self.shared.storage.account
+            own = count, history.device, self.shared.storage.account
             self.chosen = ChosenEntries(history.form, history.rows, *own)
+        elif self.chosen.count < count:
+            self.chosen.grow(count)
         return self.chosen
 
     @property

@@ -10,10 +10,11 @@ import torch
 
 from ..core.offload_layer import Output
 from ..core.step import Step
-from ..errors import not_whole
+from ..errors import not_whole, shown
 from ..fetch.chosen_entries import Entries
 from ..fetch.fetcher import Fetcher
 from ..history.base import Sealed
+from ..history.captured_history import is_tensor
 from ..model.attention_call import AttentionCall
 from ..predictors.fused_attention import FusedAttention
 from ..predictors.low_bit import LowBitPredictor
@@ -232,8 +233,7 @@ class SpecLayer(SpecEntries):
         if wanted is None or self.selecting is None or not self._filled or not self.config.chosen:
             return
         shape, most = (self.history.rows, self.history.form.num_key_heads), self.held
-        right = wanted.dtype == torch.int64 and wanted.ndim == 3 and wanted.shape[:2] == shape
-        if not right or not bool(((wanted >= -1) & (wanted < most)).all()):
-            what = f"what was chosen of it is {tuple(wanted.shape)} {wanted.dtype}, of {shape} rows and heads"
+        if not is_tensor(wanted, (*shape, None), torch.int64, low=-1, high=most - 1):
+            what = f"what was chosen of it is {shown(wanted)}, of {shape} rows and heads"
             raise not_whole(self.name, what)
         self._held().want(wanted[:, :, : self.config.chosen].to(device))

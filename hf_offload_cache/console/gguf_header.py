@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any, BinaryIO
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type of a value -> how `struct` calls it."""
 _STRING, _ARRAY = 8, 9
-_MOST_VALUES = 10**6
+_MOST_VALUES = 10**5
 """Values or tensors that a head may claim to have."""
+_MOST_TEXT = 2**20
+"""Bytes of a text: names are short, and the longest value is a chat template."""
+_MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ def read_header(path: Path) -> GgufHeader:
             shapes = {}
             for _ in range(num_tensors):
                 name, dimensions = _text(file), _number(file, "I")
+                if dimensions > _MOST_DIMENSIONS:
+                    raise ValueError(f"a tensor has {dimensions:,} dimensions")
                 shapes[name] = tuple(_number(file, "Q") for _ in range(dimensions))
                 _read(file, 12)  # its type and its place
         except (ValueError, struct.error) as error:
@@ -59,10 +65,17 @@ def _value(file: BinaryIO, kind: int) -> Any:
     kind, count = _number(file, "I"), _number(file, "Q")
     if kind == _STRING:
         for _ in range(count):
-            _read(file, _number(file, "Q"))
+            _pass(file, _number(file, "Q"))
     else:
-        _read(file, count * struct.calcsize("<" + _scalar(kind)))
+        _pass(file, count * struct.calcsize("<" + _scalar(kind)))
     return None
+
+
+def _pass(file: BinaryIO, size: int) -> None:
+    """Read on behind the next `size` bytes."""
+    if size > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError("it ends too early")
+    file.seek(size, os.SEEK_CUR)
 
 
 def _scalar(kind: int) -> str:
@@ -80,7 +93,7 @@ def _number(file: BinaryIO, kind: str) -> Any:
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
-    if size > 2**30:
+    if size > _MOST_TEXT:
         raise ValueError(f"a value claims {size:,} bytes")
     data = file.read(size)
     if len(data) < size:

@@ -128,6 +128,8 @@ def _print(values: dict[str, Any]) -> None:
 
 def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     """The text of each sequence, padding left out, embeddings as \"[...]\"."""
+    import numpy as np
+
     from ..contexts.prefixes import read_ids
     from ..model.fingerprint import tokenizer_digest
     from ..stores.encryption import load_key
@@ -140,11 +142,12 @@ def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     made_with = entry.manifest.identity.get("tokenizer")
     if made_with is not None and made_with != tokenizer_digest(tokenizer):
         print("the context was made with another tokenizer: name its model with --model", file=sys.stderr)
-    return ["[...]".join(str(tokenizer.decode(part)) for part in _split(row[row >= -1].tolist())) for row in rows]
+    known = np.where(rows < len(tokenizer), rows, -1)  # a tokenizer may fail in any way on others
+    return ["[...]".join(str(tokenizer.decode(part)) for part in _split(row[row >= -1].tolist())) for row in known]
 
 
 def _split(ids: list[int]) -> list[list[int]]:
-    """The ids between those that are unknown."""
+    """The ids between those that are unknown, or of no token."""
     parts: list[list[int]] = [[]]
     for position, number in enumerate(ids):
         if number >= 0:

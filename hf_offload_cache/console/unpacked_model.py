@@ -12,6 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from ..config import read_json
+
 _LIST = "files.json"
 """Name, bytes and xxh3 of every other file of a folder: what is not just this is damaged."""
 
@@ -32,7 +34,7 @@ def check(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     try:
-        listed = json.loads((folder / _LIST).read_text())
+        listed = read_json(folder / _LIST)
         for name, (size, digest) in listed.items():
             if (folder / name).stat().st_size != size:
                 raise DamagedError(f"{name} has {(folder / name).stat().st_size:,} bytes instead of {size:,}")

@@ -6,13 +6,17 @@ restores them.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import not_whole
+from ..errors import not_whole, shown
+from ..history.captured_history import DTYPES, check_form
+from ..history.record_format import RecordFormat
+from ..model.geometry import LayerShape, seen_layers, stated_shape
 from .manifest import LayerEntry
 
 
@@ -26,9 +30,92 @@ def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
     return ids
 
 
+class LayersOf:
+    """What the layers of a model hold: what its configuration says of their keys and values, and where that is not
+    enough, what one token leaves in a twin without data."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, stated = model, stated_shape(model.config.get_text_config(decoder=True))
+        self._stated = None if stated is None else _sizes_of(stated)
+
+    @functools.cached_property
+    def _seen(self) -> list[Any] | None:
+        return seen_layers(self._model)
+
+    def have_sizes(self, sizes: tuple[int, int, int, int]) -> bool:
+        """Some layer has keys and values of (Hk, Dk, Hv, Dv); also where nobody can tell."""
+        if sizes == self._stated or self._seen is None:
+            return True
+        both = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in self._seen]
+        return sizes in [
+            (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+            for keys, values in both
+            if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4
+        ]
+
+    def check_kept(self, tree: Any, layer_idx: int, rows: int, name: str) -> None:
+        """Raises `ContextError` unless keys and values, and linear states, of a layer of transformers' own are such as
+        the model makes, of `rows` sequences."""
+        keys, values = tree.get("keys"), tree.get("values")
+        if isinstance(keys, torch.Tensor) or isinstance(values, torch.Tensor):
+            fit = isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
+            fit = fit and keys.ndim == values.ndim == 4 and keys.dtype == values.dtype in DTYPES
+            if not fit or not len(keys) == len(values) == rows or keys.shape[2] != values.shape[2]:
+                raise not_whole(name, f"its keys and values are {shortened(keys)} and {shortened(values)}")
+            if not self.have_sizes((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])):
+                raise not_whole(name, f"its keys and values are {shortened(keys)}, and the model's have other sizes")
+        states = {part: held for part, held in tree.items() if isinstance(held, dict) and held}
+        if not any(isinstance(one, torch.Tensor) for held in states.values() for one in held.values()):
+            return
+        twin = None if self._seen is None or layer_idx >= len(self._seen) else self._seen[layer_idx]
+        for part, held in states.items():
+            usual = getattr(twin, part, None)
+            for place, one in held.items() if isinstance(usual, dict) else ():
+                other = usual.get(place)
+                if isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
+                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+                    fits = both and one.shape == (rows, *other.shape[1:]) and one.dtype in DTYPES
+                else:
+                    fits = type(one) is type(other) and (isinstance(one, bool) or one == other)
+                if not fits:
+                    what = f"{part} {shown(place)} is {shortened(one)}, and the model's {shortened(other)}"
+                    raise not_whole(name, what)
+
+
+def _sizes_of(shape: LayerShape) -> tuple[int, int, int, int]:
+    return shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim
+
+
+def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers: LayersOf, name: str) -> None:
+    """Raises `ContextError` unless a captured layer holds keys and values as the model makes them, as many as the
+    manifest says, in records of the size that it says: before any of these is opened, or memory is taken for it.
+
+    A layer that holds nothing, or that captures something else as "history", is left to whoever restores it.
+    """
+    history = tree.get("history")
+    if not isinstance(history, dict) or not isinstance(history.get("form"), dict):
+        return
+    form, tail, heads = RecordFormat(**history["form"]), history.get("tail"), tree.get("heads", 1)
+    check_form(form, name)
+    if type(heads) is not int or not 1 <= heads < 2**20:
+        raise not_whole(name, f"each sequence has {shown(heads)} rows")
+    own = (heads * form.num_key_heads, form.key_dim, heads * form.num_value_heads, form.value_dim)
+    if not layers.have_sizes(own):
+        raise not_whole(name, f"its keys and values have (heads, width, heads, width) {own}, and the model's have not")
+    if any(entry.size_of(part) > form.record_bytes for part in entry.parts) or (
+        entry.parts and entry.record_bytes != form.record_bytes
+    ):
+        raise not_whole(name, f"a record of its form has {form.record_bytes:,} bytes, {entry.record_bytes:,} are named")
+    if not isinstance(tail, torch.Tensor) or tail.ndim != 3 or len(tail) != batch * heads:
+        found = shortened(tail)
+        raise not_whole(name, f"its latest tokens are {found}, of {batch} sequences of {heads} rows each")
+    if history.get("length") != tokens or isinstance(history["length"], bool):
+        raise not_whole(name, f"it holds {shown(history.get('length'))} tokens, the manifest says {tokens}")
+
+
 def check_layer(tree: Any, entry: LayerEntry, name: str) -> None:
     """Raises `ContextError` unless `tree` is the state of a layer, with the tags of the records that it has."""
-    if not isinstance(tree, dict) or not isinstance(tree.get("tags"), list) or "layer" not in tree:
+    if not isinstance(tree, dict) or not isinstance(tree.get("tags"), list) or not isinstance(tree.get("layer"), dict):
         raise not_whole(name, "its state is none of a layer")
     tags = tree["tags"]
     if len(tags) != len(entry.parts):
@@ -70,4 +157,4 @@ def is_of_kind(value: Any, expected: Any, late: tuple[type, ...]) -> bool:
 
 def shortened(value: Any) -> str:
     """What an error shows of a value."""
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+    return shown(repr(value) if isinstance(value, str) else value)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OffloadConfig, parse_memory
-from ..errors import ConfigError, ContextError
+from ..errors import ConfigError, ContextError, shown
 from ..model.geometry import Geometry
 from ..stores.engines import resolve_engine
 from .manifest import Manifest
 from .protocol import ContextCache
 
 MOST_RECENT = 2**16
-"""Latest tokens that a saved configuration may ask to keep in memory: it is not the user's word."""
+"""Tokens that a saved configuration may ask to keep in memory, or that the context has: it is not the user's word."""
 _SPARE_TOKENS = 4096
 """Tokens a sequence beyond those saved that a budget is planned for, when no `max_context` is given."""
 
@@ -80,10 +80,12 @@ def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str,
     saved = config_class.upgraded(dict(manifest.config))
     try:
         if strange := sorted(saved.keys() - own):
-            raise ConfigError(f"it has the field {strange[0]!r}")
+            raise ConfigError(f"it has the field {shown(repr(strange[0]))}")
         config = config_class.load(None, saved)
-        if config.num_recent > MOST_RECENT:
-            raise ConfigError(f"num_recent is {config.num_recent:,}, above {MOST_RECENT:,}")
+        most = max(MOST_RECENT, manifest.tokens)
+        for name in ("num_recent", "num_sinks", "num_selected"):
+            if (getattr(config, name, None) or 0) > most:
+                raise ConfigError(f"{name} is {getattr(config, name):,}, above {most:,}")
     except ConfigError as error:
         raise ContextError(f"the configuration in the manifest is none that was saved: {error}") from error
     return saved

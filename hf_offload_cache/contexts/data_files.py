@@ -15,6 +15,9 @@ from ..stores.descriptor import Descriptor
 from .file_system import FILE_SYSTEM, FileSystem, failure, reported
 
 MANIFEST_NAME = "manifest.json"
+_LARGE, _MOST_HOLES = 16 * 2**20, 64
+"""A file that is read as a whole, and is larger than this, takes its size on the disk, over so much where that
+compresses. `save` leaves no holes in it; a file of holes would take memory that nobody wrote a byte for."""
 _DATA = re.compile(r"[0-9a-f]{32}\.(records|state|damaged)")
 
 
@@ -71,13 +74,20 @@ def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTE
 def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileSystem = FILE_SYSTEM) -> bytes:
     """The whole of a file of the context that `folder_fd` is open on.
 
-    Raises what `open_file` does; `ContextError` when it has more than `most_bytes`, before anything is allocated;
+    Raises what `open_file` does; `ContextError` when it has more than `most_bytes`, or is a large one that is mostly
+    holes, before anything is allocated;
     `StoreError` when it cannot be read to the end that it had when it was opened.
     """
     with open_file(folder_fd, name, file_system=file_system) as fd, reported(f"reading {name!r} of a context"):
-        size = file_system.fstat(fd).st_size
+        there = file_system.fstat(fd)
+        size, taken = there.st_size, there.st_blocks * 512
         if size > most_bytes:
             raise ContextError(f"{name!r} of a context may have {most_bytes:,} bytes at most, and has {size:,}")
+        if size > _LARGE and 0 < taken < size // _MOST_HOLES:  # 0: a file system that does not tell
+            raise ContextError(
+                f"{name!r} of a context has {size:,} bytes, of which {taken:,} are on the disk: it was not written "
+                "by `save`; save the context anew"
+            )
         pieces, missing = [], size
         while missing:
             piece = file_system.read(fd, missing)

@@ -18,7 +18,8 @@ class Finding:
             it.
         file: its name in the context; "." the directory itself.
         part: what it belongs to: "manifest", "cache", "layer 3"; empty for what belongs to nothing.
-        records: numbers of the layer's records that are damaged, as errors of reads name them; all that are.
+        records: numbers of the layer's records that are damaged, as errors of reads name them; all that are,
+            or the first million of a file that cannot be checked at all.
         problem: what is wrong, in words.
     """
 

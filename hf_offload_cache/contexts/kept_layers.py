@@ -114,6 +114,8 @@ def _check(
         of_kind = is_of_kind(value, expected, late)
         if foreign and isinstance(value, int) and expected is None:
             of_kind = of_kind and is_of_kind(value, 0, ())
+        if isinstance(expected, bool | int | str) and expected:  # such as the size of a window
+            of_kind = of_kind and value == expected
         if isinstance(value, torch.Tensor) and rows is not None and expected is None:
             of_kind = of_kind and (rows in value.shape or (foreign and not value.numel()))
         if not of_kind:

@@ -24,24 +24,41 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import ContextError
+from ..config import MOST_JSON_BYTES, parse_json
+from ..errors import ContextError, shown
 
 if TYPE_CHECKING:  # the console lists contexts without loading torch
     from ..stores.guard import RecordGuard
 
 FORMAT: Final = "hf_offload_cache context"
 VERSION: Final = 5
-MOST_MANIFEST_BYTES = 16 * 2**20
+MOST_MANIFEST_BYTES = MOST_JSON_BYTES
+_MOST_LAYERS = 4096
+_MOST_RECORD_BYTES = 256 * 2**20
+"""Of a record, which is read as a whole: 1,024 tokens, as many as a group may have, of 256 KiB each."""
+_MOST_SHARED_BYTES = 64 * 2**20
+"""Of states that several layers name, those of layers that hold nothing, counted for each layer but the first: so a
+small context is not a long way to read."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _RecordsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.records$")]
 _StateName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.state$")]
+_RecordBytes = Annotated[int, Field(ge=0, le=_MOST_RECORD_BYTES, multiple_of=4096)]
 
 
 def _check_date(text: str) -> str:
     datetime.fromisoformat(text)  # raises ValueError
     return text
+
+
+def _check_name(text: str) -> str:
+    if not text.isprintable() or len(text) > 200:
+        raise ValueError("it must be printable, and of 200 characters at most")
+    return text
+
+
+_Name = Annotated[str, AfterValidator(_check_name)]
 
 
 class _Checked(BaseModel):
@@ -55,7 +72,7 @@ class RecordsFile(_Checked):
     records: _Count
     guard: dict[str, str]
     """How they are checked: `RecordGuard.describe`."""
-    record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
+    record_bytes: _RecordBytes = 0
     """Of one record, where it differs from the layer's."""
 
 
@@ -72,7 +89,7 @@ class LayerEntry(_Checked):
     kind: Literal["offloaded", "kept"]
     """"kept": a layer of transformers' own, all of it in its state."""
     state: StateFile
-    record_bytes: Annotated[int, Field(ge=0, lt=2**31, multiple_of=4096)] = 0
+    record_bytes: _RecordBytes = 0
     parts: tuple[RecordsFile, ...] = ()
 
     @model_validator(mode="after")
@@ -91,11 +108,11 @@ class Manifest(_Checked):
 
     format: Literal["hf_offload_cache context"] = FORMAT
     version: Literal[1, 2, 3, 4, 5] = VERSION
-    library: str
+    library: _Name
     """The version of this library that wrote it."""
-    created: Annotated[str, AfterValidator(_check_date)]
+    created: Annotated[_Name, AfterValidator(_check_date)]
     """ISO 8601, UTC."""
-    cache: str
+    cache: _Name
     """Name of the class."""
     tokens: _Count
     """Tokens a sequence, padding included."""
@@ -108,27 +125,38 @@ class Manifest(_Checked):
     """Tells the right encryption key from another; None: not encrypted."""
     state: StateFile
     """Of the cache: token ids, padding, budgets of the layers."""
-    layers: tuple[LayerEntry, ...]
+    layers: Annotated[tuple[LayerEntry, ...], Field(max_length=_MOST_LAYERS)]
+
+    @model_validator(mode="after")
+    def _is_no_larger_than_it_looks(self) -> Manifest:
+        shared = sum(layer.state.bytes for layer in self.layers)
+        shared -= sum({layer.state.file: layer.state.bytes for layer in self.layers}.values())
+        if shared > _MOST_SHARED_BYTES:
+            raise ValueError(f"states that several layers share have {shared:,} bytes, above {_MOST_SHARED_BYTES:,}")
+        return self
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """The file. Raises `ContextError` where it would have more than is read."""
         values = self._values()
-        return (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
+        data = (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
+        if len(data) > MOST_MANIFEST_BYTES:
+            raise ContextError(f"the manifest has {len(data):,} bytes, and {MOST_MANIFEST_BYTES:,} are read: save less")
+        return data
 
     @classmethod
     def parse(cls, data: bytes, place: str) -> Manifest:
         """From the bytes of the file at `place`. Raises `ContextError`: damaged, of another version, or absurd."""
         try:
-            found = json.loads(data.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
+            found = parse_json(data)
+        except ValueError as error:
             raise ContextError(f"{place}: the manifest is no JSON, so it is damaged; save it anew ({error})") from None
         values = found.get("manifest") if isinstance(found, dict) else None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ContextError(f"{place}: this is no manifest of a saved context")
         if type(values.get("version")) is not int or values["version"] not in range(1, VERSION + 1):
             raise ContextError(
-                f"{place}: the format's version is {values.get('version')!r} and this library reads 1 to {VERSION}: "
-                "open it with the library that wrote it, or save the context anew"
+                f"{place}: the format's version is {shown(values.get('version'))} and this library reads 1 to "
+                f"{VERSION}: open it with the library that wrote it, or save the context anew"
             )
         if found.get("digest") != _digest(values):
             raise ContextError(f"{place}: the manifest is damaged, its digest differs; save the context anew")
@@ -136,8 +164,8 @@ class Manifest(_Checked):
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ContextError(f"{place}: the manifest is not valid: {where}: {first['msg']}") from None
+            where, what = shown(".".join(map(str, first["loc"]))), shown(first["msg"], 200)
+            raise ContextError(f"{place}: the manifest is not valid: {where}: {what}") from None
 
     def _values(self) -> dict[str, Any]:
         """As JSON has it. Manifests of before there were `RecordsFile.record_bytes` stay what they are: their digests

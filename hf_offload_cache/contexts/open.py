@@ -12,24 +12,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ContextError, ContextMismatchError, not_whole
-from ..memory.machine import check_descriptors
+from ..errors import OURS, BudgetError, ContextError, ContextMismatchError, not_whole, shown
+from ..memory.machine import check_descriptors, free_memory
 from ..model.decoder_blocks import attention_devices
 from ..model.fingerprint import check_fingerprint
 from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
 from ..stores.freezable import FreezableStore
 from ..stores.memory import MemoryStore
-from .captured_trees import check_kinds, check_layer, token_ids
+from .captured_trees import LayersOf, check_history, check_kinds, check_layer, token_ids
 from .configuration import opened_config
 from .folder import reading
 from .kept_layers import restore_kept
 from .manifest import VERSION, LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
-from .reader import ContextReader, check_digest, check_key, manifest_in
+from .reader import ContextReader, check_digest, check_key, manifest_in, most_of_cache
 
 Opened = TypeVar("Opened", bound=ContextCache)
 
+_DOES_NOT_FIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
+"""What a value that nobody could have captured makes of the code that takes it, where no check was made for it."""
 _OPENING = "opening"
 """The owner in the account of what one layer's state takes until it is taken over."""
 
@@ -92,10 +94,11 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
     stored = sum(layer.num_stores for layer in cache.layers if isinstance(layer, StoredLayer))
     check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + stored)
-    devices = attention_devices(cache.model)
+    devices, layers = attention_devices(cache.model), LayersOf(cache.model)
+    batch, tokens = manifest.batch, manifest.tokens
     try:
-        whole = reader.state(manifest.state, "cache", binding=manifest.binding)
-        token_ids(whole, manifest.batch, manifest.tokens)
+        whole = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
+        token_ids(whole, batch, tokens)
         cache.restore(whole)
         for layer_idx, (entry, layer) in enumerate(zip(manifest.layers, cache.layers, strict=True)):
             name = f"layer {layer_idx}"
@@ -108,12 +111,19 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
                 if manifest.version < VERSION:
                     tree["layer"] = layer.upgraded(tree["layer"])
                 check_kinds(tree["layer"], layer.capture(), name)
+                layers.check_kept(tree["layer"].get("linear") or {}, layer_idx, batch, name)
+                check_history(tree["layer"], entry, batch, tokens, layers, name)
                 _fill_layer(layer, tree, _open_stores(cache, reader, entry, tree["tags"], name), device)
             else:
-                restore_kept(layer, tree["layer"], name, rows=manifest.batch)
+                layers.check_kept(tree["layer"], layer_idx, batch, name)
+                restore_kept(layer, tree["layer"], name, rows=batch)
             _check_held(layer, manifest, name)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ContextError(f"the context does not hold together: {type(error).__name__}: {error}") from error
+    except _DOES_NOT_FIT as error:
+        if isinstance(error, (*OURS, torch.OutOfMemoryError)):
+            raise
+        raise ContextError(
+            f"the context does not hold together: {type(error).__name__}: {shown(str(error), 200)}; save it anew"
+        ) from error
 
 
 def _open_stores(
@@ -131,11 +141,22 @@ def _open_stores(
             store = open_named(storage.engine, *place, name, storage.ring, guard)
             if cache.config.records_apart:
                 with contextlib.closing(store):
+                    _check_room(int(store.written.sum()) * store.record_bytes, name)
                     store = MemoryStore.copy_of(store, guard.fresh(), pinned=storage.pinned)
             stores.append(store)
             undo.callback(store.close)
         undo.pop_all()
     return stores
+
+
+def _check_room(nbytes: int, name: str) -> None:
+    """Raises `BudgetError` where records of so many bytes do not fit into host memory."""
+    free = free_memory()
+    if free is not None and nbytes > free:
+        raise BudgetError(
+            f"{name}: engine='memory' keeps its records in host memory, which takes {nbytes:,} bytes, and {free:,} are "
+            "free: open the context with engine='auto'"
+        )
 
 
 def _fill_layer(layer: StoredLayer, tree: dict[str, Any], stores: list[FreezableStore], device: torch.device) -> None:
@@ -158,4 +179,7 @@ def _check_held(layer: Any, manifest: Manifest, name: str) -> None:
     else:
         length = getattr(layer, "get_seq_length", lambda: manifest.tokens)()  # linear states tell none
     if length != manifest.tokens or isinstance(length, bool):
-        raise not_whole(name, f"it holds {length!r} tokens, the manifest says {manifest.tokens}")
+        raise not_whole(name, f"it holds {shown(length)} tokens, the manifest says {manifest.tokens}")
+    keys = None if isinstance(layer, StoredLayer) else getattr(layer, "keys", None)
+    if isinstance(keys, torch.Tensor) and keys.shape[2] != (visible := layer.get_mask_sizes(1)[0] - 1):
+        raise not_whole(name, f"it has keys of {keys.shape[2]} tokens, and of so many {visible} are in its window")

@@ -23,7 +23,7 @@ from .data_files import MANIFEST_NAME
 from .folder import entries, reading
 from .listing import look
 from .manifest import Manifest, StateFile
-from .reader import ContextReader, NoRoomError, read_manifest
+from .reader import ContextReader, NoRoomError, most_of_cache, read_manifest
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """What contexts in a library are called."""
@@ -123,7 +123,8 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
 
     def read(folder_fd: int) -> np.ndarray:
         own = None if manifest.key_check is None else key
-        tree = ContextReader(folder_fd, str(path), own).state(manifest.state, "cache", binding=manifest.binding)
+        reader, most = ContextReader(folder_fd, str(path), own), most_of_cache(manifest.batch, manifest.tokens)
+        tree = reader.state(manifest.state, "cache", binding=manifest.binding, most=most)
         return token_ids(tree, manifest.batch, manifest.tokens).numpy()
 
     return reading(path, read)

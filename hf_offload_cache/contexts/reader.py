@@ -26,6 +26,11 @@ class NoRoomError(ContextError):
     """A state does not fit into memory now: whether it is damaged is not known."""
 
 
+def most_of_cache(batch: int, tokens: int) -> int:
+    """Bytes that the state of a cache as a whole may have: ids of 8 bytes a token, and what is small beside them."""
+    return 64 * batch * tokens + 16 * 2**20
+
+
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """The manifest of the context in `directory`. Raises `ContextError`, and `StoreError` where it cannot be read."""
     return reading(directory, lambda folder_fd: manifest_in(folder_fd, os.fspath(directory)))
@@ -70,17 +75,24 @@ class ContextReader:
         self._taking = taking
 
     def state(
-        self, entry: StateFile, name: str, device: torch.device | str = "cpu", binding: bytes = b""
-    ) -> Any:
+        self, entry: StateFile, name: str, device: torch.device | str = "cpu", binding: bytes = b"",
+        most: int | None = None,
+    ) -> Any:  # fmt: skip
         """The tree of one state, its tensors on `device`. `name`, and of the cache's the manifest's `binding`, are what
-        it was saved with.
+        it was saved with. `most`: bytes that it may have; None: that is not known.
 
-        Raises `CorruptRecordError` where it is not what was written, `ContextError` where it does not fit into memory.
+        Raises `CorruptRecordError` where it is not what was written, `ContextError` where it has more bytes than it may
+        have or than fit into memory.
         """
+        if most is not None and entry.bytes > most:
+            raise ContextError(
+                f"{name}: its state in {self.place!r} has {entry.bytes:,} bytes, and {most:,} are enough for what the "
+                "context holds: the manifest is damaged, or made elsewhere; save the context anew"
+            )
         free = free_memory()
-        if free is not None and entry.bytes > free:
-            message = f"{name}: its state in {self.place!r} takes {entry.bytes:,} bytes of memory, {free:,} are free"
-            raise NoRoomError(f"{message}: the manifest is damaged, or made elsewhere")
+        if free is not None and 2 * entry.bytes > free:
+            what = f"its state in {self.place!r} takes {2 * entry.bytes:,} bytes of memory, and {free:,} are free"
+            raise NoRoomError(f"{name}: {what}: the manifest is damaged, or made elsewhere, or memory is short")
         self._taking(2 * entry.bytes)  # the bytes, and the tensors made of them
         try:
             data: Any = read_small(self.folder_fd, entry.file, entry.bytes)

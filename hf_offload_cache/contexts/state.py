@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from ..errors import ContextError
+from ..config import MOST_JSON_BYTES, parse_json
+from ..errors import ContextError, shown
 
 _TREE = "tree"
 _PLAIN = (type(None), bool, int, float, str)
@@ -41,13 +42,23 @@ def tensor_bytes(tree: Any) -> int:
 
 def unpack(data: bytes, device: torch.device, place: str) -> Any:
     """The tree of `pack(tree)`, with its tensors on `device`, the caller's own. Raises `ContextError` that names
-    `place`."""
+    `place`.
+
+    Takes twice the bytes of `data` and a few MiB, whatever is in there: each tensor is in the tree once.
+    """
     try:
+        header = int.from_bytes(data[:8], "little")
+        if header > MOST_JSON_BYTES:  # some hundred thousand tensors without elements, of a kilobyte each
+            raise ValueError(f"a header of {header:,} bytes, above {MOST_JSON_BYTES:,}")
         tensors = load(data)
-        tree = json.loads(tensors.pop(_TREE).numpy().tobytes())
-        return _with_tensors(tree, tensors, device)
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ContextError(f"{place}: the state cannot be read ({type(error).__name__}: {error})") from error
+        tree = parse_json(tensors.pop(_TREE).numpy().tobytes())
+        found = _with_tensors(tree, tensors, device)
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {shown(str(error), 200)}"
+        raise ContextError(f"{place}: the state cannot be read ({what})") from error
+    if tensors:
+        raise ContextError(f"{place}: the state cannot be read: {len(tensors)} of its tensors are not in its tree")
+    return found
 
 
 def _without_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -80,7 +91,7 @@ def _with_tensors(tree: Any, tensors: dict[str, torch.Tensor], device: torch.dev
         raise ValueError(f"unexpected entry with {sorted(tree)}")
     ((kind, value),) = tree.items()
     if kind == "tensor":
-        return tensors[value].to(device)
+        return tensors.pop(value).to(device)  # once: of a name that is in many places each would take memory
     if kind == "dict":
         return {key: _with_tensors(item, tensors, device) for key, item in value}
     if kind in ("list", "tuple"):

@@ -40,6 +40,15 @@ def most_positions(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
+    """Whether `guess` is of ids (sequences, 1) that the model has embeddings of."""
+    if not isinstance(guess, torch.Tensor) or guess.dtype != torch.int64 or guess.shape != (sequences, 1):
+        return False
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    known = getattr(model.config.get_text_config(), "vocab_size", None) if known is None else known
+    return bool((guess >= 0).all()) and (known is None or bool((guess < known).all()))
+
+
 def record_past(layers: list[Any]) -> list[Any]:
     """Let layers of transformers' own keep what a guess pushes out of their windows; those that did not already."""
     found = [layer for layer in layers if getattr(layer, "record_past", True) is False]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ContextError
+from ..errors import shown
 from ..history.base import Sealed
 from ..model.attention_call import AttentionCall
 from ..predictors.base import Learner
@@ -56,9 +56,10 @@ class LearningLayer(SelectivePlan):
         taught = self.make_predictor()
         try:
             taught.restore({**lesson, "units": 0})
-        except (ContextError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             taught.close()
-            self.lesson, self.refused = None, f"layer {self.layer_idx} learns anew ({type(error).__name__}: {error})"
+            what = f"{type(error).__name__}: {shown(str(error), 200)}"
+            self.lesson, self.refused = None, f"layer {self.layer_idx} learns anew ({what})"
             return
         self.predictor.close()
         self.predictor = taught

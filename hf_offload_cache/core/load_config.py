@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import OffloadConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..model.fingerprint import fingerprint
 
 FORMAT = "hf_offload_cache tuning 1"
@@ -58,11 +58,13 @@ def tuned_fields(
     """
     if values["format"] != FORMAT:
         raise ConfigError(
-            f"config: {str(path)!r} has the format {values['format']!r} and this version reads {FORMAT!r}: tune again"
+            f"config: {str(path)!r} has the format {shown(repr(values['format']))} and this version reads {FORMAT!r}: "
+            "tune again"
         )
     try:
         if model is not None:
             _check_model(values["model"], path, model)
+        _check_numbers(values)
         context = values["max_context"] if max_context is None else max_context
         batch = values["max_batch"] if max_batch is None else max_batch
         row = nearest(values["rows"], batch, context)
@@ -74,6 +76,16 @@ def tuned_fields(
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"config: {str(path)!r} is not what tuning wrote ({error!r}): tune again") from error
     return {**fields, "memory": memory, "max_context": context, "max_batch": batch}
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Raises `TypeError` unless what is computed with is numbers that can be."""
+    numbers = {name: values[name] for name in ("max_context", "max_batch", "memory")}
+    for place, row in enumerate(values["rows"]):
+        numbers |= {f"rows.{place}.{name}": row[name] for name in ("batch", "context")}
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 < value < 2**63:
+            raise TypeError(f"{name} is {shown(value)}")
 
 
 def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:
@@ -100,5 +112,5 @@ def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
         if made_for.get(name) != value:
             raise ConfigError(
                 f"config: {str(path)!r} was tuned for another model: {name} is {value}, the tuned one's is "
-                f"{made_for.get(name)}; tune for this model"
+                f"{shown(made_for.get(name))}; tune for this model"
             )

@@ -159,6 +159,19 @@ class ChosenEntries:
             self.absent = absent.sort(2, descending=True).values
         self.empty = not bool((self.tokens >= 0).any())
 
+    def grow(self, count: int) -> None:
+        """Have room for so many entries, which are more. Raises `BudgetError` with nothing changed."""
+        self.settle()
+        before, old = self.nbytes, {name: getattr(self, name) for name in ("tokens", "keys", "values")}
+        self._account.hold("chosen entries", self.planned(self.form, len(self.tokens), count))
+        for name, held in old.items():
+            shape = *held.shape[:2], count, *held.shape[3:]
+            grown = lasting_empty(*shape, dtype=held.dtype, device=held.device).fill_(-1 if name == "tokens" else 0)
+            grown[:, :, : self.count] = held
+            setattr(self, name, grown)
+        self.count = count
+        self._account.release("chosen entries", before)
+
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         self.settle()

@@ -8,9 +8,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import not_whole
+from ..errors import not_whole, shown
 from ..stores.base import Store
 from .record_format import RecordFormat
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types that keys and values may have."""
+LARGEST = 3e38
+"""What lies beyond is no number, or is none in some of these types."""
+
+
+def is_tensor(
+    value: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, low: float | None = None, high: float | None = None
+) -> bool:
+    """Whether something captured is a tensor of this shape (None: of any size there) and of one of these types, all of
+    it from `low` to `high`: no number that is none, then."""
+    if not isinstance(value, torch.Tensor) or value.ndim != len(shape) or value.dtype not in dtypes:
+        return False
+    if any(wanted not in (None, size) for wanted, size in zip(shape, value.shape, strict=True)):
+        return False
+    above = low is None or bool((value >= low).all())
+    return above and (high is None or bool((value <= high).all()))
+
+
+def check_form(form: RecordFormat, name: str) -> None:
+    """Raises `ContextError` unless a captured form is one of keys and values."""
+    sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
+    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or form.dtype not in DTYPES:
+        raise not_whole(name, f"its entries have the form {shown(form, 200)}")
 
 
 def check_tail(
@@ -18,11 +43,9 @@ def check_tail(
 ) -> None:
     """Raises `ContextError` unless the form and the tail of a captured history of `length` tokens hold together with
     the records, in `parts`. `group_size`: the configuration's."""
-    sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
+    check_form(form, name)
     wrong = None
-    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not isinstance(form.dtype, torch.dtype):
-        wrong = f"its entries have the form {form}"
-    elif group_size not in (None, form.group_size):
+    if group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
     elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
         wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"

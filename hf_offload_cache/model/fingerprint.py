@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..errors import ContextMismatchError
+from ..errors import ContextMismatchError, shown
 from .attach import inner_model
 from .config_values import config_value, flat, plain, text
 from .peft_adapters import adapter_fields
@@ -112,11 +112,11 @@ def _compare(stored: dict[str, str], current: dict[str, str]) -> None:
     for name in sorted(stored.keys() | current.keys(), key=_rank):
         before, now = stored.get(name, ABSENT), current.get(name, ABSENT)
         if before != now:
-            before, now = _shortened(before, now)
+            before, now = (shown(one, _SHOWN + 6) for one in _shortened(before, now))
             what = "tokenizer" if name == "tokenizer" else "model"
             way = f"load it in {before} (`--dtype`)" if name == "dtype" else f"open it with the {what} that made it"
             raise ContextMismatchError(
-                f"the context was made with another {what}: {name} was {before}, here it is {now}; "
+                f"the context was made with another {what}: {shown(name)} was {before}, here it is {now}; "
                 f"{way}, or prefill again"
             )
 

@@ -231,6 +231,17 @@ def _adds(layer: Any) -> bool:
     return any(tensor.ndim for _, _, tensor in kept_tensors(layer, vars(layer).keys() - known))
 
 
+def seen_layers(model: Any) -> list[Any] | None:
+    """The layers of a `DynamicCache` that one token leaves in a twin of the model without data, which are not to be
+    changed; None: it cannot run."""
+    inner = inner_model(model)
+    try:
+        layers: list[Any] = _probe(_Kind(type(inner), repr(inner.config.to_dict()), inner.config)).layers
+    except Exception:  # a model may fail in any way on tensors without data
+        return None
+    return layers
+
+
 def unknown_shapes(model: Any) -> str | None:
     """Why it is not known what keys a model makes before it runs; None: it is."""
     if stated_shape(model.config.get_text_config(decoder=True)) is None:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import ContextError, shown
+from ..history.captured_history import is_tensor
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
@@ -127,11 +128,13 @@ class CodedKeys(CompactKeys):
         (those of a context of version 2 are laid anew); each one's account counts them. Raises `ContextError` where
         the tree does not hold together, `BudgetError`."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
+        if not is_tensor(codes, (None, None, None), torch.uint8):
+            raise ContextError(f"coded keys of a context are {shown(codes)}: save the context anew")
         by_token = codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0
         if unit_size > 1 and by_token:
             with account.holding("moving rows", codes.nbytes):  # in version 2 of the format tokens lie side by side
                 codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
-        if codes.dtype != torch.uint8 or codes.ndim != 3 or codes.shape[1] != coding.nbytes * unit_size:
+        if codes.shape[1] != coding.nbytes * unit_size:
             raise ContextError(
                 f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "
                 f"{coding.nbytes} bytes for each of {unit_size} tokens: save the context anew"

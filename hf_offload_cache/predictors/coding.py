@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import ContextError
+from ..history.captured_history import is_tensor
 
 CLASSES = (8, 4, 2)
 """Bits that a component may have, in the order in which components lie."""
@@ -130,13 +131,14 @@ class Coding:
         counts = tree["counts"]
         right = isinstance(counts, list) and len(counts) == 3 and all(type(count) is int for count in counts)
         if right:
-            rank, width = sum(counts), len(tree["mean"])
-            right = min(counts) >= 0 and rank > 0 and not counts[1] % 2 and not counts[2] % 4
+            rank, width = sum(counts), tree["mean"].numel()
+            right = min(counts) >= 0 and 0 < rank <= most_components(width)
+            right = right and not counts[1] % 2 and not counts[2] % 4
             wanted = {"mean": (width,), "keys": (width, rank), "key_scale": (rank,), "queries": (width, rank)}
             wanted["query_scale"] = (rank,)
             for name, shape in wanted.items():
                 dtype = torch.int8 if name in ("keys", "queries") else torch.float32
-                right = right and tree[name].shape == shape and tree[name].dtype == dtype
+                right = right and is_tensor(tree[name], shape, dtype)
         if not right:
             raise ContextError("the coding of the compact keys of a context does not hold together: save it anew")
         values = {field.name: tree[field.name] for field in fields(cls)}

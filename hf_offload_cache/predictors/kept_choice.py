@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ContextError
 from ..fetch.choice import Choice
+from ..history.captured_history import is_tensor
 
 CONSECUTIVE, LEAST_CONSECUTIVE = 256, 16
 """Of a prompt's latest queries, those that tell how far a query usually moves from one token to the next; and with how
@@ -116,13 +117,13 @@ class KeptChoice:
         right = isinstance(usual, float) and -1.01 <= usual <= NEVER
         if right and choice is not None:
             queries, ages, chosen = choice["queries"], choice["ages"], choice["units"]
-            right = queries.ndim == 2 and len(queries) == rows and queries.dtype == torch.float32
-            right = right and type(choice["budget"]) is int
-            right = right and ages.shape == (rows,) and ages.dtype == chosen.dtype == torch.int64
-            right = right and chosen.ndim == 2 and len(chosen) == rows and chosen.numel() > 0
-            right = right and 0 <= int(chosen.min()) <= int(chosen.max()) < units
+            right = is_tensor(queries, (rows, None), torch.float32)
+            right = right and is_tensor(ages, (rows,), torch.int64, low=0, high=2**31)
+            right = right and is_tensor(chosen, (rows, None), torch.int64, low=0, high=units - 1)
+            right = right and type(choice["budget"]) is int and 0 < chosen.shape[1] <= choice["budget"] < 2**48
+            right = right and bool((chosen.diff() > 0).all())
             importance = choice.get("importance")
-            right = right and (importance is None or importance.shape == chosen.shape)
+            right = right and (importance is None or is_tensor(importance, tuple(chosen.shape), torch.float32))
         if not right:
             raise ContextError(
                 f"what a layer of the context chose last does not hold together, for {rows} rows of {units} units: "

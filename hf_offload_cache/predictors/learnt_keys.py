@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import ContextError, not_whole
+from ..errors import ContextError, not_whole, shown
 from ..history.base import Sealed
+from ..history.captured_history import LARGEST, is_tensor
 from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
@@ -270,8 +271,13 @@ class LearntKeys:
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds. Raises `ContextError`."""
         summary, adapter, shared, form = tree["summary"], tree["adapter"], self._shared, self.form
-        if adapter is not None and (adapter.ndim != 2 or len(adapter) != form.key_width):
-            raise self._wrong(f"its adapter is {tuple(adapter.shape)}, for keys of {form.key_width}")
+        finite = {"low": -LARGEST, "high": LARGEST}
+        right = adapter is None or is_tensor(adapter, (form.key_width, None), torch.float32, **finite)
+        if not right or (adapter is not None and not 0 < adapter.shape[1] <= form.key_width):
+            raise self._wrong(f"its adapter is {shown(adapter)}, for keys of {form.key_width}")
+        if not isinstance(summary, dict | None) or not isinstance(tree["sinks"], dict | None):
+            kinds = type(summary).__name__, type(tree["sinks"]).__name__
+            raise self._wrong(f"its compact keys are {kinds[0]}, and its keys of the first tokens {kinds[1]}")
         if summary is not None:
             keys: CompactKeys
             if "coding" in summary:
@@ -286,6 +292,9 @@ class LearntKeys:
             keys.reserve(self.rules.reserve)
         if tree["sinks"] is not None:
             captured, first = tree["sinks"], np.zeros(self.rows, dtype=np.int64)
+            shape = self.rows, form.num_key_heads, None, form.key_dim
+            if not is_tensor(captured["keys"], shape, form.dtype) or not captured["keys"].numel():
+                raise self._wrong(f"its keys of the first tokens are {shown(captured['keys'])}")
             count, device = captured["keys"].shape[2], captured["keys"].device
             self.sinks = SinkKeys(form, self.rows, count, device, shared.account, first)
             if not self.sinks.restore(captured, tree["units"] * form.group_size):

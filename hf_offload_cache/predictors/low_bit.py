@@ -68,7 +68,7 @@ class LowBitPredictor:
         """The tokens (rows, heads, m) int64 that have most of `shares` (rows, heads, tokens) of the attention, which
         are changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
         `held`, (rows, heads, n), -1: none, count `LOYALTY` times."""
-        sinks, count = self._num_sinks, min(count, shares.shape[2])
+        sinks, count = min(self._num_sinks, shares.shape[2]), min(count, shares.shape[2])
         if not count:
             return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
         if held is not None:

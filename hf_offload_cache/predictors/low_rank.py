@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import not_whole
+from ..errors import not_whole, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed
+from ..history.captured_history import DTYPES, is_tensor
 from ..history.record_format import RecordFormat
 from ..memory.plan import LayerPlan, Planned
 from .base import Query
@@ -99,7 +100,8 @@ class LowRankPredictor:
             of: dict[str, Any] = {"generator": self._shared.generator, "dtype": torch.float32, "device": "cpu"}
             importance = torch.rand(self.rows, self.learnt.units, **of).numpy()
             return _best(with_sinks(importance, rules.num_sinks, self.form.group_size, self.learnt.seen(query)), budget)
-        if kept is None or rules.target_mass is not None:
+        as_wide = kept is not None and kept.units.shape[1] == min(budget, self.learnt.units)
+        if kept is None or not as_wide or rules.target_mass is not None:
             choice, rows = self._chosen(query, budget, list(range(self.rows))), None
         else:
             choice, rows = kept.with_rows(moved, self._chosen(query, budget, moved)), moved
@@ -111,7 +113,7 @@ class LowRankPredictor:
         """What the query of each of `rows` chooses, one row of the choice for each."""
         rules, seen = self.rules, self.learnt.seen(query)
         whole = rules.target_mass is not None and rules.estimates
-        if not whole and len(rows) == self.rows and self._may_go_by_latest(budget):
+        if not whole and len(rows) == self.rows and self._may_go_by_latest(budget, query.states.shape[1]):
             assert self._latest is not None
             self._since += 1
             return self._among_latest(query, budget, self._latest)
@@ -134,9 +136,11 @@ class LowRankPredictor:
         counters.mass_steps += len(captured)
         return Choice(np.sort(chosen, 1))
 
-    def _may_go_by_latest(self, budget: int) -> bool:
+    def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """Few of many are wanted, and all were ranked not long ago; what was sealed since is made to be looked at."""
         latest, units = self._latest, self.learnt.units
+        if self._beyond is not None and self._beyond.shape[1] != heads:
+            self._beyond = None  # of a context, and not of this model's heads
         if latest is None or self._beyond is None or not few_of_many(budget, units) or self._since >= STEPS - 1:
             return False
         if latest.shape[1] < units:
@@ -158,7 +162,7 @@ class LowRankPredictor:
     def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
         """(most + 1,): the share of attention mass that the tail, the sinks and the m best other units capture, by the
         prompt's latest queries and the compact keys, mean over queries, heads and rows. None where there is nothing to
-        tell by.
+        tell by, or what it tells is no number.
 
         Forgets those queries. `query_of` makes a `Query` of states (B, H, D).
         """
@@ -168,7 +172,8 @@ class LowRankPredictor:
         self._measured_at = length
         wanted, heads = min(most, self.learnt.units), queries.shape[1]
         rankings = [self.learnt.rank(query_of(states), wanted, mass=True) for states in queries.unbind(2)]
-        return np.mean([curve(ranking, most, heads) for ranking in rankings], 0)
+        found = np.mean([curve(ranking, most, heads) for ranking in rankings], 0)
+        return found if np.isfinite(found).all() else None
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -224,10 +229,10 @@ class LowRankPredictor:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
         queries, form = tree["latest_queries"], self.form
         if queries is not None:
-            right = queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (self.rows, form.key_dim)
-            if not right or queries.shape[1] % form.num_key_heads:
+            right = is_tensor(queries, (self.rows, None, None, form.key_dim), *DTYPES)
+            if not right or queries.shape[1] % form.num_key_heads or not 0 < queries.shape[2] <= LATEST_QUERIES:
                 raise not_whole(
-                    self._name, f"its latest queries are {tuple(queries.shape)}, for {self.rows} sequences and "
+                    self._name, f"its latest queries are {shown(queries)}, for {self.rows} sequences and "
                     f"{form.num_key_heads} key heads of {form.key_dim}"
                 )  # fmt: skip
         self._restore_latest(tree)
@@ -238,11 +243,8 @@ class LowRankPredictor:
 
     def _restore_latest(self, tree: dict[str, Any]) -> None:
         latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]
-        right = since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
-        for part in (latest, beyond):
-            right = right and (
-                part is None or (part.ndim == 2 and len(part) == self.rows and part.dtype == torch.float32)
-            )
+        right = all(part is None or is_tensor(part, (self.rows, None), torch.float32) for part in (latest, beyond))
+        right = right and since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
         if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
             raise not_whole(self._name, "importance of its groups")
         self._latest, self._beyond = (

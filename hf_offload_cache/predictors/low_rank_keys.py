@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ContextError
+from ..errors import ContextError, shown
+from ..history.captured_history import DTYPES, is_tensor
 from ..memory.account import MemoryAccount
 from ..memory.buffers import Workspace
 from ..memory.plan import LayerPlan, Planned
@@ -109,10 +110,12 @@ class LowRankKeys(CompactKeys):
         keys = tree["keys"]
         scale, projection = tree["scale"], tree["adapter"]
         queries = projection if tree["queries"] is None else tree["queries"]
-        fits = keys.shape[-1] > 0 and scale.shape == keys.shape[-1:] and queries.shape == projection.shape
-        kinds = all(each.is_floating_point() for each in (projection, queries, scale))
-        if not fits or not kinds or not (keys.dtype == torch.int8 or keys.is_floating_point()):
-            found = [f"{tuple(each.shape)} {each.dtype}" for each in (keys, scale, projection, queries)]
+        fits = is_tensor(projection, (None, None, None), *DTYPES)
+        fits = fits and 0 < projection.shape[2] <= projection.shape[0] * projection.shape[1]
+        fits = fits and is_tensor(queries, tuple(projection.shape), *DTYPES)
+        fits = fits and is_tensor(scale, (projection.shape[2],), *DTYPES)
+        if not fits or not is_tensor(keys, (None, None, projection.shape[2]), torch.int8, *DTYPES):
+            found = [shown(each) for each in (keys, scale, projection, queries)]
             raise ContextError(
                 f"compact keys, scale and projections of a context do not hold together: they are {', '.join(found)}; "
                 "save the context anew"

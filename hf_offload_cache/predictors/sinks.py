@@ -27,7 +27,7 @@ def with_sinks(
     tokens = visible[:, : units * unit_size].cpu().numpy()
     tokens = np.repeat(tokens, rows // len(tokens), 0)
     importance[~tokens.reshape(rows, units, unit_size).any(-1)] = -np.inf
-    positions = tokens.argmax(-1)[:, None] + np.arange(num_sinks)
+    positions = tokens.argmax(-1)[:, None] + np.arange(min(num_sinks, tokens.shape[1]))
     np.put_along_axis(importance, positions.clip(max=tokens.shape[1] - 1) // unit_size, np.inf, 1)
     return importance
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from ..config import SelectiveConfig
-from ..errors import ContextError
+from ..errors import ContextError, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
+from ..history.captured_history import is_tensor
 from ..history.record_format import RecordFormat
 from ..memory.account import MemoryAccount
 from ..memory.buffers import lasting_empty
@@ -129,10 +130,12 @@ class SummaryPredictor:
         held = tree["summaries"]
         if held is None:
             return
-        if not isinstance(held, torch.Tensor) or held.ndim < 2 or held.shape[:2] != (self.rows, tree["units"]):
-            found = tuple(held.shape) if isinstance(held, torch.Tensor) else type(held)
+        form, device = self.form, held.device
+        unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
+        like = self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
+        if not is_tensor(held, (self.rows, tree["units"], *like.shape[2:]), like.dtype):
             raise ContextError(
-                f"the context does not hold together: its summaries are {found}, for {self.rows} rows of "
+                f"the context does not hold together: its summaries are {shown(held)}, for {self.rows} rows of "
                 f"{tree['units']} units; save it anew"
             )
         if held.shape[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -11,7 +12,8 @@ from ..errors import ConfigError
 
 
 class TraceFile:
-    """Opened, and kept from other traces, with its content as it was, which goes with the first `append`.
+    """Opened, and kept from other traces, with its content as it was, which goes with the first `append`. From then on
+    the file is for its owner only (0600), since a trace tells how long a text is and when it was read.
 
     For one thread at a time. A copy of it in a forked process does nothing.
 
@@ -48,6 +50,7 @@ class TraceFile:
         done = 0
         try:
             if not self._size:
+                os.fchmod(self._fd, 0o600)  # a file that was there may be open to others
                 os.ftruncate(self._fd, 0)
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], self._size + done)
@@ -73,29 +76,57 @@ class TraceFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor to write to the file at `path`, whose content stays as it is, and whether the file is new."""
-    flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a reader: refuse
+    """A descriptor to write to the file at `path`, whose content stays as it is, and whether the file is new. A new one
+    is its owner's (0600), whatever the umask. No link is followed: in a folder that others may write to, one could lead
+    to a file of ours."""
+    flags = os.O_WRONLY | os.O_NOFOLLOW
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a reader: refuse
     made = True
     try:
         try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             made = False
             fd = os.open(path, flags)
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # EMLINK: on BSD
+            raise ConfigError(
+                f"trace {str(path)!r} is a symbolic link, which is not followed: give `trace` a file"
+            ) from error
         raise ConfigError(
             f"trace {str(path)!r} cannot be written ({error.strerror}): "
             "give `trace` a file in a folder that exists and that you may write to"
         ) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        _check(fd, path, made)
+    except BaseException:
         os.close(fd)
+        raise
+    return fd, made
+
+
+def _check(fd: int, path: Path, made: bool) -> None:
+    """Raises `ConfigError` unless the open file may hold a trace, and lets nobody else write one there."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"trace {str(path)!r} must be a file, and is a device or a pipe: give `trace` a file")
+    if not made and found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"trace {str(path)!r} belongs to another user, who could read the trace: give `trace` a file of your own"
+        )
     if not _claim(fd):
-        os.close(fd)
         raise ConfigError(
             f"trace {str(path)!r} is being written by another cache: give each its own file, or close the other first"
         )
-    return fd, made
+    if made:
+        try:
+            os.fchmod(fd, 0o600)  # the umask may have taken more
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ConfigError(
+                f"trace {str(path)!r} cannot be kept from other users there ({error.strerror}): give `trace` a file on "
+                "another file system"
+            ) from error
 
 
 def _claim(fd: int) -> bool:

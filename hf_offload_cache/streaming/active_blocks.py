@@ -3,6 +3,7 @@ section IV-C)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from ..caches.disk_swap import DiskSwapCache
 from ..core.filling import Filling
 from ..core.offload_layer import OffloadLayer, Output
-from ..errors import ContextError
+from ..errors import ContextError, shown
+from ..history.captured_history import is_tensor
 from ..model.attention_call import AttentionCall
 
 BLOCK = 128
 """Tokens, of queries and of keys."""
-_MOST = 8192
-"""Of a block: a larger one says nothing."""
+_LEAST, _MOST = 16, 8192
+"""Of a block: a larger one says nothing, and of smaller ones there are so many that attending to all is faster."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,30 @@ class ActiveBlocks:
         return {"block": self.block, "layers": bits}
 
     @classmethod
-    def restored(cls, tree: dict[str, Any], tokens: int, layers: int, heads: int) -> ActiveBlocks:
-        """Of a context of so many tokens. Raises `ContextError` for what cannot be of it."""
+    def restored(
+        cls, tree: dict[str, Any], tokens: int, layers: int, heads: int,
+        taking: Callable[[int], object] = lambda nbytes: None,
+    ) -> ActiveBlocks:  # fmt: skip
+        """Of a context of so many tokens. `taking` is told the bytes that it takes, eight times those of `tree`, before
+        they are taken. Raises `ContextError` for what cannot be of it, and what `taking` raises."""
         try:
-            block, found = int(tree["block"]), {}
-            if not 1 <= block <= _MOST:
-                raise ValueError(f"blocks of {block} tokens")
+            block, packed = tree["block"], dict(tree["layers"])
+            if type(block) is not int or not _LEAST <= block <= _MOST:
+                raise ValueError(f"blocks of {shown(block)} tokens")
             blocks = -(-tokens // block)
-            for idx, bits in tree["layers"].items():
-                if not 0 <= idx < layers or bits.dtype != torch.uint8 or bits.shape != (heads, blocks, -(-blocks // 8)):
-                    raise ValueError(f"layer {idx} has {tuple(bits.shape)} of {bits.dtype}")
-                active = np.unpackbits(bits.numpy(), axis=-1, count=blocks).astype(bool)
-                found[idx] = np.tril(active | np.eye(blocks, dtype=bool))
+            for idx, bits in packed.items():
+                right = type(idx) is int and 0 <= idx < layers
+                if not right or not is_tensor(bits, (heads, blocks, -(-blocks // 8)), torch.uint8):
+                    raise ValueError(f"layer {shown(idx)} has {shown(bits)}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContextError(f"active blocks are not of this context: {error}") from error
+        taking(len(packed) * heads * blocks**2)
+        found, before = {}, np.tri(blocks, dtype=bool)
+        for idx in list(packed):
+            active = np.unpackbits(packed.pop(idx).numpy(), axis=-1, count=blocks).view(bool)
+            active[:, np.arange(blocks), np.arange(blocks)] = True
+            active &= before
+            found[idx] = active
         return cls(block, found)
 
 

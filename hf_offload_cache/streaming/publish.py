@@ -34,7 +34,17 @@ from .answers import Answer, place_error, without_secrets
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
-from .stream_manifest import ACTIVE, LEARNT, MOST_BYTES, NAME, StreamManifest, StreamObject, binding, ids_digests
+from .stream_manifest import (
+    ACTIVE,
+    LEARNT,
+    MOST_BYTES,
+    MOST_MANIFEST_BYTES,
+    NAME,
+    StreamManifest,
+    StreamObject,
+    binding,
+    ids_digests,
+)
 
 
 def publish_context(
@@ -131,7 +141,7 @@ def publish_context(
 def _before(objects: Objects, overwrite: bool) -> bytes | None:
     """The manifest that is there; None: there is none, or with `overwrite` it cannot be read. Raises `ObjectError`."""
     try:
-        found = objects.read(NAME, MOST_BYTES)
+        found = objects.read(NAME, MOST_MANIFEST_BYTES)
     except ObjectError as error:
         if overwrite:
             return None
@@ -146,7 +156,7 @@ def _before(objects: Objects, overwrite: bool) -> bytes | None:
 
 def _check_manifest(objects: Objects, data: bytes, before: bytes | None, key: bytes | None) -> None:
     """Raises `DamagedObjectError` when the manifest is not `data`, unless another process has published there since."""
-    found = objects.read(NAME, MOST_BYTES)
+    found = objects.read(NAME, MOST_MANIFEST_BYTES)
     if found == data:
         return
     if found is None or found == before:
@@ -229,9 +239,10 @@ class _Publishing:
             active=active,
             context=self._context,
         )
-        if len(data := manifest.dumped()) > MOST_BYTES:
+        if len(data := manifest.dumped()) > MOST_MANIFEST_BYTES:
             raise ConfigError(
-                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_BYTES:,} are read: take larger"
+                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_MANIFEST_BYTES:,} are read: "
+                "take larger"
             )
         return manifest, data if self._key is None else encrypt(self._key, data, binding("", "manifest"))
 

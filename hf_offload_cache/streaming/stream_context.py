@@ -35,7 +35,7 @@ from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
 from .publish import overlaps
 from .spool import Spool
-from .stream_manifest import MOST_BYTES, NAME, StreamManifest, binding
+from .stream_manifest import MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import StreamingLane
 from .teacher import LEARNT, Teacher
 from .transport import Transport, fetch, transport_of
@@ -159,7 +159,7 @@ def _first_token(cache: OffloadCache, begun: float) -> None:
 def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> StreamManifest:
     place = without_secrets(url)
     try:
-        data = fetch(link, NAME, MOST_BYTES, _SILENCES * silence)
+        data = fetch(link, NAME, MOST_MANIFEST_BYTES, _SILENCES * silence)
     except ObjectError as error:
         if error.answer is not Answer.ABSENT:
             raise

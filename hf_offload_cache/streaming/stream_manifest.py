@@ -16,17 +16,22 @@ from typing import Annotated, Any, Final, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import ContextError
+from ..config import parse_json
+from ..errors import ContextError, shown
 from .quantisers import ChunkShape
 
 NAME: Final = "stream.json"
 LEARNT, ACTIVE = "what was learnt", "active blocks"
 """Beside the cells."""
 MOST_BYTES: Final = 64 * 2**20
-"""Of a manifest, and of what was learnt; what is larger is not read."""
+"""Of what was learnt, and of active blocks; what is larger is not read."""
+MOST_MANIFEST_BYTES: Final = 16 * 2**20
+"""Of a manifest, of which a cell takes some 75: parsing it takes up to thirty times as much memory."""
 
+_Name = Annotated[str, Field(pattern=r"^\w[\w-]{0,199}$")]
 _Count = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**24)]
+_MOST_LAYERS = 4096
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
@@ -61,13 +66,13 @@ class StreamManifest(_Checked):
 
     format: Literal["hf_offload_cache stream"] = "hf_offload_cache stream"
     version: Literal[1] = 1
-    cache: str
+    cache: _Name
     """Class that it was published from."""
     config: dict[str, Any]
     """Fields that go with it."""
     identity: dict[str, str]
     """Of the model, as saved contexts have it."""
-    level: str
+    level: _Name
     tokens: _Count
     chunk_tokens: Annotated[int, Field(ge=64, le=8192)]
     layers: _Positive
@@ -77,7 +82,7 @@ class StreamManifest(_Checked):
     dtype: Literal["bfloat16", "float16", "float32"]
     prefixes: tuple[_Digest, ...]
     """Digest of all ids up to the end of each chunk."""
-    cells: tuple[tuple[StreamObject | None, ...], ...]
+    cells: tuple[Annotated[tuple[StreamObject | None, ...], Field(max_length=_MOST_LAYERS)], ...]
     """By chunk and layer; None: it was not published, and is computed. The first layer's never are."""
     learnt: StreamObject | None = None
     active: StreamObject | None = None
@@ -129,11 +134,15 @@ class StreamManifest(_Checked):
     def parse(cls, data: bytes, place: str) -> StreamManifest:
         """Raises `ContextError` that names `place`."""
         try:
+            parse_json(data, MOST_MANIFEST_BYTES)  # how large it is, and how deep
+        except ValueError as error:
+            raise ContextError(f"{place} is no manifest of a published context: {error}") from None
+        try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "it"
-            raise ContextError(f"{place} is no manifest of a published context: {where}: {first['msg']}") from error
+            first = error.errors(include_input=False)[0]
+            where, what = shown(".".join(map(str, first["loc"])) or "it"), shown(first["msg"], 200)
+            raise ContextError(f"{place} is no manifest of a published context: {where}: {what}") from None
 
 
 def binding(manifest_context: str, what: str) -> bytes:

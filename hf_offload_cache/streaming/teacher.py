@@ -61,9 +61,9 @@ class Teacher:
         return self._of_use and LEARNT in lane.beside
 
     def _attend(self, tree: Any) -> None:
-        manifest = self._manifest
-        blocks = ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads)
-        self._cache.storage.account.observe(ACTIVE, sum(one.nbytes for one in blocks.layers.values()))
+        manifest, account = self._manifest, self._cache.storage.account
+        sizes = manifest.tokens, manifest.layers, manifest.heads
+        blocks = ActiveBlocks.restored(tree, *sizes, lambda nbytes: account.hold(ACTIVE, nbytes))
         self.sparse = SparsePrefill(blocks)
 
     def _teach(self, tree: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ..config import read_json
 from ..stores.atomic_file import replace_file
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def _digest(adapter: Adapter) -> str:
 def _adapters_of(path: Path) -> set[Path]:
     """The adapters that an object which is at `path` already names, if it is one of ours, and that are named for it."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = read_json(path)["rows"]
         names = {str(row["fields"].get("adapter")) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
     return {path.with_name(name) for name in names if re.fullmatch(re.escape(path.stem) + r"\.adapter-\w+\.\w+", name)}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..errors import BudgetError, ConfigError
+from ..config import MOST_JSON_BYTES, parse_json
+from ..errors import BudgetError, ConfigError, shown
 from .compare_plans import ComparedPlan, labelled
 from .measured_model import Identity, check_fields, check_model
 
@@ -58,20 +59,22 @@ def measured_caches(
     if path is None and (fields or {}).get("exact"):
         return []
     if path is None:
-        text = importlib.resources.files(__package__).joinpath("measured_caches.json").read_text(encoding="utf-8")
+        data = importlib.resources.files(__package__).joinpath("measured_caches.json").read_bytes()
     else:
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with open(path, "rb") as file:
+                data = file.read(MOST_JSON_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"measured must be a file that `tune --compare` wrote: {error}") from error
     try:
-        values = json.loads(text)
+        values = parse_json(data)
         cells: list[Cell] = values["cells"]
         for cell in cells:
             _check(cell)
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(
-            f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {error!r}: write it anew"
+            f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {shown(error, 200)}: write it "
+            "anew"
         ) from error
     if path is not None and model is not None:
         check_model(values.get("model"), path, model)
@@ -185,17 +188,23 @@ def _found(cell: Cell) -> float:
 
 def _check(cell: Cell) -> None:
     """Raises `ValueError`, `KeyError` or `TypeError` for what is no cell."""
-    if not isinstance(cell["cache"], str) or not (cell["tokens"] > 0 and 0 < Fraction(cell["memory"]) <= 1):
-        raise ValueError(f"a cell of {cell['cache']!r}, {cell['tokens']!r} tokens and {cell['memory']!r}")
-    if not isinstance(cell.get("num_selected"), int | None):
-        raise ValueError(f"num_selected is {cell['num_selected']!r}")
+    memory = str(cell["memory"])  # "1e999999999" is a fraction, too, which takes a day
+    share = Fraction(memory) if re.fullmatch(r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?", memory) else 0
+    if not isinstance(cell["cache"], str) or not (_is_count(cell["tokens"]) and 0 < share <= 1):
+        raise ValueError(f"a cell of {shown(cell['cache'])}, {shown(cell['tokens'])} tokens and {shown(memory)}")
+    if cell.get("num_selected") not in (None, 0) and not _is_count(cell["num_selected"]):
+        raise ValueError(f"num_selected is {shown(cell['num_selected'])}")
     for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
         if not (name not in cell or math.isfinite(cell[name])):
-            raise ValueError(f"{name} is {cell[name]!r}")
-    if not all(length > 0 for length in cell.get("fact_tokens", ())):
-        raise ValueError(f"fact_tokens is {cell['fact_tokens']!r}")
+            raise ValueError(f"{name} is {shown(cell[name])}")
+    if not all(_is_count(length) for length in cell.get("fact_tokens", ())):
+        raise ValueError(f"fact_tokens is {shown(cell['fact_tokens'])}")
     if "kl" in cell and "perplexity" not in cell:
         raise ValueError("a distance without a perplexity")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**48
 
 
 def _sentence(cell: Cell) -> str:

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import stat
 import threading
 import time
 import tracemalloc
@@ -225,7 +226,7 @@ def test_a_refused_cache_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert json.loads(there.read_text())[0]["name"] == "process_name"
 
 
-@pytest.mark.parametrize("kind", ["no such folder", "a folder", "a pipe", "a device", "not ours"])
+@pytest.mark.parametrize("kind", ["no such folder", "a folder", "a pipe", "a device", "a link", "not ours"])
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, kind: str) -> None:
     model, path = tiny("llama"), tmp_path / "trace.json"
     if kind == "no such folder":
@@ -235,18 +236,41 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, kind: str) -> 
     elif kind == "a pipe":
         os.mkfifo(path)
     elif kind == "a device":
-        path.symlink_to(os.devnull)
+        path = Path(os.devnull)
+    elif kind == "a link":
+        (tmp_path / "another's").write_text("precious")
+        path.symlink_to(tmp_path / "another's")
     else:
         path.write_text("")
         path.chmod(0o400)
         if os.access(path, os.W_OK):
             pytest.skip("this user may write everything")
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match=r"trace.*trace\.json.*give `trace` a file"):
+    with pytest.raises(ConfigError, match=rf"trace.*{path.name}.*give `trace` a file"):
         sparse(model, path)
+    assert kind != "a link" or path.read_text() == "precious"
     assert len(os.listdir("/proc/self/fd")) == descriptors
     with DiskSwapCache(model, **SMALL) as cache:  # the model is not left with seams that are in the way
         generate(model, cache, prompt(model), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("mask", [0, 0o777])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_trace_is_its_owners_whatever_the_umask(tmp_path: Path, mask: int, there: bool) -> None:
+    """A file that was there, and that others could read, is closed to them before the first event is in it."""
+    model, path = tiny("llama"), tmp_path / "trace.json"
+    if there:
+        path.write_text("an earlier trace")
+        path.chmod(0o666)
+    before = os.umask(mask)
+    try:
+        with sparse(model, path) as cache:
+            generate(model, cache, prompt(model), max_new_tokens=2)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert_well_formed(json.loads(path.read_text()))
 
 
 def test_two_caches_do_not_share_a_trace(tmp_path: Path) -> None:
