@@ -10,7 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from ..config import OffloadConfig
 from ..errors import StoreError
+from ..memory.storages import storage_bytes
 from .continuation import check_planned
+from .kept_state import check_recorded, kept_state, settle
 from .offload_layer import OffloadLayer
 from .shared import Shared
 from .token_log import TokenLog
@@ -32,6 +34,9 @@ class CacheOperations(Cache):
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _cropped: int | None = None
     """Tokens that a crop which could not read was to leave: see `_end_crop`."""
+    _most_cropped: int | None = None
+    """How many tokens a crop after the forward takes back at most: known of a prompt of `generate`'s, and asked within a
+    budget, which a recorded prompt would exceed. None: any number."""
     _announced: bool | None = None
     """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording began."""
     _tokens: TokenLog
@@ -82,15 +87,16 @@ class CacheOperations(Cache):
         )
 
     def kept_bytes(self) -> int:
-        """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states."""
-        total = 0
-        for layer in self._kept:
-            kept = () if isinstance(layer, OffloadLayer) else ("keys", "values")
-            held = [getattr(layer, name, None) for name in kept]
-            for name in ("conv_states", "recurrent_states"):
-                held.extend(getattr(layer, name, {}).values())
-            total += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
-        return total
+        """Bytes of layers that are not offloaded (sliding windows, linear states), and of hybrids' linear states: of
+        the memory behind them, each part once."""
+        return storage_bytes([kept_state(layer) for layer in self._kept])
+
+    def settle_kept(self, *layers: Any) -> None:
+        """Let layers (none given: all) that are not offloaded keep no more than they need: transformers cuts a window
+        out of what a forward added, by a slice that keeps all of that in memory. While candidates are verified, what a
+        crop may take back stays."""
+        for layer in layers or self._kept:
+            settle(layer, self._most_cropped)
 
     # --- taking back -------------------------------------------------------------------------------------------
 
@@ -174,8 +180,11 @@ class CacheOperations(Cache):
         length, tokens_to_remove = self._tokens.length, int(tokens_to_remove)
         kept = min(length, max(0, tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove))
         self.shared.books_changed = True
+        for layer in self._kept:
+            check_recorded(layer, self._tokens.length - kept)
         try:
             super().crop(tokens_to_remove)
+            self.settle_kept()
         except BaseException as error:
             ours = all(isinstance(layer, OffloadLayer) for layer in self.layers) and not self.has_linear_state
             if not (ours and isinstance(error, StoreError) and set(self.lengths()) <= {length, kept}):

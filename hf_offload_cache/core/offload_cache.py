@@ -33,6 +33,7 @@ from .load_config import load_config
 from .offload_layer import OffloadLayer
 from .reporting import report_of, sparse_warning
 from .shared import SEAM_LOST, Shared
+from .step import MOST_CANDIDATES, kept_logits
 from .token_log import TokenLog
 
 if TYPE_CHECKING:
@@ -116,7 +117,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             check_model(self._model, self._model.stranger())
         if layer is None:
             self.shared.check_open()
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if key_states.shape[-2] > 1:  # one token pushes one out of a window: a copy would free no more than that
+                self.settle_kept(self.layers[layer_idx])
+            return given
         if self.config.max_context is not None or self.config.max_batch is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2] - layer.guessed)
         given = layer.update(key_states, value_states, *args, **kwargs)
@@ -143,11 +147,14 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.begin_context()
         batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
         candidates = self.recording and self._prefilled and self._announced is not False
-        self._announced = None if self._announced is None else False
+        announced, self._announced = self._announced, None if self._announced is None else False
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates
         )
+        self._most_cropped = None
         if step is not None:
+            if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
+                self._most_cropped = kept_logits(kwargs)
             shared.step, self._resumed = step, False
             self._watch_blocks()
             kind = "decode" if step.selects else "prefill"
@@ -171,6 +178,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
         if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):
             self._warn(warning)
+        if step is None or step.tokens > 1:
+            self.settle_kept()
         if step is None or not step.selects or shared.books_changed or self._kept:
             self.account_live()
         self.storage.show_counters()

@@ -11,8 +11,12 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
+from ..memory.storages import tensors_in
 from .config_values import config_value
 from .inner_model import inner_model
+
+_STATES = ("conv_states", "recurrent_states")
+"""Where transformers' layers have linear states."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class KeptLayer:
     token_bytes: int = 0
     most_tokens: int | None = None
 
-    def nbytes(self, context: int) -> int:
-        """Bytes of one sequence of `context` tokens."""
-        held = context if self.most_tokens is None else min(context, self.most_tokens)
+    def nbytes(self, context: int, added: int = 0) -> int:
+        """Bytes of one sequence of `context` tokens, of which the latest `added` are held beyond a window."""
+        held = context if self.most_tokens is None else min(context, self.most_tokens + added)
         return self.fixed_bytes + held * self.token_bytes
 
 
@@ -89,7 +93,8 @@ class Geometry:
                     "construct the cache without a budget"
                 ) from error
         heads = config_value(text, "num_attention_heads")
-        offloaded, kept = [], []
+        offloaded: list[LayerShape] = []
+        kept: list[KeptLayer] = []
         item = inner.dtype.itemsize
         for layer in seen.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -97,17 +102,17 @@ class Geometry:
             if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
                 sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
                 shape = LayerShape(heads if isinstance(heads, int) else sizes[0], *sizes)
-            fixed = _state_bytes(layer, item)
             full = type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
             if full and shape is not None:
                 offloaded.append(shape)
-            elif not full and shape is not None and hasattr(layer, "keys"):
+            elif shape is not None and hasattr(layer, "keys"):
                 window = getattr(layer, "sliding_window", None)
-                entry = shape.num_key_heads * shape.key_dim + shape.num_value_heads * shape.value_dim
-                kept.append(KeptLayer(fixed, entry * item, window and max(1, window - 1)))
-                continue
-            if fixed:
-                kept.append(KeptLayer(fixed))
+                entry = shape.num_key_heads * shape.key_dim
+                entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
+                kept.append(KeptLayer(0, entry * item, window and max(1, window - 1)))
+                kept.append(KeptLayer(token_bytes=_bytes(_others(layer), item)))
+            kept.append(_linear_states(layer, item))
+        kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         device = getattr(inner, "device", torch.device("cpu")).type
         hidden = config_value(text, "hidden_size")
@@ -140,9 +145,9 @@ class Geometry:
             for shape in self.layers
         ]
 
-    def kept_bytes(self, context: int, batch: int) -> int:
-        """Bytes of the layers that stay in memory."""
-        return batch * sum(layer.nbytes(context) for layer in self.kept)
+    def kept_bytes(self, context: int, batch: int, added: int = 0) -> int:
+        """Bytes of the layers that stay in memory, at a step that adds `added` tokens; 0: between steps of a prefill."""
+        return batch * sum(layer.nbytes(context, added) for layer in self.kept)
 
     def full_kv_bytes(self, context: int, batch: int) -> int:
         """What `DynamicCache` holds for `batch` sequences of `context` tokens."""
@@ -197,11 +202,25 @@ def stated_shape(config: Any) -> LayerShape | None:
     return LayerShape(heads, key_heads, dim, key_heads, dim)
 
 
-def _state_bytes(layer: Any, item: int) -> int:
-    """Bytes of a layer's linear-attention states, of one sequence; those of the twin's type come in the model's."""
-    held = [tensor for name in ("conv_states", "recurrent_states") for tensor in getattr(layer, name, {}).values()]
+def _linear_states(layer: Any, item: int) -> KeptLayer:
+    """A layer's linear states, of one sequence. What a convolution saw of tokens that may be taken back is held too:
+    that is of models without a recurrence, which nothing takes back."""
+    conv, recurrent = (getattr(layer, name, {}) for name in _STATES)
+    recorded = 0
+    if not any(isinstance(state, torch.Tensor) for state in recurrent.values()):
+        recorded = sum(_bytes(state[..., :1], item) for state in tensors_in(conv))
+    return KeptLayer(_bytes([conv, recurrent], item), recorded, 0)
+
+
+def _others(layer: Any) -> dict[str, Any]:
+    """What a layer holds besides keys, values and linear states, of one token: an indexer's keys, say. A further token
+    adds no more."""
+    return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", *_STATES)}
+
+
+def _bytes(tree: Any, item: int) -> int:
+    """Bytes of the tensors of `tree`, which a twin left: those of its type come in the model's."""
     return sum(
         tensor.numel() * (item if tensor.dtype == torch.bfloat16 else tensor.element_size())
-        for tensor in held
-        if isinstance(tensor, torch.Tensor)
+        for tensor in tensors_in(tree)
     )

@@ -215,7 +215,7 @@ class FileStore(FreezableStore):
         """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
         for first, end in self._ranges(self._holes):
             self._file.wipe(first, end)
-        self._holes = self._holes[:0]
+        self._holes = self._holes[:0].copy()
 
     def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
         """Where each run of records begins and ends in the file, in bytes."""
