@@ -65,7 +65,7 @@ def save(
         write_file(folder_fd, MANIFEST_NAME, [manifest.to_bytes()])
 
     try:
-        publish(directory, fill, overwrite=overwrite)
+        publish(directory, fill, overwrite=overwrite, warn=cache.warn)
     finally:
         storage.account.observe(_SAVING, 0)
 

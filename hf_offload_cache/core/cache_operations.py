@@ -35,8 +35,8 @@ class CacheOperations(Cache):
     _cropped: int | None = None
     """Tokens that a crop which could not read was to leave: see `_end_crop`."""
     _most_cropped: int | None = None
-    """How many tokens a crop after the forward takes back at most: known of a prompt of `generate`'s, and asked within a
-    budget, which a recorded prompt would exceed. None: any number."""
+    """How many tokens a crop after the forward takes back at most, where that is a prompt of `generate`'s, within a
+    budget that the recorded prompt would exceed. None: any number."""
     _announced: bool | None = None
     """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording began."""
     _tokens: TokenLog

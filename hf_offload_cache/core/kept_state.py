@@ -45,8 +45,8 @@ def _forget_past(layer: Any, most_cropped: int) -> None:
 
 
 def check_recorded(layer: Any, count: int) -> None:
-    """Raises `RuntimeError` where a window is to go back by `count` tokens and does not have those before them any more:
-    with what is left it would attend to fewer tokens than the model does."""
+    """Raises `RuntimeError` where a window is to go back by `count` tokens and has not those before them any more: with
+    what is left it would attend to fewer tokens than the model does."""
     window = getattr(layer, "sliding_window", None)
     if not (window and count and getattr(layer, "record_past", False) and layer.is_initialized):
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -211,9 +212,23 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.check_whole()
         check_prompt(self._tokens, self.held(), input_ids, inputs_embeds)
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str, stacklevel: int = 2) -> None:
+        """Warn of something that concerns this cache; it is in the report, too. `stacklevel`: as `warnings.warn` counts
+        from the caller's line."""
         self.warnings.append(message)
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+
+    def warn_of(self, notes: Iterable[str]) -> None:
+        """`warn` of each, for who made this cache for somebody: where warnings are errors it is closed."""
+        try:
+            for note in notes:
+                self.warn(note, stacklevel=3)
+        except BaseException:
+            self.close()
+            raise
+
+    def _warn(self, message: str) -> None:
+        self.warn(message, stacklevel=3)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

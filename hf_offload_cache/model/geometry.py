@@ -146,7 +146,7 @@ class Geometry:
         ]
 
     def kept_bytes(self, context: int, batch: int, added: int = 0) -> int:
-        """Bytes of the layers that stay in memory, at a step that adds `added` tokens; 0: between steps of a prefill."""
+        """Bytes of the layers that stay in memory, in a step that adds `added` tokens; 0: after a prefill."""
         return batch * sum(layer.nbytes(context, added) for layer in self.kept)
 
     def full_kv_bytes(self, context: int, batch: int) -> int:

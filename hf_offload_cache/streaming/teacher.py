@@ -64,7 +64,7 @@ class Teacher:
         manifest = self._manifest
         blocks = ActiveBlocks.restored(tree, manifest.tokens, manifest.layers, manifest.heads)
         self._cache.storage.account.observe(ACTIVE, sum(one.nbytes for one in blocks.layers.values()))
-        self.sparse = SparsePrefill(blocks)
+        self.sparse = SparsePrefill(blocks, self._cache.warn)
 
     def _teach(self, tree: Any) -> None:
         lessons, budgets = {}, None

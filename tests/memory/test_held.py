@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import repetitive_prompt
-from long_models import long_fresh, long_tiny
+from long_models import long_tiny
 from storages import bytes_of, storages_of
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
