@@ -58,7 +58,8 @@ def open_context(
             taking = functools.partial(cache.storage.account.observe, _OPENING)
             _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
             taking(0)
-            cache.warn_of(notes)
+            if notes:
+                cache.warn_of(notes)
         except BaseException:
             cache.close()
             raise

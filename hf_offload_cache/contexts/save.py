@@ -65,7 +65,7 @@ def save(
         write_file(folder_fd, MANIFEST_NAME, [manifest.to_bytes()])
 
     try:
-        publish(directory, fill, overwrite=overwrite, warn=cache.warn)
+        publish(directory, fill, overwrite=overwrite, warn=lambda message: cache.warn(message))
     finally:
         storage.account.observe(_SAVING, 0)
 

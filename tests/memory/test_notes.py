@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from harness import COMMON, build, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,7 +92,7 @@ def test_what_others_warn_of_is_in_the_report(model: Any, tmp_path: Path) -> Non
 
 def test_a_newer_transformers_is_in_each_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is warned of once a process."""
-    monkeypatch.setattr(transformers, "__version__", "9.9.0")
+    monkeypatch.setattr(tested_version.transformers, "__version__", "9.9.0")
     tested_version._warn.cache_clear()
     model = tiny("llama")
     for turn in range(2):
