@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
 from hf_offload_cache.core.offload_layer import OffloadLayer
@@ -48,11 +48,17 @@ LLAMA_8B = Shape(layers=32, heads=32, kv_heads=8, head_dim=128, hidden=4096, int
 
 
 def build_model(
-    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu"
-) -> LlamaForCausalLM:
-    """A Llama with random weights in bfloat16, in evaluation mode."""
+    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu", window: int = 0
+) -> PreTrainedModel:
+    """A Llama with random weights in bfloat16, in evaluation mode. With `window`, a Qwen2 whose layers see so many
+    tokens, but for each fourth, which sees all."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config_class, model_class, others = LlamaConfig, LlamaForCausalLM, {}
+    if window:
+        kinds = ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(shape.layers)]
+        config_class, model_class = Qwen2Config, Qwen2ForCausalLM
+        others = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    config = config_class(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -63,8 +69,9 @@ def build_model(
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=None,
+        **others,
     )
-    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).to(device).eval()
+    return model_class._from_config(config, dtype=torch.bfloat16).to(device).eval()
 
 
 def random_keys_and_values(

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,11 +19,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
-    """Bytes of "300MiB", "2GB" or a plain number. Raises `ConfigError`, which calls the argument `name`."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
+    """Bytes of "300MiB", "2GB" or a plain number, also as errors write them: "4,775,404", "4.6 MiB". Raises
+    `ConfigError`, which calls the argument `name`."""
+    match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {shown(text)}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return math.floor(Fraction(match[1].replace(",", "")) * _UNITS[match[2].upper()])
 
 
 MOST_JSON_BYTES = 4 * 2**20

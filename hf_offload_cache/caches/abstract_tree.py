@@ -16,7 +16,7 @@ from ..history.chunk_history import ChunkHistory
 from ..memory.search import Search
 from ..model.geometry import Geometry
 from .abstract_tree_config import AbstractTreeConfig
-from .abstract_tree_fit import fit_abstract_tree, tree_shortfalls
+from .abstract_tree_fit import fit_abstract_tree, tree_shortfalls, whole_chunks
 from .abstract_tree_layer import AbstractTreeLayer
 
 
@@ -108,7 +108,9 @@ class AbstractTreeCache(SelectiveCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_abstract_tree(search)
+        if search.fields.get("exact"):
+            return super().choose_fields(whole_chunks(search), geometry)
+        return fit_abstract_tree(search)
 
 
 def _has_no_replicas(layer: SelectiveLayer) -> bool:

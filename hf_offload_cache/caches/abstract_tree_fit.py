@@ -27,14 +27,25 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
     latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError`
     with the least memory that would do.
     """
-    tried = []
-    for chosen in _tried(search):
-        if search.fits(chosen):
-            most = search.most(chosen, "reuse_capacity", search.max_context)
-            most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
-            return search.config(search.wider_blocks(most))
-        tried.append(chosen)
-    raise search.refusal(min(tried, key=search.peak))
+
+    def smallest(chosen: dict[str, Any]) -> dict[str, Any]:
+        return {**chosen, **_of_size(search, chosen["chunk_size"]).least_streams(chosen.get("num_recent"))}
+
+    chosen = search.first_fit(_tried(search), smallest)
+    most = search.most(chosen, "reuse_capacity", search.max_context)
+    most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
+    return search.config(search.wider_blocks(most))
+
+
+def _of_size(search: Search[AbstractTreeConfig], size: int) -> Search[AbstractTreeConfig]:
+    """`search` with chunks of `size` tokens."""
+    sizes = {size, search.fields.get("dense_chunk_size") or size}
+    return replace(search, records=[(_record_bytes(*record, one), one) for record in search.records for one in sizes])
+
+
+def whole_chunks(search: Search[AbstractTreeConfig]) -> Search[AbstractTreeConfig]:
+    """`search` with blocks that hold the largest chunk, whichever layers a model has."""
+    return _of_size(search, search.config({}).group_size or _CHUNK_SIZES[0])
 
 
 def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
@@ -42,9 +53,7 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
     given = search.fields.get("chunk_size") or search.fields.get("group_size")
     given = max(given) if isinstance(given, Sequence) else given
     for size in _CHUNK_SIZES if given is None else [given]:
-        sizes = {size, search.fields.get("dense_chunk_size") or size}
-        records = [(_record_bytes(*record, one), one) for record in search.records for one in sizes]
-        of_size = replace(search, records=records)
+        of_size = _of_size(search, size)
         chunk: dict[str, Any] = {"chunk_size": size}
         yield {**chunk, **_selecting(wanted, _OPENED[0]), **of_size.streams(STREAM_SHARES[0])}
         chunk.update(_NONE_DENSE)

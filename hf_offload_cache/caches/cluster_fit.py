@@ -21,12 +21,8 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
     tokens join clusters together, the centroids, which are on the disk then, the latest tokens, small clusters, what
     may wait, and what is attended to. Raises `BudgetError` with the least memory that would do.
     """
-    tried = []
-    for chosen in _tried(search):
-        if search.fits(chosen):
-            return search.config(search.wider_blocks(search.most(chosen, "reuse_capacity", search.max_context)))
-        tried.append(chosen)
-    raise search.refusal(min(tried, key=search.peak))
+    chosen = search.first_fit(_tried(search))
+    return search.config(search.wider_blocks(search.most(chosen, "reuse_capacity", search.max_context)))
 
 
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:

@@ -69,8 +69,9 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
             chosen = {**level, **keys.of(keys.least), "reuse_capacity": 0}
             if search.fits(chosen):
                 return search.config(search.wider_blocks(keys.filled(chosen)))
-    leasts = [{**_least(search), **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds]
-    raise search.refusal(min(leasts, key=search.peak))
+    levels = [*_levels(search, look_ahead), *_frugal(search, forms)]
+    least = [{**level, **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds for level in levels]
+    return search.config(search.first_fit(least))
 
 
 class _Truncated:
@@ -160,12 +161,6 @@ def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterat
         for selected in range(full["num_selected"] - group, LEAST_SELECTED, -group):
             yield {**uniform, "num_selected": selected}
         yield {**uniform, "num_selected": LEAST_SELECTED}
-
-
-def _least(search: Search[DiskSwapConfig]) -> dict[str, Any]:
-    """The fields of the least memory."""
-    chosen = {"num_selected": LEAST_SELECTED, "layer_budgets": "uniform", "look_ahead": False}
-    return {**search.least_streams(_LAST_TAIL), **chosen}
 
 
 def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[int, int]:

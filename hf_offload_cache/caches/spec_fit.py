@@ -18,12 +18,8 @@ def fit_spec(search: Search[SpecConfig]) -> SpecConfig:
     Where not even the smallest copy fits, fewer latest tokens are kept, and then fewer entries. Raises `BudgetError`
     with the least memory that would do.
     """
-    tried = []
-    for chosen in _tried(search):
-        if search.fits(chosen):
-            return search.config(search.wider_blocks(search.most(chosen, "num_selected", 256)))
-        tried.append(chosen)
-    raise search.refusal(min(tried, key=search.peak))
+    chosen = search.first_fit(_tried(search))
+    return search.config(search.wider_blocks(search.most(chosen, "num_selected", 256)))
 
 
 def _tried(search: Search[SpecConfig]) -> Iterator[dict[str, Any]]:

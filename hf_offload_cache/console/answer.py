@@ -158,9 +158,10 @@ _GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "temperature": No
 
 
 def _held_bytes(cache: Cache) -> int:
-    """Bytes of keys and values in a cache of transformers' own."""
-    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    """Bytes that the layers of a cache of transformers' own keep in memory."""
+    from ..memory.storages import storage_bytes
+
+    return storage_bytes([vars(layer) for layer in cache.layers])
 
 
 def _streamer(tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> Any:

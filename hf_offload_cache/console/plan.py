@@ -82,13 +82,15 @@ def run(arguments: argparse.Namespace) -> int:
     needs = {"memory": plan.weight_bytes + plan.peak_bytes + plan.host_bytes, "disk": plan.disk_bytes}
     fits = {name: None if free is None else needs[name] <= free for name, free in room.items()}
     _print(arguments, plan, config, needs, room, fits)
-    for shortfall in cls.shortfalls(config, geometry, fields):
-        print(f"note: {shortfall}")
+    notes = cls.notes(plan, config, geometry, fields)
+    for note in notes:
+        print(f"note: {note}")
     if arguments.json is not None:
         chosen = dataclasses.asdict(config)
         values = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         machine = {"needs": needs, "free": room, "fits": fits, "path": str(folder)}
-        write_json(arguments.json, {**values, "config": chosen, "plan": plan.to_dict(), "machine": machine})
+        result = {**values, "config": chosen, "plan": plan.to_dict(), "notes": notes, "machine": machine}
+        write_json(arguments.json, result)
     return 1 if False in fits.values() else 0
 
 
@@ -169,7 +171,7 @@ def _print(
     table.add_row("full KV (DynamicCache)", *[size_text(plan.full_kv_bytes)] * 2, end_section=True)
     for owner in dict.fromkeys((*plan.prefill, *plan.decode)):
         table.add_row(owner, *(size_text(rows.get(owner, 0)) for rows in (plan.prefill, plan.decode)))
-    ratio = f" (1/{plan.full_kv_bytes / plan.peak_bytes:.1f} of the full KV)" if plan.peak_bytes else ""
+    ratio = f" ({plan.share})" if plan.share else ""
     table.add_section()
     table.add_row("this cache", size_text(plan.prefill_bytes), size_text(plan.decode_bytes))
     table.add_row("budget", *[size_text(int(config.memory)) if config.memory else "-"] * 2)

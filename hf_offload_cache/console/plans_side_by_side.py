@@ -30,10 +30,8 @@ def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
     row("fits", *("yes" if one.plan is not None else "no" for one in plans))
     row("held in prefill", *(size(one, "prefill_bytes") for one in plans))
     row("held in decoding", *(size(one, "decode_bytes") for one in plans))
-    row("of the full KV", *(
-        "-" if one.plan is None or not one.plan.peak_bytes else f"1/{one.plan.full_kv_bytes / one.plan.peak_bytes:.1f}"
-        for one in plans
-    ))  # fmt: skip
+    shares = ("-" if one.plan is None else one.plan.share.removesuffix(" of the full KV") or "-" for one in plans)
+    row("of the full KV", *(share.removesuffix(" the full KV") for share in shares))
     row("on disk", *(size(one, "disk_bytes") for one in plans))
     row("in host memory, beside", *(size(one, "host_bytes") for one in plans))
     row("tokens attended, as they are", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))

@@ -46,9 +46,10 @@ def opened_config(
     memory: int | str | None,
     path: str | Path | None,
     fields: dict[str, Any],
-) -> OffloadConfig:
-    """The configuration saved, with the user's fields on top. Raises `ConfigError`, `BudgetError`, and `ContextError`
-    for a saved one that names what is the user's alone."""
+) -> tuple[OffloadConfig, list[str]]:
+    """The configuration saved, with the user's fields on top; and what is to be said of it where it was made for
+    `memory`. Raises `ConfigError`, `BudgetError`, and `ContextError` for a saved one that names what is the user's
+    alone."""
     config_class = cls.config_class
     saved = _checked(config_class, manifest)
     _check_fixed(config_class, saved, fields)
@@ -60,18 +61,19 @@ def opened_config(
     if exact:
         saved = {name: value for name, value in saved.items() if name not in config_class.not_beside_exact}
     if memory is None:
-        return config_class.load(None, {**saved, **fields})
+        return config_class.load(None, {**saved, **fields}), []
     fields, geometry = resolve_engine(fields, path), Geometry.of(model)
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
     limits = {"memory": limit, "max_context": context, "max_batch": batch}
     whole = config_class.load(None, {**saved, **fields, **limits})
-    if cls.plan(geometry, whole, context, batch).peak_bytes <= limit:
-        return whole
-    stay = cls.stored_fields(config_class.load(None, saved), geometry)
-    fitted: OffloadConfig = cls.fit(geometry, limit, context, batch, {**stay, **fields})
-    return fitted
+    plan, given = cls.plan(geometry, whole, context, batch), {**saved, **fields}
+    if plan.peak_bytes > limit:
+        given = {**cls.stored_fields(config_class.load(None, saved), geometry), **fields}
+        whole = cls.fit(geometry, limit, context, batch, dict(given))
+        plan = cls.plan(geometry, whole, context, batch)
+    return whole, cls.notes(plan, whole, geometry, given)
 
 
 def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str, Any]:

@@ -4,13 +4,12 @@ layers add): taken out, checked and put back, and its rows chosen."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModelError
-from ..model.kept_tensors import kept_tensors
 from .captured_trees import is_of_kind, not_whole, shortened
 
 _LATE = (torch.dtype, torch.device)
@@ -34,10 +33,10 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
     for name, value in vars(layer).items():
         if isinstance(value, dict | list):
             vars(twin)[name] = copy.copy(value)
-    before = {(id(place), key): id(tensor) for place, key, tensor in kept_tensors(twin)}
+    before = {(id(place), key): id(tensor) for place, key, tensor in _tensors(twin)}
     if (own := getattr(twin, change, None)) is not None:
         own(argument)
-    for place, key, tensor in kept_tensors(twin):
+    for place, key, tensor in _tensors(twin):
         if before.get((id(place), key)) != id(tensor) or not tensor.ndim or not tensor.numel():
             continue
         if tensor.shape[0] != batch or isinstance(place, tuple):
@@ -47,6 +46,19 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
             )
         place[key] = tensor.index_select(0, rows.to(tensor.device))
     return vars(twin)
+
+
+def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Every tensor in the attributes of `layer` , with the mapping or sequence that has it
+    and its key or index there."""
+    places: list[Any] = [vars(layer)]
+    while places:
+        place = places.pop()
+        for key, value in list(place.items() if isinstance(place, dict) else enumerate(place)):
+            if isinstance(value, torch.Tensor):
+                yield place, key, value
+            elif isinstance(value, dict | list | tuple):
+                places.append(value)
 
 
 def crops_all(layer: Any) -> bool:

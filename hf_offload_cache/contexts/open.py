@@ -75,7 +75,7 @@ def open_context(
         if manifest.cache != cls.__name__:
             raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
         check_fingerprint(manifest.identity, model, tokenizer)
-        config = opened_config(cls, manifest, model, memory, path, fields)
+        config, notes = opened_config(cls, manifest, model, memory, path, fields)
         key = None if config.encryption_key is None else load_key(config.encryption_key)
         check_key(manifest, key, place)
         cache = cls(model, path=path, config=config)
@@ -83,6 +83,8 @@ def open_context(
             taking = functools.partial(cache.storage.account.observe, _OPENING)
             _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
             taking(0)
+            if notes:
+                cache.warn_of(notes)
         return cache
 
     return reading(directory, read)

@@ -6,7 +6,7 @@ A cache is a list of layers and what it holds beside them. A layer that keeps ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -146,6 +146,12 @@ class ContextCache(Protocol):
     def check_open(self) -> None:
         """Raises unless the cache may be used."""
 
+    def warn(self, message: str, stacklevel: int = 2) -> None:
+        """Warn of something that concerns this cache, which its report says, too."""
+
+    def warn_of(self, notes: Iterable[str]) -> None:
+        """`warn` of each, for who made this cache for somebody."""
+
     def freeze(self) -> None:
         """All that is stored is immutable from now on, and on the disk."""
 
@@ -181,6 +187,10 @@ class ContextCache(Protocol):
     @classmethod
     def fit(cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]) -> Any:
         """The best configuration within `memory` bytes; `fields` stay as they are. Raises `BudgetError`."""
+
+    @classmethod
+    def notes(cls, plan: Any, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        """What a user should know of a plan; `given`: the fields that the user chose."""
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:

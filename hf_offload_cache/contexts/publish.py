@@ -19,6 +19,7 @@ def publish(
     *,
     overwrite: bool = False,
     file_system: FileSystem = FILE_SYSTEM,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> None:
     """Make the context `target`; with `overwrite` in place of the one that is there.
 
@@ -44,7 +45,7 @@ def publish(
         What `fill` raises, and `KeyboardInterrupt`, are passed on.
         After any of these `target` is as before and the temporary directory is gone. Two exceptions: an error while
         the new context is confirmed on the disk (the last fsync) leaves the new one when going back fails too, and when
-        names cannot be exchanged; the error then says so. What cannot be removed in the end is a warning.
+        names cannot be exchanged; the error then says so. What cannot be removed in the end is told to `warn`.
     """
     target = Path(target)
     if not target.name or target.name == ".." or is_temporary(target.name):
@@ -74,4 +75,4 @@ def publish(
                 raise
             for left in saver.left:
                 what = f"this could not be removed, the next save there tries again: {left}"
-                warnings.warn(f"saving to {str(target)!r}: {what}", UserWarning, stacklevel=2)
+                warn(f"saving to {str(target)!r}: {what}")

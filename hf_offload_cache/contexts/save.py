@@ -68,7 +68,7 @@ def save(
         digest = manifest.digest
 
     try:
-        publish(directory, fill, overwrite=overwrite)
+        publish(directory, fill, overwrite=overwrite, warn=lambda message: cache.warn(message))
     finally:
         storage.account.observe(_SAVING, 0)
     return digest

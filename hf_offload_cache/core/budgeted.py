@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..config import OffloadConfig, at_least, parse_memory, parse_size
 from ..errors import BudgetError, UnsupportedModelError
-from ..memory.fit import fit_stream
+from ..memory.fit import fit_stream, slow_blocks
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..memory.search import Search
 from ..model.geometry import Geometry
@@ -62,9 +61,10 @@ class Budgeted:
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields)
-        for shortfall in cls.shortfalls(config, geometry, fields):
-            warnings.warn(shortfall, UserWarning, stacklevel=2)
-        return cls(model, path=path, config=config)  # type: ignore[call-arg]
+        plan = cls.plan(geometry, config, max_context, max_batch)
+        cache: Any = cls(model, path=path, config=config)  # type: ignore[call-arg]
+        cache.warn_of(cls.notes(plan, config, geometry, fields))
+        return cache  # type: ignore[no-any-return]
 
     @classmethod
     def missing(cls) -> str | None:
@@ -76,6 +76,17 @@ class Budgeted:
         """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
         `for_budget` to tell. `given`: the fields that the user chose."""
         return []
+
+    @classmethod
+    def notes(
+        cls, plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()
+    ) -> list[str]:
+        """All that `plan` prints below its table and `for_budget` warns of: the shortfalls, a prefill that gets slower,
+        and that no cache is needed. `given`: the fields that the user chose."""
+        found = cls.shortfalls(config, geometry, given)
+        if geometry.layers and "block_tokens" not in given and (slow := slow_blocks(config)) is not None:
+            found.append(slow)
+        return found if (needless := plan.needless) is None else [*found, needless]
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
@@ -114,9 +125,7 @@ class Budgeted:
         if geometry.layers:
             return cls.choose_fields(choices, geometry)
         least = {"write_queue": choices.least_queue()}  # nothing gives way where nothing is offloaded
-        if not choices.fits(least):
-            raise choices.refusal(least)
-        return choices.config(least)
+        return choices.config(choices.first_fit([least], smallest=dict))
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

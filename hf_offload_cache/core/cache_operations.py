@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 from ..config import OffloadConfig
 from ..contexts.kept_layers import crops_all, select_kept_rows
 from ..errors import StoreError, UnsupportedModelError
+from ..memory.storages import storage_bytes
 from ..model.conversation import Conversation
-from ..model.kept_tensors import kept_nbytes
 from .continuation import check_planned
+from .kept_state import check_recorded, kept_state, settle
 from .offload_layer import OffloadLayer
 from .read_only import Layers, refuse_layers
 from .shared import Shared
@@ -39,6 +40,9 @@ class CacheOperations(Cache):
     """Candidates are being verified: forwards may be taken back by `crop`."""
     _cropped: int | None = None
     """Tokens that a crop which could not read was to leave: see `_end_crop`."""
+    _most_cropped: int | None = None
+    """How many tokens a crop after the forward takes back at most, where that is a prompt of `generate`'s, within a
+    budget that the recorded prompt would exceed. None: any number."""
     _announced: bool | None = None
     """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording began."""
     _tokens: TokenLog
@@ -108,11 +112,16 @@ class CacheOperations(Cache):
         return super().is_croppable and all(crops_all(layer) for layer in self._kept)
 
     def kept_bytes(self) -> int:
-        """Bytes of layers that are not offloaded, all that they hold, and of hybrids' linear states."""
-        return sum(
-            kept_nbytes(layer, ("conv_states", "recurrent_states") if isinstance(layer, OffloadLayer) else None)
-            for layer in self._kept
-        )
+        """Bytes behind all that is not offloaded: layers with sliding windows, linear states or indexers, and hybrids'
+        linear states. Each storage counts once."""
+        return storage_bytes([kept_state(layer) for layer in self._kept])
+
+    def settle_kept(self, *layers: Any) -> None:
+        """Let layers (none given: all) that are not offloaded keep no more than they need: transformers cuts a window
+        out of what a forward added, by a slice that keeps all of that in memory. While candidates are verified, what a
+        crop may take back stays."""
+        for layer in layers or self._kept:
+            settle(layer, self._most_cropped)
 
     def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
         """See `Attachable.conversing`."""
@@ -208,8 +217,11 @@ class CacheOperations(Cache):
         length, tokens_to_remove = self._tokens.length, int(tokens_to_remove)
         kept = min(length, max(0, tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove))
         self.shared.books_changed = True
+        for layer in self._kept:
+            check_recorded(layer, self._tokens.length - kept)
         try:
             super().crop(tokens_to_remove)
+            self.settle_kept()
         except BaseException as error:
             ours = all(isinstance(layer, OffloadLayer) for layer in self.layers) and not self.has_linear_state
             if not (ours and isinstance(error, StoreError) and set(self.lengths()) <= {length, kept}):

@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,6 +36,7 @@ from .load_config import load_config
 from .offload_layer import OffloadLayer
 from .reporting import report_of, sparse_warning
 from .shared import SEAM_LOST, Shared
+from .step import MOST_CANDIDATES, kept_logits
 from .token_log import TokenLog
 
 if TYPE_CHECKING:
@@ -121,7 +123,10 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             check_model(self._model, self._model.stranger())
         if layer is None:
             self.shared.check_open()
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if key_states.shape[-2] > 1:  # one token pushes one out of a window: a copy would free no more than that
+                self.settle_kept(self.layers[layer_idx])
+            return given
         if self.config.max_context is not None or self.config.max_batch is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2] - layer.guessed)
         given = layer.update(key_states, value_states, *args, **kwargs)
@@ -149,13 +154,16 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.begin_context()
         batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
         candidates = self.recording and self._prefilled and self._announced is not False
-        self._announced = None if self._announced is None else False
+        announced, self._announced = self._announced, None if self._announced is None else False
         self.conversation.begin(max(lengths, default=self._tokens.length))
         step = begin(
             kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates,
             rows_of_ids=self._rows_of_ids,
         )  # fmt: skip
+        self._most_cropped = None
         if step is not None:
+            if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
+                self._most_cropped = kept_logits(kwargs)
             shared.step, self._resumed = step, False
             self._watch_blocks()
             kind = "decode" if step.selects else "prefill"
@@ -182,6 +190,8 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
         if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):
             self._warn(warning)
+        if step is None or step.tokens > 1:
+            self.settle_kept()
         if step is None or not step.selects or shared.books_changed or self._kept:
             self.account_live()
         self.storage.show_counters()
@@ -228,9 +238,23 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         if message not in self.warnings:
             self._warn(message)
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str, stacklevel: int = 2) -> None:
+        """Warn of something that concerns this cache; it is in the report, too. `stacklevel`: as `warnings.warn` counts
+        from the caller's line."""
         self.warnings.append(message)
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+
+    def warn_of(self, notes: Iterable[str]) -> None:
+        """`warn` of each, for who made this cache for somebody: where warnings are errors it is closed."""
+        try:
+            for note in notes:
+                self.warn(note, stacklevel=3)
+        except BaseException:
+            self.close()
+            raise
+
+    def _warn(self, message: str) -> None:
+        self.warn(message, stacklevel=3)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..model import attach
+from ..model.tested_version import untested
 from ..report.cache_report import CacheReport
 from .held import Held
 
@@ -35,7 +36,7 @@ def report_of(cache: Held) -> CacheReport:
 
 def _notes(cache: Held) -> list[str]:
     """What a user should know about how the cache runs here."""
-    notes = []
+    notes = [] if (newer := untested()) is None else [newer]
     if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
     if (failure := cache.storage.timeline.failure) is not None:

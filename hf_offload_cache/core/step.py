@@ -13,6 +13,13 @@ MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
 
 
+def kept_logits(kwargs: dict[str, Any]) -> int | None:
+    """Of how many latest tokens a forward with these arguments is asked for logits; None: of all, or that is not known.
+    `generate` takes back fewer than these."""
+    asked = kwargs.get("logits_to_keep")
+    return asked if type(asked) is int and asked > 0 else None
+
+
 @dataclass
 class Step:
     """Valid until the step has ended. Made by the cache; a layer that is driven without a model makes its own."""

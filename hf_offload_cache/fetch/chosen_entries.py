@@ -189,7 +189,9 @@ class ChosenEntries:
     def close(self) -> None:
         self.settle()
         self._account.release("chosen entries", self.nbytes)
-        self.tokens, self.keys, self.values = self.tokens[:0], self.keys[:0], self.values[:0]
+        for name in ("tokens", "keys", "values"):  # a view of nothing would keep the memory
+            old = getattr(self, name)
+            setattr(self, name, old.new_empty(0, *old.shape[1:]))
 
 
 def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:

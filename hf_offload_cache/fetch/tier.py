@@ -108,7 +108,7 @@ class SlotTier:
 
     def close(self) -> None:
         self._account.release(self._owner, self._data.nbytes)
-        self._data = self._data[:0]
+        self._data = self._data.new_empty(0, *self._data.shape[1:])
         self._rows = ByteRows(self._data)
         self._table = SlotTable(0)
         self.locate, self.forget = self._table.locate, self._table.forget

@@ -138,7 +138,7 @@ class AbstractPages:
 
     def close(self) -> None:
         self._storage.account.release("abstracts", self._open.nbytes)
-        self._open = self._open[:0]
+        self._open = self._open.new_empty(0, *self._open.shape[1:])
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

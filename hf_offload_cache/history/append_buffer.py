@@ -79,4 +79,4 @@ class AppendBuffer:
 
     def close(self) -> None:
         self._account.release("append buffer", self.entries.nbytes)
-        self.entries = self.entries[:0]
+        self.entries = self.entries.new_empty(0, *self.entries.shape[1:])

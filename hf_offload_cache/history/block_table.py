@@ -79,7 +79,7 @@ class BlockTable:
         if count:
             records = self.ids[:, self.num_groups - count :].reshape(-1).astype(np.int64)
             self._store.free(records)
-            self._owned = self._owned[: len(self._owned) - len(records)]
+            self._owned = self._owned[: len(self._owned) - len(records)].copy()
             self.num_groups -= count
 
     def records(self, groups: np.ndarray) -> np.ndarray:

@@ -113,7 +113,7 @@ class ClusterPages:
 
     def close(self) -> None:
         """Others may name all pools, and give them back: new clusters get pools of their own."""
-        self._single, self._owned = [[] for _ in self._single], self._owned[:0]
+        self._single, self._owned = [[] for _ in self._single], self._owned[:0].copy()
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ClusterPages:
             gone = set(records.tolist())
             self._single = [[place for place in single if place[0] not in gone] for single in self._single]
         self.moved = False
-        left, self._left = self._left, self._left[:0]
+        left, self._left = self._left, self._left[:0].copy()
         return np.union1d(records, left)
 
     def move(self, store: Store) -> None:

@@ -70,6 +70,9 @@ def offload_cache(
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why
+    cache.warn_of(chosen.plan.notes)
+    if chosen.plan.plan is not None and (needless := chosen.plan.plan.needless) is not None:
+        cache.why += f"\n{needless}"
     if measured is None and cells and (others := not_measured(fields, cache.config)):
         cache.why += f"\nmeasured without the fields {others}: `tune --compare` measures with them"
     return cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def in_floor(
         own = make(most)
     except BudgetError:
         raise error from None  # the share's: it names what would do
-    warnings.warn(
+    own.warn(
         f"memory={memory!r} of this request is less than {type(own).__name__} can do with: such requests may hold "
         f"{floor} a sequence; change that by floor, or refuse them by strict",
         stacklevel=3,

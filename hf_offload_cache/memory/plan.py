@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from ..report.text import kv_share_text, size_text
+
 Bytes = Mapping[str, int]
 """Bytes by owner."""
 
@@ -99,6 +101,21 @@ class MemoryPlan:
         return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes, host)
 
     @property
+    def needless(self) -> str | None:
+        """Why no cache is needed: the full KV takes no more than this plan. None: it takes more."""
+        if self.full_kv_bytes > self.peak_bytes:
+            return None
+        return (
+            f"no cache is needed: this plan takes {size_text(self.peak_bytes)}, and the full KV (DynamicCache) "
+            f"{size_text(self.full_kv_bytes)}; leave the cache out, or plan for more tokens"
+        )
+
+    @property
+    def share(self) -> str:
+        """The most that is held, as a share of the full KV."""
+        return kv_share_text(self.peak_bytes, self.full_kv_bytes)
+
+    @property
     def prefill_bytes(self) -> int:
         return sum(self.prefill.values())
 
@@ -111,6 +128,6 @@ class MemoryPlan:
         return max(self.prefill_bytes, self.decode_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values."""
-        totals = {name: getattr(self, name) for name in ("prefill_bytes", "decode_bytes", "peak_bytes")}
+        """Plain JSON-able values; "needless" is None where a cache is of use."""
+        totals = {name: getattr(self, name) for name in ("prefill_bytes", "decode_bytes", "peak_bytes", "needless")}
         return {**asdict(self), **totals}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..config import OffloadConfig
 from ..errors import BudgetError
-from ..report.text import size_text
+from ..report.text import least_size_text, size_text
 
 Config = TypeVar("Config", bound=OffloadConfig)
 
@@ -46,6 +46,29 @@ class Search(Generic[Config]):
 
     def fits(self, chosen: dict[str, Any]) -> bool:
         return self.peak(chosen) <= self.memory
+
+    def first_fit(
+        self, tried: Iterable[dict[str, Any]], smallest: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """The first of `tried` that fits, and where none does, the first that does with the smallest streams.
+
+        `smallest` gives a choice with those; None: `least_streams` does. They do not depend on the memory, so that the
+        least that any of them takes is the least that would do. Raises `BudgetError` with it.
+        """
+        refused = []
+        for chosen in tried:
+            if self.fits(chosen):
+                return chosen
+            refused.append(chosen)
+        small = [(smallest or self._with_least_streams)(chosen) for chosen in refused]
+        peaks = [self.peak(chosen) for chosen in small]
+        for chosen, peak in zip(small, peaks, strict=True):
+            if peak <= self.memory:
+                return chosen
+        raise self.refusal(min(peaks))
+
+    def _with_least_streams(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        return {**chosen, **self.least_streams(chosen.get("num_recent"))}
 
     def most(self, chosen: dict[str, Any], name: str, most: int) -> dict[str, Any]:
         """`chosen`, which fits, with its number `name` as large as fits, up to `most`."""
@@ -108,14 +131,14 @@ class Search(Generic[Config]):
         group = max((tokens for _, tokens in self.records), default=1)
         return max(16, -(-recent // group) * group + 2 * group)
 
-    def refusal(self, least: dict[str, Any]) -> BudgetError:
-        """The error for a budget that not even `least` keeps to."""
-        needed = self.peak(least)
+    def refusal(self, needed: int) -> BudgetError:
+        """The error for a budget where nothing takes less than `needed` bytes. Given as memory, these do, and so does
+        the size behind them."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
         advice = "give as much, or lower max_context or max_batch"
         if given:
             given, advice = f" with {given}", f"{advice}, or leave fields to the planner"
         return BudgetError(
             f"memory is {self.memory:,} bytes ({size_text(self.memory)}); {self.max_batch} x {self.max_context:,} "
-            f"tokens need at least {needed:,} ({size_text(needed)}){given}: {advice}"
+            f"tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"
         )

@@ -11,10 +11,13 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..history.record_format import RecordFormat
+from ..memory.storages import tensors_in
 from .config_values import config_value
 from .inner_model import inner_model
-from .kept_tensors import kept_tensors
 from .place import is_offloaded
+
+_STATES = ("conv_states", "recurrent_states")
+"""Where transformers' layers have linear states."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,9 @@ class KeptLayer:
     token_bytes: int = 0
     most_tokens: int | None = None
 
-    def nbytes(self, context: int) -> int:
-        """Bytes of one sequence of `context` tokens."""
-        held = context if self.most_tokens is None else min(context, self.most_tokens)
+    def nbytes(self, context: int, added: int = 0) -> int:
+        """Bytes of one sequence of `context` tokens, of which the latest `added` are held beyond a window."""
+        held = context if self.most_tokens is None else min(context, self.most_tokens + added)
         return self.fixed_bytes + held * self.token_bytes
 
 
@@ -94,7 +97,8 @@ class Geometry:
                     "construct the cache without a budget"
                 ) from error
         heads = config_value(text, "num_attention_heads")
-        offloaded, kept = [], []
+        offloaded: list[LayerShape] = []
+        kept: list[KeptLayer] = []
         item = inner.dtype.itemsize
         for layer, grows in zip(seen.layers, growth, strict=True):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -102,18 +106,17 @@ class Geometry:
             if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
                 sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
                 shape = LayerShape(heads if isinstance(heads, int) else sizes[0], *sizes)
-            fixed, full = _state_bytes(layer, item), is_offloaded(layer)
-            if grows:
-                kept.append(KeptLayer(token_bytes=-(-grows * item // _PROBED.itemsize)))
+            full = is_offloaded(layer)
             if full and shape is not None:
                 offloaded.append(shape)
-            elif not full and shape is not None and hasattr(layer, "keys"):
+            elif shape is not None and hasattr(layer, "keys"):
                 window = getattr(layer, "sliding_window", None)
-                entry = shape.num_key_heads * shape.key_dim + shape.num_value_heads * shape.value_dim
-                kept.append(KeptLayer(fixed, entry * item, window and max(1, window - 1)))
-                continue
-            if fixed:
-                kept.append(KeptLayer(fixed))
+                entry = shape.num_key_heads * shape.key_dim
+                entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
+                kept.append(KeptLayer(0, entry * item, window and max(1, window - 1)))
+            others, growing = _bytes(_others(layer), item), -(-grows * item // _PROBED.itemsize)
+            kept += [_linear_states(layer, item), KeptLayer(others, growing)]
+        kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         device = getattr(inner, "device", torch.device("cpu")).type
         hidden = config_value(text, "hidden_size")
@@ -147,9 +150,9 @@ class Geometry:
             for shape in self.layers
         ]
 
-    def kept_bytes(self, context: int, batch: int) -> int:
-        """Bytes of the layers that stay in memory."""
-        return batch * sum(layer.nbytes(context) for layer in self.kept)
+    def kept_bytes(self, context: int, batch: int, added: int = 0) -> int:
+        """Bytes of the layers that stay in memory, in a step that adds `added` tokens; 0: after a prefill."""
+        return batch * sum(layer.nbytes(context, added) for layer in self.kept)
 
     def full_kv_bytes(self, context: int, batch: int) -> int:
         """What `DynamicCache` holds for `batch` sequences of `context` tokens."""
@@ -196,13 +199,10 @@ def _probe(kind: _Kind) -> tuple[Any, list[int]]:
 
         short = filled(1)
         growth = [0] * len(short.layers)
-        if any(_adds(layer) for layer in short.layers):
-            sizes = zip(short.layers, filled(_TOKENS).layers, strict=True)
-            item = _PROBED.itemsize
-            growth = [
-                -(-max(0, _state_bytes(long, item) - _state_bytes(one, item)) // (_TOKENS - 1)) if _adds(one) else 0
-                for one, long in sizes
-            ]
+        others = [_bytes(_others(layer), _PROBED.itemsize) for layer in short.layers]
+        if any(others):
+            longer = (_bytes(_others(layer), _PROBED.itemsize) for layer in filled(_TOKENS).layers)
+            growth = [-(-max(0, many - one) // (_TOKENS - 1)) for one, many in zip(others, longer, strict=True)]
     return short, growth
 
 
@@ -223,23 +223,6 @@ def _joined_rows(kind: _Kind) -> int:
         return 1
     held = [one.keys.shape[0] for one in layers if isinstance(getattr(one, "keys", None), torch.Tensor)]
     return kind.rows // held[0] if held else 1
-
-
-def _adds(layer: Any) -> bool:
-    """Whether a layer keeps more than keys, values and linear states: that may grow with the context."""
-    known = {"keys", "values", "conv_states", "recurrent_states"}
-    return any(tensor.ndim for _, _, tensor in kept_tensors(layer, vars(layer).keys() - known))
-
-
-def seen_layers(model: Any) -> list[Any] | None:
-    """The layers of a `DynamicCache` that one token leaves in a twin of the model without data, which are not to be
-    changed; None: it cannot run."""
-    inner = inner_model(model)
-    try:
-        layers: list[Any] = _probe(_Kind(type(inner), repr(inner.config.to_dict()), inner.config)).layers
-    except Exception:  # a model may fail in any way on tensors without data
-        return None
-    return layers
 
 
 def unknown_shapes(model: Any) -> str | None:
@@ -265,12 +248,24 @@ def stated_shape(config: Any) -> LayerShape | None:
     return LayerShape(heads, key_heads, dim, key_heads, dim)
 
 
-def _state_bytes(layer: Any, item: int) -> int:
-    """Bytes of what a layer keeps besides keys and values, of one sequence; what is of the twin's type comes in the
-    model's, of `item` bytes."""
-    names = vars(layer).keys() - {"keys", "values"}
+def _linear_states(layer: Any, item: int) -> KeptLayer:
+    """A layer's linear states, of one sequence. What a convolution saw of tokens that may be taken back is held too:
+    that is of models without a recurrence, which nothing takes back."""
+    conv, recurrent = (getattr(layer, name, {}) for name in _STATES)
+    recorded = 0
+    if not any(isinstance(state, torch.Tensor) for state in recurrent.values()):
+        recorded = sum(_bytes(state[..., :1], item) for state in tensors_in(conv))
+    return KeptLayer(_bytes([conv, recurrent], item), recorded, 0)
+
+
+def _others(layer: Any) -> dict[str, Any]:
+    """What a layer holds besides keys, values and linear states: an indexer's keys, say."""
+    return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", *_STATES)}
+
+
+def _bytes(tree: Any, item: int) -> int:
+    """Bytes of the tensors of `tree`, which a twin left: those of its type come in the model's."""
     return sum(
         tensor.numel() * (item if tensor.dtype == _PROBED else tensor.element_size())
-        for _, _, tensor in kept_tensors(layer, names)
-        if tensor.ndim
+        for tensor in tensors_in(tree)
     )

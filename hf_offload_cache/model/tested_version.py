@@ -17,15 +17,24 @@ def warn_if_untested() -> None:
     _warn(transformers.__version__)
 
 
+def untested() -> str | None:
+    """What to know where a newer minor version of transformers is installed than was tested; None: it is not newer."""
+    return _message(transformers.__version__)
+
+
 @functools.cache  # what was said in this process: a user with many caches reads it once
 def _warn(version: str) -> None:
-    if _minor(version) > _minor(TESTED):
-        warnings.warn(
-            f"transformers {version} is newer than {TESTED}, which hf_offload_cache was tested with: check your model "
-            "once with `python -m hf_offload_cache.testing MODEL` (a folder or a name)",
-            UserWarning,
-            stacklevel=5,
-        )
+    if (message := _message(version)) is not None:
+        warnings.warn(message, UserWarning, stacklevel=5)
+
+
+def _message(version: str) -> str | None:
+    if _minor(version) <= _minor(TESTED):
+        return None
+    return (
+        f"transformers {version} is newer than {TESTED}, which hf_offload_cache was tested with: check your model once "
+        "with `python -m hf_offload_cache.testing MODEL` (a folder or a name)"
+    )
 
 
 def _minor(version: str) -> tuple[int, int]:

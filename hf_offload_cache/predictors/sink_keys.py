@@ -111,4 +111,4 @@ class SinkKeys:
     def close(self) -> None:
         """Give the memory back."""
         self._account.release(_OWNER, self.keys.nbytes)
-        self.keys = self.keys[:0]
+        self.keys = self.keys.new_empty(0, *self.keys.shape[1:])

@@ -44,9 +44,9 @@ class TokenRows:
     @classmethod
     def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
         """All of `data`, whole units, which others look at too: it is copied before it is changed. The account counts
-        it."""
+        all that it is a view of, which it keeps in memory."""
         rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
-        account.hold("compact keys", data.nbytes)
+        account.hold("compact keys", data.untyped_storage().nbytes())
         rows._data = data
         rows._lent = rows.tokens = data.shape[axis] * each
         return rows
@@ -84,7 +84,7 @@ class TokenRows:
             shape[self.axis] = self._places(tokens if not self.tokens else tokens + max(128, tokens // 32))
             grown = self._made(tuple(shape), old.dtype, old.device)
             grown.narrow(self.axis, 0, self._places(self.tokens)).copy_(self.data)
-            self._account.release("compact keys", old.nbytes)
+            self._account.release("compact keys", old.untyped_storage().nbytes())
             self._data, self._lent = grown, 0
 
     def append(self, more: torch.Tensor) -> None:
@@ -119,9 +119,9 @@ class TokenRows:
         self._data = self._made((len(rows), *old.shape[1:]), old.dtype, old.device)
         torch.index_select(old, 0, rows, out=self._data)
         self._lent = 0
-        self._account.release("compact keys", old.nbytes)
+        self._account.release("compact keys", old.untyped_storage().nbytes())
 
     def close(self) -> None:
         """Give the memory back."""
-        self._account.release("compact keys", self._data.nbytes)
+        self._account.release("compact keys", self._data.untyped_storage().nbytes())
         self._data, self.tokens = self._data.new_empty(0, 0, 0), 0

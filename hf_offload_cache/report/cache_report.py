@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .counters import Counters
-from .text import share_text, size_text
+from .text import kv_share_text, share_text, size_text
 
 
 class Account(Protocol):
@@ -132,7 +132,8 @@ class CacheReport:
         table = Table(title=f"{self.cache}: {self.tokens:,} tokens", show_header=False)
         table.add_column(style="bold")
         table.add_column()
-        ratio = f" (1/{self.full_kv_bytes / self.memory_bytes:.1f} of the full KV)" if self.memory_bytes else ""
+        share = kv_share_text(self.memory_bytes, self.full_kv_bytes)
+        ratio = f" ({share})" if share else ""
         rows = {
             "full KV": size_text(self.full_kv_bytes),
             "memory now": size_text(self.memory_bytes)

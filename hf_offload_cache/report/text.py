@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+_UNITS = (("B", 1, 0), ("KiB", 2**10, 1), ("MiB", 2**20, 1), ("GiB", 2**30, 2))
+"""With their bytes, and the digits behind the point."""
+
 
 def size_text(nbytes: int) -> str:
     value = float(nbytes)
@@ -12,5 +17,24 @@ def size_text(nbytes: int) -> str:
     return f"{value:.2f} GiB"
 
 
+def least_size_text(nbytes: int) -> str:
+    """As `size_text`, rounded up: who gives that much gives `nbytes` or more."""
+    unit, size, digits = next((one for one in _UNITS if nbytes < 1024 * one[1]), _UNITS[-1])
+    steps = math.ceil(nbytes * 10**digits / size)
+    while steps * size < nbytes * 10**digits:  # the division above was rounded
+        steps += 1
+    return f"{steps / 10**digits:.{digits}f} {unit}"
+
+
 def share_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def kv_share_text(nbytes: int, full_kv_bytes: int) -> str:
+    """`nbytes` as a share of the full KV: "1/13.0 of the full KV", or, where it is no less, "1.1 times the full KV";
+    nothing without either."""
+    if not nbytes or not full_kv_bytes:
+        return ""
+    if nbytes < full_kv_bytes:
+        return f"1/{full_kv_bytes / nbytes:.1f} of the full KV"
+    return f"{nbytes / full_kv_bytes:.1f} times the full KV"

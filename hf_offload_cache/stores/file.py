@@ -249,7 +249,7 @@ class FileStore(FreezableStore):
         unchanged = self._file.unchanged
         for first, end in self._ranges(self._holes):
             self._file.wipe(first, end)
-        self._holes = self._holes[:0]
+        self._holes = self._holes[:0].copy()
         if unchanged:
             self._file.vouch()
 

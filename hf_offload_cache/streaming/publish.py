@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -264,7 +263,7 @@ class _Publishing:
     def _beside(self, data: bytes, name: str) -> StreamObject | None:
         """What a context can do without; None: it is larger than is read."""
         if len(data) > MOST_BYTES // 2:
-            warnings.warn(f"{name} has {len(data):,} bytes: it is not published", stacklevel=4)
+            self._cache.warn(f"{name} has {len(data):,} bytes: it is not published", stacklevel=4)
             return None
         return self._put(data, name)
 

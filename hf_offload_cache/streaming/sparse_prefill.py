@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ class SparsePrefill:
     is no memory for.
     """
 
-    def __init__(self, blocks: ActiveBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: ActiveBlocks, warn: Callable[[str], None]) -> None:
+        """`warn`: the cache's."""
+        self._blocks, self._warn = blocks, warn
         self._gathered = self._visible = 0
         self._kernel = True
 
@@ -60,7 +61,7 @@ class SparsePrefill:
                     return self._by_kernel(active[:, rows, : rows[-1] + 1], call, keys, values, before), None
                 except Exception as error:  # whatever a compiler has against this machine
                     self._kernel = False
-                    warnings.warn(f"FlexAttention cannot be used here, blocks are gathered: {error}", stacklevel=2)
+                    self._warn(f"FlexAttention cannot be used here, blocks are gathered: {error}")
             return self._attend(active, call, keys, values, before), None
 
     def _by_kernel(

@@ -64,7 +64,7 @@ class Teacher:
         manifest, account = self._manifest, self._cache.storage.account
         sizes = manifest.tokens, manifest.layers, manifest.heads
         blocks = ActiveBlocks.restored(tree, *sizes, lambda nbytes: account.hold(ACTIVE, nbytes))
-        self.sparse = SparsePrefill(blocks)
+        self.sparse = SparsePrefill(blocks, self._cache.warn)
 
     def _teach(self, tree: Any) -> None:
         lessons, budgets = {}, None

@@ -27,12 +27,15 @@ class ComparedPlan:
     config: OffloadConfig | None
     refused: str | None
     notes: tuple[str, ...]
+    """All that the plan says below its table."""
     attended: int | None
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
     read_bytes: int | None
     """About what a step reads for all rows, if nothing that it wants is in memory, of layers that are all alike."""
     num_selected: int | None = None
     """One of `WIDER`; None: as the cache has it by default."""
+    shortfalls: tuple[str, ...] = ()
+    """Those of `notes` that say what steps lose."""
 
     @property
     def label(self) -> str:
@@ -79,7 +82,7 @@ def compare_plans(
         free = wider and "num_selected" not in fields and not fields.get("exact")
         for count in WIDER.get(name, ()) if free and own.plan is not None else ():
             other = _planned(name, geometry, memory, context, batch, fields, count)
-            if 2 * count <= context and other.plan is not None and set(other.notes) <= set(own.notes):
+            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(own.shortfalls):
                 found.append(other)
     return found
 
@@ -106,5 +109,5 @@ def _planned(
     if isinstance(config, SelectiveConfig) and not config.exact:
         attended, brought = (min(context, one(context)) for one in (config.attended, config.brought))
     read = None if brought is None else round(brought / max(1, context) * plan.full_kv_bytes)
-    notes = tuple(cls.shortfalls(config, geometry, fields))
-    return ComparedPlan(name, plan, config, None, notes, attended, read, num_selected)
+    notes, lost = cls.notes(plan, config, geometry, fields), cls.shortfalls(config, geometry, fields)
+    return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,9 @@ class PlainCache(DynamicCache):
     @property
     def tokens(self) -> int:
         return self.ids.shape[1]
+
+    def warn(self, message: str, stacklevel: int = 2) -> None:
+        warnings.warn(message, stacklevel=stacklevel)
 
     def check_open(self) -> None:
         assert not self.closed

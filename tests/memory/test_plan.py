@@ -56,7 +56,7 @@ def test_the_worst_moment_of_a_plan() -> None:
     assert (plan.prefill_bytes, plan.decode_bytes, plan.peak_bytes) == (5, 7, 7)
     assert plan.to_dict() == {
         "prefill": {"a": 5}, "decode": {"a": 3, "c": 4}, "disk_bytes": 9, "full_kv_bytes": 50, "weight_bytes": 70,
-        "host_bytes": 0, "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7,
+        "host_bytes": 0, "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7, "needless": None,
     }  # fmt: skip
 
 
