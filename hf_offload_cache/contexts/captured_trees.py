@@ -70,7 +70,9 @@ class LayersOf:
         twin = None if self._seen is None or layer_idx >= len(self._seen) else self._seen[layer_idx]
         for part, held in states.items():
             usual = getattr(twin, part, None)
-            for place, one in held.items() if isinstance(usual, dict) else ():
+            if not isinstance(usual, dict):
+                continue
+            for place, one in held.items():
                 other = usual.get(place)
                 if isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
                     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)

@@ -49,7 +49,7 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
 
 
 def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Every tensor in the attributes of `layer` , with the mapping or sequence that has it
+    """Every tensor in the attributes of `layer`, with the mapping or sequence that has it,
     and its key or index there."""
     places: list[Any] = [vars(layer)]
     while places:

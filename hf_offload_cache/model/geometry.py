@@ -225,6 +225,17 @@ def _joined_rows(kind: _Kind) -> int:
     return kind.rows // held[0] if held else 1
 
 
+def seen_layers(model: Any) -> list[Any] | None:
+    """The layers of a `DynamicCache` that one token leaves in a twin of the model without data, which are not to be
+    changed; None: it cannot run."""
+    inner = inner_model(model)
+    try:
+        layers: list[Any] = _probe(_Kind.of(inner, rows_of_ids(inner)))[0].layers
+    except Exception:  # a model may fail in any way on tensors without data
+        return None
+    return layers
+
+
 def unknown_shapes(model: Any) -> str | None:
     """Why it is not known what keys a model makes before it runs; None: it is."""
     if stated_shape(model.config.get_text_config(decoder=True)) is None:
