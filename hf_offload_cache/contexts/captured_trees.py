@@ -74,9 +74,8 @@ class LayersOf:
                 continue
             for place, one in held.items():
                 other = usual.get(place)
-                if isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
-                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-                    fits = both and one.shape == (rows, *other.shape[1:]) and one.dtype in DTYPES
+                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                    fits = one.shape == (rows, *other.shape[1:]) and one.dtype in DTYPES
                 else:
                     fits = type(one) is type(other) and (isinstance(one, bool) or one == other)
                 if not fits:
