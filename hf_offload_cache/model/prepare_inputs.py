@@ -1,4 +1,5 @@
-"""The look at a prompt before `generate` drops what the cache should hold of it already."""
+"""The look at a prompt before `generate` drops what the cache should hold of it already, and at what the model makes of
+it: the cache goes on where the model gives it up."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import CacheUnusedError
 from .attachable import cache_among, unwrapped
 from .method_on_model import MethodOnModel
 
@@ -25,7 +27,13 @@ class PrepareInputs(MethodOnModel):
         prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
         if cache is not None:
             name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
-            if prepared.get(name) is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+            theirs = prepared.get(name)
+            if theirs is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
                 cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
-                prepared[name] = cache
+                prepared[name] = kwargs[name]
+            elif unwrapped(theirs) is not cache:
+                raise CacheUnusedError(
+                    f"{type(self.model).__name__} prepares its inputs with another cache, {type(theirs).__name__}, "
+                    "instead of the one that it was given: run this model without this cache"
+                )
         return prepared
