@@ -71,7 +71,8 @@ class SeamLostError(RuntimeError):
 
 
 class CacheUnusedError(RuntimeError):
-    """A model was given this cache and ran without it; raised in the same forward, before any token."""
+    """A model was given this cache and ran without it; raised in the same forward, before any token, or by
+    `offload(strict=True)` when the request has ended."""
 
 
 class CacheClosedError(RuntimeError):

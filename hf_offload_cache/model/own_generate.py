@@ -84,8 +84,8 @@ class OwnGenerate(MethodOnModel):
 
 
 class GivenCache(MethodOnModel):
-    """In the place of a model's `generate` while a cache lives: a call that is given one uses it (see `generate_with`);
-    every other call is left as it is."""
+    """Replaces a model's `generate` while a cache lives: a call that is given one uses it (see `generate_with`); every
+    other call is left as it is."""
 
     name = "generate"
 

@@ -1,4 +1,5 @@
-"""What `generate` asks a model before a forward: its positions, and its inputs."""
+"""The methods around a forward of `generate`: the positions it makes, the pieces of a prompt, and the inputs, where a
+model may drop the cache that it was given."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import CacheUnusedError, ConfigError
 from .attachable import cache_among, unwrapped
 from .method_on_model import MethodOnModel
 from .rotary import reason_against_pieces
@@ -69,7 +70,13 @@ class PrepareInputs(MethodOnModel):
             prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
         if cache is not None:
             name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
-            if prepared.get(name) is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+            theirs = prepared.get(name)
+            if theirs is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
                 cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
-                prepared[name] = cache
+                prepared[name] = kwargs[name]
+            elif unwrapped(theirs) is not cache:
+                raise CacheUnusedError(
+                    f"{type(self.model).__name__} prepares its inputs with another cache, {type(theirs).__name__}, "
+                    "instead of the one that it was given: run this model without this cache"
+                )
         return prepared

@@ -134,8 +134,19 @@ def test_a_forward_that_keeps_nothing_raises_before_its_token(cls: Any) -> None:
         assert cache.held() == 71
 
 
+class Prepared(LlamaForCausalLM):
+    """Its `prepare_inputs_for_generation` takes a cache of its own."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        own = DynamicCache(config=self.config)
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=own, **kwargs)
+
+
 def test_another_cache_than_was_given_raises() -> None:
-    """One of the forward's output, and one that `generate` returns."""
+    """One of the forward's output, one that inputs are prepared with, and one that `generate` returns."""
+    model = build(Prepared, LlamaConfig(**COMMON))
+    with DiskSwapCache(model, **FIELDS) as cache, pytest.raises(CacheUnusedError, match="prepares its inputs"):
+        generate(model, cache, prompt(model), max_new_tokens=5)
     model = build(Swapped, LlamaConfig(**COMMON))
     with DiskSwapCache(model, **FIELDS) as cache, pytest.raises(CacheUnusedError, match="another, DynamicCache"):
         generate(model, cache, prompt(model), max_new_tokens=5)
