@@ -64,8 +64,8 @@ class Layers(list[Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_layers()
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
-    append = extend = insert = pop = remove = clear = reverse = sort = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = reverse = sort = _refuse
 
 
 def refuse_layers() -> NoReturn:
