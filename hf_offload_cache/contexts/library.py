@@ -57,7 +57,10 @@ class ContextLibrary:
         self.max_bytes = parse_size(max_bytes, "max_bytes")
         self._key = None if key is None else load_key(key)
         try:
+            new = not self.folder.exists()
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            if new:
+                self.folder.chmod(0o700)  # the umask may have taken the owner's rights
         except OSError as error:
             raise ContextError(
                 f"folder {str(self.folder)!r} cannot be made ({error.strerror}): give one whose parent exists"
