@@ -23,7 +23,9 @@ def parse_size(text: str | int, name: str = "size") -> int:
     `ConfigError`, which calls the argument `name`."""
     match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {shown(text)}")
+        raise ConfigError(
+            f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {shown(repr(text))}"
+        )
     return math.floor(Fraction(match[1].replace(",", "")) * _UNITS[match[2].upper()])
 
 

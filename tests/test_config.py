@@ -152,6 +152,10 @@ def test_configuration_from_a_file(tmp_path: Path) -> None:
     [
         (b"{", "JSON"),
         (b"[1]", "object"),
+        (b'{"rank": ' + b"[" * 40 + b"]" * 40 + b"}", "nested more than 32 deep"),
+        (b"[" * 10**6, "lists and objects"),
+        (b" " * (5 * 2**20) + b"{}", "more than 4,194,304 bytes"),
+        (b'{"write_queue": "' + b"9" * 400 + b'"}', "write_queue must be a number of bytes"),
         (b"\xff\xfe\x00", "JSON"),
         (b'{"num_selectde": 3}', "num_selected"),
         (b'{"rank": "4"}', "rank must be a whole number"),

@@ -69,13 +69,18 @@ class LayersOf:
             return
         twin = None if self._seen is None or layer_idx >= len(self._seen) else self._seen[layer_idx]
         for part, held in states.items():
-            usual = getattr(twin, part, None)
-            if not isinstance(usual, dict):
-                continue
-            for place, one in held.items():
+            usual: Any = getattr(twin, part, None)
+            for place, one in held.items() if isinstance(usual, dict) else ():
                 other = usual.get(place)
-                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                    fits = one.shape == (rows, *other.shape[1:]) and one.dtype in DTYPES
+                if part == "conv_kernel_size":  # that of one token may be shorter
+                    width = states.get("conv_states", {}).get(place)
+                    fits = isinstance(width, torch.Tensor) and width.ndim > 1 and one == width.shape[-1]
+                    fits = fits or (width is None and one == other)
+                elif isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
+                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+                    last = -1 if part == "conv_states" else None
+                    fits = both and one.ndim == other.ndim > 1 and one.dtype in DTYPES and len(one) == rows
+                    fits = fits and one.shape[1:last] == other.shape[1:last]
                 else:
                     fits = type(one) is type(other) and (isinstance(one, bool) or one == other)
                 if not fits:

@@ -71,7 +71,10 @@ class ContextLibrary:
         self._damaged: dict[str, str] = {}
         """By digest: what was found of contexts and could not be written down."""
         try:
+            new = not self.folder.exists()
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            if new:
+                self.folder.chmod(0o700)  # the umask may have taken the owner's rights
         except OSError as error:
             raise ContextError(
                 f"folder {str(self.folder)!r} cannot be made ({error.strerror}): give one whose parent exists"

@@ -183,5 +183,7 @@ def _check_held(layer: Any, manifest: Manifest, name: str) -> None:
     if length != manifest.tokens or isinstance(length, bool):
         raise not_whole(name, f"it holds {shown(length)} tokens, the manifest says {manifest.tokens}")
     keys = None if isinstance(layer, StoredLayer) else getattr(layer, "keys", None)
-    if isinstance(keys, torch.Tensor) and keys.shape[2] != (visible := layer.get_mask_sizes(1)[0] - 1):
-        raise not_whole(name, f"it has keys of {keys.shape[2]} tokens, and of so many {visible} are in its window")
+    if isinstance(keys, torch.Tensor):
+        visible, keeps_more = layer.get_mask_sizes(1)[0] - 1, getattr(layer, "record_past", False)
+        if keys.shape[2] < visible or (keys.shape[2] > visible and not keeps_more):
+            raise not_whole(name, f"it has keys of {keys.shape[2]} tokens, and its window shows {visible}")

@@ -64,10 +64,12 @@ def tuned_fields(
     try:
         if model is not None:
             _check_model(values["model"], path, model)
-        _check_numbers(values)
+        for row in values["rows"]:
+            _check_counts(batch=row["batch"], context=row["context"])
         context = values["max_context"] if max_context is None else max_context
         batch = values["max_batch"] if max_batch is None else max_batch
         row = nearest(values["rows"], batch, context)
+        _check_counts(max_batch=values["max_batch"], memory=values["memory"])
         fields = dict(row["fields"])
         if fields.get("adapter") is not None:
             fields["adapter"] = str(path.parent / fields["adapter"])
@@ -78,14 +80,11 @@ def tuned_fields(
     return {**fields, "memory": memory, "max_context": context, "max_batch": batch}
 
 
-def _check_numbers(values: dict[str, Any]) -> None:
-    """Raises `TypeError` unless what is computed with is numbers that can be."""
-    numbers = {name: values[name] for name in ("max_context", "max_batch", "memory")}
-    for place, row in enumerate(values["rows"]):
-        numbers |= {f"rows.{place}.{name}": row[name] for name in ("batch", "context")}
-    for name, value in numbers.items():
+def _check_counts(**values: Any) -> None:
+    """Raises `TypeError` unless they are numbers that can be computed with."""
+    for name, value in values.items():
         if type(value) is not int or not 0 < value < 2**63:
-            raise TypeError(f"{name} is {shown(value)}")
+            raise TypeError(f"{name} is {shown(repr(value))}")
 
 
 def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:

@@ -216,6 +216,13 @@ def test_a_projection_of_another_shape(path: Path, shape: tuple[int, ...]) -> No
         model(prompt(model), past_key_values=cache)
 
 
+def test_a_projection_of_more_columns_than_rows(path: Path) -> None:
+    """A step would take memory for them, of every token."""
+    rewrite(path, lambda tensors, metadata: tensors.update({"layer.1": torch.ones(32, 5000)}))
+    with pytest.raises(AdapterError, match=r"layer 1 has shape \(32, 5000\).*no more columns than rows"):
+        DiskSwapCache(tiny("llama"), adapter=path, **FIELDS).close()
+
+
 def test_a_fingerprint_that_is_no_object(path: Path) -> None:
     rewrite(path, lambda tensors, metadata: metadata.update(model="[]"))
     with pytest.raises(AdapterError, match=str(path)):

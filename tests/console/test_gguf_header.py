@@ -45,6 +45,9 @@ def test_values_and_shapes(tmp_path):
         struct.pack("<4sIQQ", b"GGUF", 3, 2, 2**40),
         HEAD + text("x") + struct.pack("<I", 99),
         HEAD + struct.pack("<Q", 2**60),
+        HEAD + text("x") + struct.pack("<IIQ", 9, 10, 2**58),
+        HEAD + struct.pack("<Q", 2**21) + bytes(2**21),
+        b"".join([HEAD, *VALUES, text("a.weight"), struct.pack("<I", 2**31), bytes(4096)]),
     ],
 )
 def test_what_is_no_gguf_file(tmp_path, content):

@@ -227,6 +227,21 @@ def test_a_state_of_holes_takes_no_memory(tmp_path: Path) -> None:
     assert (found.kind, found.peak < PEAK) == ("refused", True) and "are on the disk" in found.text
 
 
+@pytest.mark.parametrize("mask", [0, 0o777])
+def test_contexts_are_their_owners_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with prefilled() as cache:
+            cache.save(tmp_path / "context")
+            saved = ContextLibrary(tmp_path / "library").save(cache)
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "context", tmp_path / "library", saved):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    for file in (*(tmp_path / "context").iterdir(), *saved.iterdir()):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
 def changed_guess(right: Path, guess: torch.Tensor) -> None:
     manifest = manifest_of(right)
     tensors, tree = state_of((right / manifest["state"]["file"]).read_bytes())

@@ -149,6 +149,9 @@ def test_another_models_file_is_refused_by_the_field_that_differs(path: Path) ->
         ({"rows": [{"batch": 1, "context": 10}]}, "is not what tuning wrote"),
         ({"model": None}, "is not what tuning wrote"),
         ({"max_batch": "8"}, "max_batch and max_context must be"),
+        ({"memory": "300MiB"}, "is not what tuning wrote"),
+        ({"rows": [{"batch": 0, "context": 10, "fields": {}}]}, "is not what tuning wrote"),
+        ({"rows": [{"batch": 1, "context": 10**400, "fields": {}}]}, "is not what tuning wrote"),
     ],
 )
 def test_a_damaged_file_or_another_version(path: Path, change: dict[str, Any], message: str) -> None:

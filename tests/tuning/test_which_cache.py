@@ -176,7 +176,9 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
     "text",
     [
         "", "[]", "{}", '{"cells": [{"cache": "spec"}]}', '{"cells": [{"cache": "spec", "tokens": 0, "memory": "1"}]}',
-        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/0"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/0"}]}', "[" * 1000 + "]" * 1000,
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1e-999999999"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 1' + "0" * 400 + ', "memory": "1"}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "num_selected": "many"}]}',
