@@ -64,7 +64,7 @@ class Budgeted:
         plan = cls.plan(geometry, config, max_context, max_batch)
         cache: Any = cls(model, path=path, config=config)  # type: ignore[call-arg]
         cache.warn_of(cls.notes(plan, config, geometry, fields))
-        return cache  # type: ignore[no-any-return]
+        return cache
 
     @classmethod
     def missing(cls) -> str | None:
