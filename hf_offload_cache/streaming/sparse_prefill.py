@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -24,8 +25,8 @@ class SparsePrefill:
     is no memory for.
     """
 
-    def __init__(self, blocks: ActiveBlocks, warn: Callable[[str], None]) -> None:
-        """`warn`: the cache's."""
+    def __init__(self, blocks: ActiveBlocks, warn: Callable[[str], None] = warnings.warn) -> None:
+        """`warn`: the cache's, whose report says it then."""
         self._blocks, self._warn = blocks, warn
         self._gathered = self._visible = 0
         self._kernel = True
