@@ -48,7 +48,7 @@ MADE_OF_NUMBERS = ("zeros", "ones", "empty", "eye", "rand", "randn", "linspace",
 MADE = (*MADE_OF_NUMBERS, "full", "arange", "tensor", "as_tensor", "asarray", "randint", "randperm")
 """What it makes on its default device, which a user may set, too."""
 
-MOST_LINES = 300
+MOST_LINES = 600
 MOST_LINES_OF_THE_CACHE = 250
 
 

@@ -26,7 +26,8 @@ _VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code. `argv` None: the process's own arguments."""
     arguments = parser().parse_args(argv)  # exits with 2 and one line by itself
-    _set_wait_policy(restart=argv is None)
+    arguments.own_process = argv is None
+    _set_wait_policy(restart=arguments.own_process)
     try:
         verb: Callable[[argparse.Namespace], int] = arguments.run
         return verb(arguments)
