@@ -186,7 +186,7 @@ class OffloadConfig:
         """The JSON object in a file. Raises `ConfigError`."""
         try:
             values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"config: cannot read {str(path)!r} as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"config: {str(path)!r} must hold a JSON object of fields")

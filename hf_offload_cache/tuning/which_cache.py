@@ -62,14 +62,16 @@ def measured_caches(
     else:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"measured must be a file that `tune --compare` wrote: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"measured must be a file that `tune --compare` wrote, {str(path)!r} cannot be read: {error}"
+            ) from error
     try:
         values = json.loads(text)
         cells: list[Cell] = values["cells"]
         for cell in cells:
             _check(cell)
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {error!r}: write it anew"
         ) from error
