@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -93,17 +94,17 @@ def in_options(text: str, arguments: argparse.Namespace) -> str:
             text = re.sub(rf" or {name}\b", "", text)
             continue
         if option.startswith("-"):
-            text = _named(name).sub(lambda found, option=option: _assigned(option, found), text)
+            text = _named(name).sub(functools.partial(_assigned, option), text)
         text = re.sub(rf"`{name}`", option, text)
         if "_" in name:  # no word of the language
-            text = re.sub(rf"(?<![\w.=/'\"-]){name}\b(?![\w.(/'\"=])", option, text)
+            text = re.sub(rf"(?<![\w.=/'\"-]){name}\b(?!\.?\w|[(/'\"=])", option, text)
         else:
             text = re.sub(rf"(^|: ){name}(?=:| (?:must|is|was|needs|cannot)\b| ['\"(\d])", rf"\1{option}", text)
             text = re.sub(rf"\b((?i:raise|lower|leave out|give the) ){name}\b(?=[,.;]| or|$)", rf"\1{option}", text)
             text = re.sub(rf"\bleave {name} out\b", f"leave out {option}", text)
     if has_fields and "=" in text:
         for name in sorted(field_names()):
-            text = _named(name).sub(lambda found, name=name: f"--set {name}={_value(found)}", text)
+            text = _named(name).sub(functools.partial(_set, name), text)
     return f"{text}{known}{rest}"
 
 
@@ -129,6 +130,10 @@ def _value(found: re.Match[str]) -> str:
 def _assigned(option: str, found: re.Match[str]) -> str:
     value = _value(found)
     return option if value in ("", "True") else f"{option} {value}"
+
+
+def _set(field: str, found: re.Match[str]) -> str:
+    return f"--set {field}={_value(found)}"
 
 
 def field_names() -> set[str]:

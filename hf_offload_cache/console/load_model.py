@@ -55,7 +55,7 @@ def _device(name: str | None) -> torch.device:
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(usual if name is None else name)
-        torch.zeros(1, device=device).tolist()
+        torch.zeros(1, dtype=torch.float32, device=device).tolist()
     except Exception as error:  # of a type that each kind of device decides
         reason = re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
         raise ModelLoadError(f"device {name!r} cannot be used here: {reason}; leave it out for {usual!r}") from error

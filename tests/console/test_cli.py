@@ -592,6 +592,22 @@ def test_errors_name_the_options_of_the_console(asked, tmp_path, arguments, word
     assert [line for line in lines if line.startswith("hf-offload-cache")] == lines[-1:]
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("memory=4KiB is too small. Raise memory, or lower max_context or max_batch.",
+         "--memory 4KiB is too small. Raise --memory, or lower --context or --batch."),
+        ('engine="uring": no; use engine="auto" or another `path`',
+         "--set engine=uring: no; use --set engine=auto or another --path"),
+        ("keep it in memory, as memory, at '/memory/max_context': rank is 3", None),
+        ("X has no field 'x'; known: memory, max_context", None),
+    ],
+)  # fmt: skip
+def test_arguments_are_options_where_they_are_arguments(said, words):
+    """None: nothing of it is one."""
+    assert common.in_options(said, cli.parser().parse_args(["plan", "--context", "5"])) == (words or said)
+
+
 def test_a_field_that_was_set_keeps_its_name(asked):
     code, _, lines = asked("generate", *VERBS["generate"], "--set", "max_context=10")
     assert code == 2 and "max_context is 10 and this step would make it" in lines[-1]
