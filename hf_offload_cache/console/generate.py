@@ -18,10 +18,14 @@ from .arguments import (
     positive,
     write_json,
 )
-from .terminal import printable
+from .terminal import new_console, printable
 
 if TYPE_CHECKING:
     from .answer import Answer
+
+_ARGUMENT_NAMES = {
+    "max_context": "the document's length or --max-new-tokens", "max_batch": "", "encryption_key": "--key",
+}  # fmt: skip
 
 
 def add(verbs: Any) -> None:
@@ -45,7 +49,7 @@ def add(verbs: Any) -> None:
     add("--key", metavar="FILE", type=Path, help="encryption key of the context: 32 bytes or 64 hex digits")
     add("--json", metavar="FILE", type=Path, help="write answers and reports as JSON")
     add("--trace", metavar="FILE", type=Path, help="write what the cache does and when, for https://ui.perfetto.dev")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, argument_names=_ARGUMENT_NAMES)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         documents.check_target(arguments)
 
     import torch
-    from rich.console import Console
 
     from ..contexts.prefixes import is_damage
     from ..errors import ContextError, StoreError
+    from ..stores.encryption import load_key
     from . import load_model, named_cache
     from .answer import check_length, generate_answer
     from .prefill import prefilled_tokens
@@ -78,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     ours_named = arguments.cache or named_cache.default_for(arguments.context)
     named_cache.check_fields(ours_named, fields, arguments.path, arguments.memory)
     saved = None if arguments.context is None else documents.saved_ids(arguments)
-    console = Console(stderr=True)
+    if arguments.key is not None:
+        load_key(arguments.key)
+    console = new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     if text is not None and arguments.save is None:

@@ -38,7 +38,7 @@ def add(verbs: Any) -> None:
     add("--model", metavar="ID_OR_PATH", help="whose tokenizer --text takes (default: SmolLM2-135M-Instruct's)")
     add("--key", metavar="FILE", type=Path, help="encryption key, for the text of an encrypted context")
     add("--json", action="store_true", help="print JSON instead (see below)")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, argument_names={"encryption_key": "--key"})
 
 
 def run(arguments: argparse.Namespace) -> int:

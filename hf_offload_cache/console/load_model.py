@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,8 @@ def load(
             tokenizer = AutoTokenizer.from_pretrained(name)
             wanted = dtype if dtype == "auto" else getattr(torch, dtype)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
-        except (OSError, ValueError) as error:
-            kind = "folder" if Path(name).exists() else "hub name (and no folder of that name exists)"
-            raise ModelLoadError(f"cannot load the {kind} {name!r} as a causal language model: {error}") from error
+        except Exception as error:  # of a type that each format and each model's own code decides
+            raise ModelLoadError(f"cannot load {_named(name)} as a causal language model: {_reason(error)}") from error
     try:
         return model.to(device).eval(), tokenizer
     except RuntimeError as error:
@@ -48,25 +48,33 @@ def load(
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of that name; None: CUDA where there is one, else the CPU. Raises `ModelLoadError`."""
+    """The device of that name; None: CUDA where there is one, else the CPU. Raises `ModelLoadError` for one that is not
+    here, or that holds no numbers."""
     import torch
 
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ModelLoadError(f"there is no device {name!r}: {error}") from error
+        device = torch.device(usual if name is None else name)
+        torch.zeros(1, dtype=torch.float32, device=device).tolist()
+    except Exception as error:  # of a type that each kind of device decides
+        reason = re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
+        raise ModelLoadError(f"device {name!r} cannot be used here: {reason}; leave it out for {usual!r}") from error
+    return device
 
 
 def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `load` would load, which is not read. Raises as `load`."""
     from transformers import AutoTokenizer
 
-    from .default_model import load_default_tokenizer
+    from .default_model import DefaultModelMissingError, load_default_tokenizer
 
     try:
         return load_default_tokenizer() if name is None else AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of {name or 'the default model'!r}: {error}") from error
+    except DefaultModelMissingError:
+        raise
+    except Exception as error:
+        place = "the default model" if name is None else _named(name)
+        raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
 
 
 def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
@@ -92,9 +100,20 @@ def load_geometry(name: str | None = None, dtype: str = "auto", device: str | No
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
             model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        kind = "folder" if Path(name).exists() else "hub name (and no folder of that name exists)"
-        raise ModelLoadError(f"cannot read the configuration of the {kind} {name!r}: {error}") from error
+    except Exception as error:
+        raise ModelLoadError(f"cannot read the configuration of {_named(name)}: {_reason(error)}") from error
     geometry = dataclasses.replace(Geometry.of(model), device=where)
     files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
     return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
+
+
+def _named(name: str) -> str:
+    """A model for a message."""
+    path = Path(name)
+    kind = "folder" if path.is_dir() else "file" if path.exists() else "hub name (and no folder of that name exists)"
+    return f"the {kind} {name!r}"
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, and of which kind it is where that is not said by itself."""
+    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"

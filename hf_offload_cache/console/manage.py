@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import age, cell, printable, stdout_console
+from .terminal import age, cell, complain, printable, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.listing import Entry
@@ -119,7 +118,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         try:
             _say(directory, remove(directory, wipe=arguments.wipe))
         except (ContextError, StoreError) as error:
-            _complain(error)
+            complain(error, arguments)
             code = max(code, 1 if isinstance(error, StoreError) else 2)
     return code
 
@@ -133,7 +132,7 @@ def _evict(arguments: argparse.Namespace) -> int:
     for entry, freed in done.removed:
         _say(entry.path, freed, "" if entry.damage is None else f" (it was damaged: {entry.damage})")
     for _, error in done.refused:
-        _complain(error)
+        complain(error, arguments)
     print(f"freed {size_text(sum(freed for _, freed in done.removed))}; what stays takes {size_text(done.held_bytes)}")
     return 1 if done.refused else 0
 
@@ -142,7 +141,3 @@ def _say(path: Path, freed: int, note: str = "") -> None:
     from ..report.text import size_text
 
     print(printable(f"removed {path}, which freed {size_text(freed)}{note}"))
-
-
-def _complain(error: Exception) -> None:
-    print(printable(f"hf-offload-cache: {type(error).__name__}: {' '.join(str(error).split())}"), file=sys.stderr)

@@ -50,12 +50,19 @@ def check_fields(
     name: str, fields: Mapping[str, Any], path: str | Path | None = None, memory: int | str | None = None
 ) -> None:
     """Raises `ConfigError` for what `make_cache` would refuse whatever the model, so before a model is loaded."""
+    check_folder(path)
     if name != DYNAMIC:
         offloading_class(name).config_class.load(None, dict(fields))
         if memory is not None:
             parse_memory(memory, sys.maxsize)
     elif fields or path or memory:
         raise ConfigError(f"cache {DYNAMIC!r} keeps all in memory and has no fields, path or memory: leave them out")
+
+
+def check_folder(path: str | Path | None) -> None:
+    """Raises `ConfigError` unless `path` is None or a folder."""
+    if path is not None and not Path(path).is_dir():
+        raise ConfigError(f"path must be a folder that exists, got {str(path)!r}")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from .arguments import (
     positive,
     write_json,
 )
+from .terminal import new_console
 
 if TYPE_CHECKING:
     from ..config import OffloadConfig
@@ -41,6 +42,7 @@ def add(verbs: Any) -> None:
         help="with --compare and --memory: what `tune --compare` wrote of it (default: the shipped table)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help="write the plan as JSON")
     parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(argument_names={"max_context": "--context", "max_batch": "--batch"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import load_model, named_cache
 
     folder = tempfile.gettempdir() if arguments.path is None else arguments.path
-    if not Path(folder).is_dir():
-        raise ConfigError(f"--path must be a folder that exists, got {str(folder)!r}")
+    named_cache.check_folder(folder)
     fields = dict(arguments.fields)
     if arguments.measured is not None and not (arguments.compare and arguments.memory):
         raise ConfigError(
@@ -96,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str) -> int:
     """0: some cache fits the memory and this machine's; 1: none does."""
-    from rich.console import Console
 
     from ..config import OffloadConfig, parse_memory
     from ..errors import ConfigError
@@ -132,7 +132,7 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
         chosen = recommended(held, cells, memory / full, arguments.context)
     best = [found.plan for found in chosen.values()]
     plans = [one for one in every if one.num_selected is None or one in best]
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console(highlight=False, soft_wrap=True)
     console.print(comparison_of_plans(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
     for one in (one for one in every if one.num_selected is None):
         missing = cache_class(one.name).missing()
@@ -158,7 +158,6 @@ def _print(
     room: dict[str, int | None],
     fits: dict[str, bool | None],
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from ..report.text import size_text
@@ -178,7 +177,7 @@ def _print(
     table.add_row("on disk", *[size_text(plan.disk_bytes)] * 2)
     if plan.host_bytes:
         table.add_row("in host memory, beside the budget", *[size_text(plan.host_bytes)] * 2)
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"peak: {size_text(plan.peak_bytes)}{ratio}")
     default = type(config)()

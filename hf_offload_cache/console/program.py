@@ -77,8 +77,13 @@ def run_program(place: str, *, module: bool) -> int:
 
 
 def _is_python(place: str) -> bool:
-    if place.endswith(".py"):
-        return True
-    with open(place, "rb") as file:
-        first, second = file.readline(4096), file.readline(4096)
-    return (first.startswith(b"#!") and b"python" in first) or _SHELL.match(first + second) is not None
+    try:
+        with open(place, "rb") as file:
+            first, second = file.readline(4096), file.readline(4096)
+    except OSError as error:
+        raise ConfigError(f"program {place!r} cannot be read: {error.strerror}") from error
+    return (
+        place.endswith(".py")
+        or (first.startswith(b"#!") and b"python" in first)
+        or _SHELL.match(first + second) is not None
+    )

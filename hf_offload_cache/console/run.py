@@ -6,7 +6,6 @@ import argparse
 import atexit
 import contextlib
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_cache_argument, add_field_argument
@@ -40,8 +39,8 @@ def add(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """What the program exits with. Raises the library's errors for a wrong request, before it begins.
 
-    Threads that the program leaves behind, and that Python waits for, are offloaded until they end: the closing lines
-    come then, as the process exits.
+    In a process of the console's own the program's threads and `atexit` handlers are offloaded too: the closing lines
+    come behind them, as the process exits.
     """
     from ..interop.offload import FLOOR, offload_all
     from . import named_cache
@@ -52,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory)
     place = arguments.program if module else find_program(arguments.program)
-    before = _waited_for()
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_main(place, arguments.rest, module=module))
         if module:
@@ -60,16 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         limits = {"memory": arguments.memory, "floor": arguments.floor or FLOOR, "strict": arguments.strict}
         done = stack.enter_context(offload_all(name, path=arguments.path, **limits, **fields))
         stack.callback(_say, done)
-        try:
-            return run_program(place, module=module)
-        finally:
-            if _waited_for() - before:
-                atexit.register(stack.pop_all().close)
-
-
-def _waited_for() -> set[threading.Thread]:
-    """The threads that Python waits for before it exits, but this one."""
-    return {one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()}
+        if arguments.own_process:
+            atexit.register(stack.pop_all().close)  # called after the handlers that the program registers
+        return run_program(place, module=module)
 
 
 def _say(done: Offloading) -> None:

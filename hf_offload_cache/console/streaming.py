@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import saved_documents as documents
-from .arguments import add_cache_argument, add_field_argument, add_model_arguments, positive
+from .arguments import add_cache_argument, add_field_argument, add_model_arguments, port, positive
+from .terminal import new_console
 
 if TYPE_CHECKING:
     from ..streaming.cells import Cells
@@ -36,7 +37,7 @@ def add(verbs: Any) -> None:
     add("--active-mass", metavar="X", type=float, help="measure which blocks have so much of the attention, e.g. .98")
     add("--overwrite", action="store_true", help="replace the manifest that is there")
     add("--no-check", action="store_true", help="do not read back and compare what was written")
-    parser.set_defaults(run=publish, parser=parser)
+    parser.set_defaults(run=publish, parser=parser, argument_names={"encryption_key": "--key"})
 
     parser = verbs.add_parser("stream", help="answer a question about a document whose context is streamed")
     parser.description = "As generate, but the document's context comes from a URL, as far as that is faster."
@@ -51,7 +52,7 @@ def add(verbs: Any) -> None:
     add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range not to ask for")
     add("--sparse", action="store_true", help="compute with the active blocks alone, if they were published (lossy)")
     add("--key", metavar="FILE", type=Path, help="encryption key of what is published")
-    parser.set_defaults(run=stream, parser=parser)
+    parser.set_defaults(run=stream, parser=parser, argument_names={"encryption_key": "--key"})
 
     parser = verbs.add_parser("serve", help="serve published contexts, for trying")
     parser.description = (
@@ -60,7 +61,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0: any that is free")
+    parser.add_argument("--port", type=port, default=8000, help="default: %(default)s; 0: any that is free")
     parser.set_defaults(run=serve, parser=parser)
 
 
@@ -72,14 +73,13 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.progress import Progress
 
     from ..report.text import size_text
     from ..streaming.publish import publish_context
     from . import load_model
 
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
     try:
@@ -105,7 +105,6 @@ def stream(arguments: argparse.Namespace) -> int:
     text = documents.read_document(arguments.prompt_file)
 
     import torch
-    from rich.console import Console
 
     from ..streaming.stream_context import stream_context
     from . import load_model, named_cache
@@ -114,7 +113,7 @@ def stream(arguments: argparse.Namespace) -> int:
 
     name, fields = arguments.cache or named_cache.default_for(None), dict(arguments.fields)
     named_cache.check_fields(name, fields, arguments.path)
-    cls, console = named_cache.offloading_class(name), Console(stderr=True)
+    cls, console = named_cache.offloading_class(name), new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     ids = torch.cat([document_part(tokenizer, text), question_part(tokenizer, arguments.question)], 1)
@@ -142,7 +141,12 @@ def serve(arguments: argparse.Namespace) -> int:
         arguments.parser.error(f"{arguments.folder} is no folder: publish a context to it first")
     from ..streaming.context_server import ContextServer
 
-    with ContextServer(arguments.folder, (arguments.host, arguments.port)) as server:
+    try:
+        made = ContextServer(arguments.folder, (arguments.host, arguments.port))
+    except (OSError, UnicodeError) as error:  # a port that is taken, or not for everybody; no such host
+        why = getattr(error, "strerror", None) or error
+        arguments.parser.error(f"--host {arguments.host} --port {arguments.port}: {why}; name others, or --port 0")
+    with made as server:
         print(f"http://{arguments.host}:{server.server_port}/", flush=True)
         server.serve_forever()
     return 0

@@ -1,17 +1,33 @@
-"""What of others may reach a terminal: names and texts that were read from a disk."""
+"""What is written to a terminal or a pipe: tables, names and texts that were read from a disk, errors of one line."""
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
+from .arguments import in_options
+
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
     from rich.text import Text
 
+PROGRAM = "hf-offload-cache"
+
 _PIPED_WIDTH = 160
 """Columns of a table that no terminal shows."""
+
+
+class NobodyReads(BrokenPipeError):
+    """stdout or stderr is a pipe whose reader has gone."""
+
+
+class OutputError(OSError):
+    """What is printed cannot be written where it goes: a full disk, say."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -36,12 +52,80 @@ def cell(value: Any) -> Text:
     return Text(printable(str(value)))
 
 
-def stdout_console() -> Console:
-    """For tables on stdout; wide when that is no terminal."""
+def new_console(**options: Any) -> Console:
+    """rich's, but a pipe that nobody reads any more is an error as everywhere else, and no end of the process."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            raise  # rich calls this while it handles the error
+
+    return PipedConsole(**options)
+
+
+def stdout_console() -> Console:
+    """For tables on stdout; wide when that is no terminal."""
+    console = new_console(highlight=False)
+    return console if console.is_terminal else new_console(highlight=False, width=_PIPED_WIDTH)
+
+
+def complain(error: BaseException, arguments: argparse.Namespace | None = None) -> None:
+    """Print an error to stderr, in one line, with the options of the verb that `arguments` are of."""
+    said = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and not error.filename:
+        said = " ".join(str(error.strerror).split())  # without the number
+    if arguments is not None:
+        said = in_options(said, arguments)
+    say(f"{PROGRAM}: {type(error).__name__}: {said}")
+
+
+def say(line: str) -> None:
+    """Print a line to stderr, where somebody reads that."""
+    try:
+        print(printable(line, keep="\n"), file=sys.stderr)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def flush() -> None:
+    """All that was printed is where it goes. Raises `NobodyReads`, or `OutputError` for a disk that takes no more; the
+    rest of the output is dropped then."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError as error:
+            _drop(stream)
+            if isinstance(error, BrokenPipeError):
+                raise NobodyReads(*error.args) from error
+            raise OutputError(error.errno, f"{name} cannot be written: {error.strerror}") from error
+
+
+def nobody_reads() -> bool:
+    """Whether stdout or stderr is a pipe whose reader has gone; the rest of the output is dropped then."""
+    gone = []
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
+                gone.append(stream)
+        except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+            continue
+    for stream in gone:
+        _drop(stream)
+    return bool(gone)
+
+
+def _drop(stream: Any) -> None:
+    """What `stream` still has, and all that is written to it from now on, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, stream.fileno())
+    finally:
+        os.close(nowhere)
 
 
 def age(seconds: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import add_cache_argument, add_field_argument, add_model_arguments, check_writable, positive, read_text
+from .terminal import new_console
 
 
 class SampleFileError(OSError):
@@ -35,22 +36,23 @@ def add(verbs: Any) -> None:
         help="measure all caches in this memory instead, for offload_cache(measured=FILE) and plan --measured")
     add("--quick", action="store_true", help="under 3 minutes for a small model instead of under 30, and coarser")
     parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(argument_names={"max_context": "--context", "max_batch": "--batch", "texts": "--text"})
 
 
 def run(arguments: argparse.Namespace) -> int:
     text = None if arguments.text is None else read_text(arguments.text, "--text", SampleFileError)
     check_writable(arguments.out, "--out")
 
-    from rich.console import Console
 
     from ..tuning.tunable import tunable
     from ..tuning.tuner import tune
     from . import load_model, named_cache
 
+    named_cache.check_folder(arguments.path)
     if arguments.compare:
         return _compare(arguments, text)
     measured = tunable(arguments.cache or named_cache.default_for(None))
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
     model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
     tuned = tune(
@@ -68,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     """All caches; the table goes to stdout."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     from ..errors import ConfigError
@@ -93,7 +94,7 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
         step = f"{1e3 * cell['seconds']:.1f}"
         wider = str(cell.get("num_selected", ""))
         table.add_row(cell["cache"], wider, f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", step)
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     console.print(table)
     for refused in found["refused"]:
         console.print(f"left out: {refused}", markup=False)

@@ -22,10 +22,21 @@ class DamagedError(ValueError):
     """The folder is there, and is not what was written; the message says which file and why."""
 
 
+class NoHomeError(OSError):
+    """There is no folder that a user's files belong in."""
+
+
 def models_folder() -> Path:
-    """`$XDG_CACHE_HOME/hf_offload_cache/models`; without that variable, or where that is relative, in ~/.cache."""
+    """`$XDG_CACHE_HOME/hf_offload_cache/models`; without that variable, or where that is relative, in ~/.cache.
+
+    Raises `NoHomeError` where the system has no home of this user either."""
     stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (stated if stated.is_absolute() else Path.home() / ".cache") / "hf_offload_cache" / "models"
+    if not stated.is_absolute():
+        try:
+            stated = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise NoHomeError(f"user {os.getuid()} has no home: set XDG_CACHE_HOME or HOME to a folder") from error
+    return stated / "hf_offload_cache" / "models"
 
 
 def check(folder: Path) -> bool:

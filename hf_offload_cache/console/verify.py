@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import cell, stdout_console
+from .terminal import cell, new_console, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.findings import VerifyResult
@@ -33,17 +33,16 @@ def add(verbs: Any) -> None:
     add("directory", metavar="DIR", type=Path)
     add("--key", metavar="FILE", type=Path, help="of an encrypted context")
     add("--json", action="store_true", help="print JSON instead (see below)")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, argument_names={"encryption_key": "--key"})
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0: whole; 1: not. Raises what `contexts.verify.verify` does."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from ..contexts.verify import verify
 
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
     with bar:

@@ -16,6 +16,7 @@ from ..stores.base import aligned_empty
 from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
+from ..stores.record_file import drop_pages
 from .captured_trees import token_ids
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
@@ -246,11 +247,10 @@ class _Check:
 
     def _drop(self, name: str) -> None:
         """Let go of the page cache of a file, where that can be."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # what is wrong with the file was found when it was read
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-                with FILE_SYSTEM.open(name, flags, self.folder_fd) as fd:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # what is wrong with the file was found when it was read
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with FILE_SYSTEM.open(name, flags, self.folder_fd) as fd:
+                drop_pages(fd)
 
     def _advance(self, count: int) -> None:
         self.done += count

@@ -37,8 +37,8 @@ class Prefetcher:
     What does not end within `timeout` seconds (None: no limit) raises `StalledError` in whoever waits: `Ticket.wait`,
     `write`, `limit_writes`, `flush`, `cancel`, `close`. What is stuck goes on by itself: a daemon thread, or the ring
     of the store, holds the store and the memory until it ends. A read that a store does on the thread that waits
-    (`LateRead`: a map) has no such limit. A thread that dies, or cannot be started, is an error in whoever waits for
-    it, too.
+    (`LateRead`: a map) has no such limit. A thread that dies is an error in whoever waits for it, too. Where no thread
+    can be started, and in `atexit` handlers, `read` and `write` do the work themselves.
 
     A write that failed is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading
     one of its records raises until it is written again.
@@ -217,9 +217,10 @@ def _stop(readers: ReaderPool, writes: WriteQueue, at_exit: functools.partial) -
 
 
 def _end(readers: ReaderPool, writes: WriteQueue) -> None:
-    """Before the interpreter ends."""
-    readers.deadline.shorten_for_exit()
-    writes.deadline.shorten_for_exit()
-    readers.stop()
-    writes.stop()
-    join_before_exit([*readers.threads, *writes.threads])
+    """Before the interpreter ends. Other exit handlers may still use the cache, without threads."""
+    for each in (readers, writes):
+        each.deadline.shorten_for_exit()
+        each.end()
+    if join_before_exit([*readers.threads, *writes.threads]):
+        readers.stop()
+        writes.stop()

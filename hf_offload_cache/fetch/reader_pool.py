@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
 import threading
@@ -23,10 +24,10 @@ SMALLEST_PIECE_BYTES = 256 * 1024
 
 
 class ReaderPool:
-    """Up to `most` threads that share reads. They start when first needed and end after `stop`.
+    """Up to `most` threads that share reads. They start when first needed and end after `end` or `stop`.
 
     `start` is for one thread; `stop` takes no lock, so that a garbage collection may call it. One that has died is
-    replaced by the next `start`.
+    replaced by the next `start`. Where the system gives no thread, and once the interpreter ends, `start` reads itself.
 
     Attributes:
         threads: those that were started and have not been seen to end.
@@ -42,13 +43,12 @@ class ReaderPool:
         self._jobs: Jobs = queue.SimpleQueue()
 
     def start(self, store: Store, ids: np.ndarray, out: torch.Tensor) -> Transfer:
-        """Share the read of `ids` (at least one) into `out` among the threads.
-
-        Raises `StoreError` when there is no thread and none can be started; nothing is under way then.
-        """
+        """Share the read of `ids` (at least one) into `out` among the threads."""
         pieces = split(ids, store.record_bytes, self._most)
-        self._hire(min(len(pieces), self._most), store)
         transfer = _SharedRead(self, store, ids, out, pieces)
+        if not self._hire(min(len(pieces), self._most)):
+            transfer.run()
+            return transfer
         try:
             for _ in pieces:
                 self._jobs.put(transfer.run)
@@ -58,21 +58,21 @@ class ReaderPool:
             raise
         return transfer
 
-    def _hire(self, wanted: int, store: Store) -> None:
+    def _hire(self, wanted: int) -> bool:
+        """Whether there is a thread; as many as wanted where the system gives them."""
+        if self.deadline.at_exit:
+            return False
         if len(self.threads) >= wanted and all(thread.is_alive() for thread in self.threads):
-            return
+            return True
         self.threads[:] = [thread for thread in self.threads if thread.is_alive()]
-        while len(self.threads) < wanted:
-            try:
+        with contextlib.suppress(RuntimeError):  # the system gives no more: fewer do it too
+            while len(self.threads) < wanted:
                 self.threads.append(start_worker(f"reader-{len(self.threads)}", self._jobs))
-            except RuntimeError as error:
-                if self.threads:
-                    return  # fewer do it too
-                raise StoreError(
-                    errno.EAGAIN,
-                    f"{store.name}: no thread can be started to read with ({error}): end other threads or processes, "
-                    "raise the limit with `ulimit -u`, or use another `engine`",
-                ) from error
+        return bool(self.threads)
+
+    def end(self) -> None:
+        """Let the threads end once they have read what was asked for."""
+        self._jobs.put(None)
 
     def stop(self) -> None:
         """Let the threads skip what has not begun, and end."""

@@ -72,10 +72,10 @@ def join_all(threads: Iterable[threading.Thread], expires: float | None) -> list
     return [thread for thread in threads if thread.is_alive()]
 
 
-def join_before_exit(threads: Iterable[threading.Thread]) -> None:
+def join_before_exit(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
     """Wait for threads that were told to end, all together `EXIT_SECONDS` at most: killed in a read, one could take the
-    process down."""
-    join_all(threads, time.monotonic() + EXIT_SECONDS)
+    process down. Returns those still alive."""
+    return join_all(threads, time.monotonic() + EXIT_SECONDS)
 
 
 def work_text(verb: str, store: Store, ids: np.ndarray) -> str:

@@ -26,7 +26,8 @@ WRITE_QUEUE = "write queue"
 
 
 class WriteQueue:
-    """Batches that wait to be written, oldest first, by one thread, which starts when first needed.
+    """Batches that wait to be written, oldest first, by one thread, which starts when first needed. Where the system
+    gives no thread, and once the interpreter ends, `add` writes itself.
 
     All methods are for one thread; `stop` takes no lock, so that a garbage collection may call it. After it the
     methods raise `CacheClosedError`, except `cancel` and `take_failure`. For what becomes of a write that failed see
@@ -81,17 +82,20 @@ class WriteQueue:
                 self._wait(lambda: self._bytes < queued)
                 self._check_open()
                 self._raise_failure(store)
-            self._need_writer(store)
+            hired = self._hire()
             writes = self.unsettled.setdefault(store, StoreWrites())
             self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
             try:
-                self._jobs.put(functools.partial(self._run, batch))  # does nothing where the next line fails
+                if hired:
+                    self._jobs.put(functools.partial(self._run, batch))  # does nothing where the next line fails
                 writes.batches.append(batch)
             except BaseException:
                 if batch not in writes.batches:
                     self._account.release(WRITE_QUEUE, batch.nbytes)
                 raise
             writes.lost = [(rest, error) for lost, error in writes.lost if len(rest := np.setdiff1d(lost, ids))]
+        if not hired:
+            self._run(batch)
 
     @property
     def _bytes(self) -> int:
@@ -102,17 +106,17 @@ class WriteQueue:
     def _alive(self) -> bool:
         return bool(self.threads) and self.threads[0].is_alive()
 
-    def _need_writer(self, store: Store) -> None:
-        if self._alive:
-            return
-        try:
-            self.threads[:] = [start_worker("writer", self._jobs)]
-        except RuntimeError as error:
-            raise StoreError(
-                errno.EAGAIN,
-                f"{store.name}: no thread can be started to write with ({error}): end other threads or processes, or "
-                "raise the limit with `ulimit -u`",
-            ) from error
+    def _hire(self) -> bool:
+        """Whether there is a thread."""
+        if self.deadline.at_exit:
+            self._wait(lambda: not self._bytes)  # what it has is written before what comes now
+            return False
+        if not self._alive:
+            try:
+                self.threads[:] = [start_worker("writer", self._jobs)]
+            except RuntimeError:  # the system gives none
+                return False
+        return True
 
     def copy_queued(
         self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False
@@ -190,6 +194,10 @@ class WriteQueue:
     def stuck(self) -> bool:
         """A write that did not end in time is still under way."""
         return self._alive and self.deadline.stalled
+
+    def end(self) -> None:
+        """Let the thread end once all is written."""
+        self._jobs.put(None)
 
     def stop(self) -> None:
         """Let the thread drop what has not begun, and end."""

@@ -28,9 +28,14 @@ def free_memory(device: str = "cpu") -> int | None:
 def free_disk(place: str | os.PathLike[str] | int) -> int | None:
     """Bytes that this user may still write to the disk of `place`, a path that exists or an open descriptor.
 
-    None where the file system does not tell.
+    None where the file system does not tell, or a sandbox does not let it.
     """
-    disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)
+    try:
+        disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS):
+            raise
+        return None
     return None if disk.f_blocks == 0 else disk.f_bavail * disk.f_frsize
 
 

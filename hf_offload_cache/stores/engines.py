@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from typing import Any
@@ -21,6 +22,7 @@ from .guard import Checksums, RecordGuard
 from .mapped import MappedStore
 from .memory import MemoryStore
 from .named import NamedFile
+from .record_file import advise_map, drop_pages
 from .scratch import ScratchFile
 from .uring.queues import ring_bytes
 from .uring.ring import DEPTH, Ring
@@ -67,6 +69,22 @@ def probe_uring(directory: str | os.PathLike[str]) -> tuple[bool, str]:
     return True, ""
 
 
+def probe_page_cache(directory: str | os.PathLike[str]) -> str:
+    """Why pages of a file in `directory` cannot leave the page cache by our asking; empty where they can.
+
+    Raises `StoreError` when no file can be made there at all.
+    """
+    scratch = ScratchFile(directory, "engine probe")
+    try:
+        scratch.resize(DEVICE_BLOCK)
+        with mmap.mmap(scratch.fd, DEVICE_BLOCK, prot=mmap.PROT_READ) as mapped:
+            return advise_map(mapped, "MADV_DONTNEED") or drop_pages(scratch.fd) or ""
+    except OSError as error:
+        return f"files cannot be mapped here: {error.strerror}"
+    finally:
+        scratch.close()
+
+
 def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, str]:
     """The engine that `open_store` takes for what the user asked for, and a line for the report that says why.
 
@@ -96,6 +114,9 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
         chosen, why = "direct", f"direct: O_DIRECT reads by threads ({refusal})"
     else:
         chosen, why = "mapped", f"mapped: {reason}"
+    kept = "" if direct and chosen != "mapped" else probe_page_cache(directory)
+    if kept:
+        why += f"; what is read stays in the page cache ({kept})"
     kind = _file_system(os.path.realpath(directory))
     if kind in ("tmpfs", "ramfs"):
         why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"

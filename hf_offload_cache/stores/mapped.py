@@ -15,7 +15,7 @@ from .base import runs
 from .checks import check_batch, check_range
 from .file import FileStore, FrozenFile
 from .guard import RecordGuard
-from .record_file import ShortReadError
+from .record_file import ShortReadError, advise_map
 
 
 class MappedStore(FileStore):
@@ -60,8 +60,7 @@ class MappedStore(FileStore):
 
     def _resized(self, size: int) -> None:
         mapped = mmap.mmap(self._file.fd, size, prot=mmap.PROT_READ)
-        if hasattr(mmap, "MADV_RANDOM"):
-            mapped.madvise(mmap.MADV_RANDOM)
+        advise_map(mapped, "MADV_RANDOM")
         # By its address: torch takes no buffer that it may not write to. `view` keeps the map, and the tensor the view.
         view = (ctypes.c_ubyte * size).from_address(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
         setattr(view, "map", mapped)  # noqa: B010  (ctypes says nothing of attributes)
@@ -71,16 +70,17 @@ class MappedStore(FileStore):
         self._map = (mapped, records)
 
     def advise(self, ids: np.ndarray) -> None:
-        """Raises `StoreError` for records that do not exist or when the kernel refuses."""
+        """Does nothing where the system takes no advice. Raises `StoreError` for records that do not exist, or when the
+        disk fails."""
         check_range(self.name, ids, self._capacity, self.first_id)
-        if self._map is None or len(ids) == 0 or not hasattr(mmap, "MADV_WILLNEED"):
+        if self._map is None or len(ids) == 0:
             return
         mapped = self._map[0]
         with self._tables:
             self._advised[ids] = True
         try:
             for start, length in self._page_ranges(ids):
-                mapped.madvise(mmap.MADV_WILLNEED, start, length)
+                advise_map(mapped, "MADV_WILLNEED", start, length)
         except OSError as error:
             raise self._failure(f"advising {self._describe(ids)}", error) from error
 
@@ -115,8 +115,7 @@ class MappedStore(FileStore):
         """Let go of the pages of `ids`; the number of runs."""
         ranges = self._page_ranges(ids)
         for start, length in ranges:
-            if hasattr(mmap, "MADV_DONTNEED"):  # a page that is mapped cannot leave the page cache
-                mapped.madvise(mmap.MADV_DONTNEED, start, length)
+            advise_map(mapped, "MADV_DONTNEED", start, length)  # a page that is mapped cannot leave the page cache
             self._file.drop(start, length)
         with self._tables:
             self._advised[ids] = False

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import StoreError, StoreFullError
+from .record_file import REFUSALS, advise_map, drop_pages
 from .scratch import open_scratch
 
 
@@ -30,10 +31,7 @@ class MappedTable:
         self._file = open_scratch(directory, name)
         descriptor = self._file.fd
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)  # a page that found no space later would end the process
-            else:
-                os.ftruncate(descriptor, size)
+            _take_space(descriptor, size)  # a page that found no space later would end the process
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             self._file.close()
@@ -50,8 +48,7 @@ class MappedTable:
 
     def will_need(self) -> None:
         """It is about to be read: the system may begin."""
-        if hasattr(mmap, "MADV_WILLNEED"):
-            self._map.madvise(mmap.MADV_WILLNEED)
+        advise_map(self._map, "MADV_WILLNEED")
 
     def rest(self) -> None:
         """It is not read for a while: none of it is in memory until it is. The first time this waits until it is
@@ -68,7 +65,21 @@ class MappedTable:
                 self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); what is cached is "
                 "still on the disk: `reset` the cache, or keep the table in memory"
             )  # fmt: skip
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        advise_map(self._map, "MADV_DONTNEED")
+        drop_pages(self.descriptor)
+
+
+def _take_space(descriptor: int, size: int) -> None:
+    """Make an empty file `size` bytes long, none of them a hole."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+    zeros = bytes(min(size, 2**20))
+    for start in range(0, size, len(zeros)):
+        piece = zeros[: size - start]
+        if os.pwrite(descriptor, piece, start) != len(piece):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

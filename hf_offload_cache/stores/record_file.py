@@ -23,6 +23,39 @@ SYNC_BYTES = 2**20
 """Bytes written through the page cache before they are forced to the disk and dropped from it."""
 
 
+REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+"""What a system call fails with that a sandbox forbids, or that this kernel or file system does not have."""
+
+
+def drop_pages(fd: int, offset: int = 0, length: int = 0) -> str | None:
+    """Let go of the page cache of a range of a file (`length` 0: to its end): None, or why that cannot be here.
+
+    The page cache's size alone depends on it, so that a refusal is no error.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return "this platform has no posix_fadvise"
+    try:
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return f"posix_fadvise refused: {error.strerror}"
+    return None
+
+
+def advise_map(mapped: mmap.mmap, advice: str, start: int = 0, length: int | None = None) -> str | None:
+    """`madvise` by the name of an advice, such as "MADV_RANDOM": None, or why that cannot be here, as `drop_pages`."""
+    if not hasattr(mmap, advice):
+        return f"this platform has no {advice}"
+    try:
+        mapped.madvise(getattr(mmap, advice), start, len(mapped) - start if length is None else length)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return f"madvise refused: {error.strerror}"
+    return None
+
+
 class ShortReadError(OSError):
     """The file ends before the bytes that were asked for."""
 
@@ -202,6 +235,9 @@ class RecordFile:
             except OSError as error:
                 if error.errno == errno.ENXIO:  # nothing but a hole up to the file's end
                     return
+                if error.errno in REFUSALS:
+                    yield start, stop
+                    return
                 raise
             end = os.lseek(self.fd, first, os.SEEK_HOLE)
             first, end = max(start, first - first % DEVICE_BLOCK), min(stop, -(-end // DEVICE_BLOCK) * DEVICE_BLOCK)
@@ -237,8 +273,7 @@ class RecordFile:
 
     def drop(self, offset: int, length: int) -> None:
         """Let go of the page cache of a range (`length` 0: to the end), where the platform can."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
+        drop_pages(self.fd, offset, length)
 
     def resize(self, size: int) -> None:
         """Make the file `size` bytes long; space is taken as it is written."""

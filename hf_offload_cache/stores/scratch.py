@@ -9,7 +9,7 @@ import secrets
 
 from ..errors import StoreError
 from .descriptor import Descriptor, open_descriptor
-from .record_file import RecordFile
+from .record_file import REFUSALS, RecordFile
 
 
 class ScratchFile(RecordFile):
@@ -73,5 +73,6 @@ def _make_private(fd: int) -> None:
     try:
         if os.fstat(fd).st_mode & 0o777 != 0o600:
             os.fchmod(fd, 0o600)
-    except PermissionError:
-        pass  # a file system without modes (vfat): no name leads to this file, and an export checks its own
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise  # a file system without modes (vfat): no name leads to this file, and an export checks its own

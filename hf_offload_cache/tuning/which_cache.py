@@ -65,13 +65,15 @@ def measured_caches(
             with open(path, "rb") as file:
                 data = file.read(MOST_JSON_BYTES + 1)
         except OSError as error:
-            raise ConfigError(f"measured must be a file that `tune --compare` wrote: {error}") from error
+            raise ConfigError(
+                f"measured must be a file that `tune --compare` wrote, {str(path)!r} cannot be read: {error}"
+            ) from error
     try:
         values = parse_json(data)
         cells: list[Cell] = values["cells"]
         for cell in cells:
             _check(cell)
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"measured must be a file that `tune --compare` wrote, got {str(path)!r}: {shown(error, 200)}: write it "
             "anew"

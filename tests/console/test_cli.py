@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -278,8 +279,8 @@ def test_generate_within_a_memory(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory", "1/500"], "BudgetError: memory is 216 bytes (216 B); 1 x 211 tokens need at least"),
-        (["--memory", "lots"], "memory must be bytes, a size such as '300MiB'"),
+        (["--memory", "1/500"], "BudgetError: --memory is 216 bytes (216 B); 1 x 211 tokens need at least"),
+        (["--memory", "lots"], "--memory must be bytes, a size such as '300MiB'"),
         (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
     ],
 )
@@ -401,7 +402,7 @@ def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory", "1/400"], "BudgetError: memory is"),
+        (["--memory", "1/400"], "BudgetError: --memory is"),
         (["--memory", "1/4", "--set", "rnk=3"], "did you mean 'rank'?"),
         (["--memory", "a lot"], "memory must be bytes, a size"),
         (["--batch", "0"], "at least 1, got '0'"),
@@ -517,3 +518,188 @@ def test_plan_of_no_cache_of_ours(plan, name, words):
     code, out, err, _ = plan("--cache", name)
     assert (code, out) == (2, "")
     assert words in last_line(err) and "Traceback" not in err
+
+
+# ---------------------------------------------------------------------------------------- a user's mistakes
+
+CONSOLE = [sys.executable, "-W", "ignore", "-m", "hf_offload_cache.console.main"]
+"""As the process that a shell starts."""
+
+
+@pytest.fixture
+def asked(tiny, document, tmp_path, capsys, monkeypatch):
+    """Runs a verb in this process, from a folder of its own: (exit code, stdout, the lines of stderr). MODEL, FILE and
+    FOLDER stand for those that are there."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    there = {"MODEL": str(tiny), "FILE": str(document), "FOLDER": str(tmp_path / "folder")}
+
+    def run(*arguments):
+        try:
+            code = cli.main([there.get(word, word) for word in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.strip().splitlines()
+
+    return run
+
+
+VERBS = {
+    "generate": ("--model", "MODEL", "--prompt-file", "FILE", "--question", "w5"),
+    "plan": ("--model", "MODEL", "--context", "4000"),
+    "tune": ("--model", "MODEL", "--memory", "1/2", "--context", "400", "--out", "tuned.json"),
+    "publish": ("FOLDER", "published", "--model", "MODEL"),
+    "stream": ("published", "--model", "MODEL", "--prompt-file", "FILE", "--question", "w5"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("device", ["cuda:0", "meta", "nonsense", ""])
+def test_a_device_that_cannot_be_used(asked, verb, device):
+    if device == "cuda:0" and torch.cuda.is_available():
+        pytest.skip("it can be used here")
+    code, out, lines = asked(verb, *VERBS[verb], "--device", device)
+    assert (code, out) == (2, "")
+    told = [line for line in lines if not line.startswith("loading ")]
+    assert len(told) == 1, told
+    assert told[0].startswith(f"hf-offload-cache: ModelLoadError: --device {device!r} cannot be used here: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--memory", "4KiB"], "--memory is 4,096 bytes"),
+        (["plan", "--memory", "4KiB"], "lower --context or --batch"),
+        (["plan", "--memory", "4KiB", "--set", "num_selected=30"], "num_selected=30"),
+        (["plan", "--compare", "--memory", "1/4", "--measured", "random"], "--measured must be a file that"),
+        (["plan", "--path", "nowhere"], "--path must be a folder that exists, got 'nowhere'"),
+        (["generate", "--path", "nowhere"], "--path must be a folder that exists, got 'nowhere'"),
+        (["tune", "--path", "nowhere"], "--path must be a folder that exists, got 'nowhere'"),
+        (["generate", "--memory", "4KiB"], "or --max-new-tokens"),
+        (["generate", "--set", "rank=100000"], "use --set rank="),
+        (["generate", "--key", "random"], "--key: 'random' must hold 32 bytes or 64 hex digits"),
+        (["generate", "--cache", "nowhere:Cache"], "--cache 'nowhere:Cache': there is no module 'nowhere'"),
+        (["stream", "--path", "nowhere"], "--path must be a folder that exists, got 'nowhere'"),
+    ],
+)
+def test_errors_name_the_options_of_the_console(asked, tmp_path, arguments, words):
+    (tmp_path / "random").write_bytes(bytes([0xCE, 0xFF]) * 150)
+    code, out, lines = asked(arguments[0], *VERBS[arguments[0]], *arguments[1:])
+    assert (code, out) == (2, "")
+    assert words in lines[-1] and not [name for name in ("max_context", "max_batch", "for_budget") if name in lines[-1]]
+    assert [line for line in lines if line.startswith("hf-offload-cache")] == lines[-1:]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("memory=4KiB is too small. Raise memory, or lower max_context or max_batch.",
+         "--memory 4KiB is too small. Raise --memory, or lower --context or --batch."),
+        ('engine="uring": no; use engine="auto" or another `path`',
+         "--set engine=uring: no; use --set engine=auto or another --path"),
+        ("keep it in memory, as memory, at '/memory/max_context': rank is 3", None),
+        ("X has no field 'x'; known: memory, max_context", None),
+    ],
+)  # fmt: skip
+def test_arguments_are_options_where_they_are_arguments(said, words):
+    """None: nothing of it is one."""
+    assert common.in_options(said, cli.parser().parse_args(["plan", "--context", "5"])) == (words or said)
+
+
+def test_a_field_that_was_set_keeps_its_name(asked):
+    code, _, lines = asked("generate", *VERBS["generate"], "--set", "max_context=10")
+    assert code == 2 and "max_context is 10 and this step would make it" in lines[-1]
+    assert "--set max_context=" in lines[-1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+def test_without_a_verb_it_says_what_there_is(asked, arguments):
+    code, out, lines = asked(*arguments)
+    assert (code, lines) == (0, [])
+    words = ("hf-offload-cache 0", "torch 2", "transformers 5") if arguments == ["--version"] else ("generate", "serve")
+    assert [word for word in words if word not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "70000"], "from 0 to 65535, got '70000'"),
+        (["--port", "-1"], "from 0 to 65535, got '-1'"),
+        (["--port", "TAKEN"], "already in use"),
+        (["--host", "a" * 70 + ".b", "--port", "0"], "name others, or --port 0"),
+        (["--host", "192.0.2.1", "--port", "0"], "name others, or --port 0"),
+    ],
+)
+def test_a_place_that_cannot_be_served_on(asked, arguments, words):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [str(taken.getsockname()[1]) if word == "TAKEN" else word for word in arguments]
+        code, out, lines = asked("serve", "FOLDER", *given)
+    assert (code, out) == (2, "")
+    assert words in lines[-1] and lines[-1].startswith("hf-offload-cache serve: error: ")
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_that_nobody_reads_ends_quietly(tiny, stream, buffered):
+    """As behind `head`, whether it is written at once or when the process ends; also an error's line."""
+    given = ["--memory", "1"] if stream == "stderr" else []
+    out, into = os.pipe()
+    os.close(out)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: into}
+    command = [*CONSOLE, "plan", "--model", str(tiny), "--context", "4000", "--device", "cpu", *given]
+    done = subprocess.run(command, env=environment, text=True, check=False, timeout=100, **pipes)
+    os.close(into)
+    assert done.returncode == (141 if stream == "stdout" else 2)
+    assert not (done.stderr if stream == "stdout" else done.stdout)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_on_a_full_disk_is_one_line(tiny, buffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [*CONSOLE, "plan", "--model", str(tiny), "--context", "4000", "--device", "cpu"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=environment, text=True, check=False, timeout=100, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("hf-offload-cache: O") and done.stderr.endswith("No space left on device\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+OWN = """
+from hf_offload_cache import DiskSwapCache
+class Mine(DiskSwapCache):
+    pass
+"""
+
+
+def test_a_cache_of_the_current_folder(asked, tmp_path):
+    """As `python -m` finds modules; the path is as it was afterwards."""
+    (tmp_path / "module_of_this_folder.py").write_text(OWN)
+    before = sys.path[:]
+    code, out, lines = asked("plan", *VERBS["plan"], "--cache", "module_of_this_folder:Mine")
+    assert code == 0, lines
+    assert "this cache" in out and sys.path == before
+    del sys.modules["module_of_this_folder"]
+
+
+def test_without_a_home(monkeypatch, capsys):
+    """The default model is unpacked into memory, and said to be; its tokenizer loads."""
+    import pwd
+
+    from hf_offload_cache.console import default_model
+
+    def nobody(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(default_model, "_load", lambda source, dtype: (source.suffix, dtype))
+    assert default_model.load_default_model(torch.float32) == (".gguf", torch.float32)
+    assert "set XDG_CACHE_HOME or HOME to a folder" in capsys.readouterr().err
+    assert default_model.load_default_tokenizer()("a text")["input_ids"]

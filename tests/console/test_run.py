@@ -95,6 +95,38 @@ def test_threads_that_outlive_the_main_one_are_offloaded(program: Path, tiny: Pa
     assert "1 requests were offloaded\n" in ended.stderr and "full KV" in ended.stderr
 
 
+AT_EXIT = """
+import atexit
+import sys
+import threading
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+def last():
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = refuse  # as from Python 3.12 on
+    found = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=False)
+    print("answer", found[0, 40:].tolist())
+atexit.register(last)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "mapped"])
+def test_requests_in_exit_handlers_are_offloaded(engine: str, program: Path, tiny: Path, tmp_path: Path) -> None:
+    program.write_text(AT_EXIT)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    expected = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=False)[0, 40:].tolist()
+    own = ["run", "--set", "exact=true", "--set", f"engine={engine}", "--path", str(tmp_path), str(program), str(tiny)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "hf_offload_cache.console.main", *own],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert f"answer {expected}" in ended.stdout
+    assert "1 requests were offloaded\n" in ended.stderr and "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(("code", "exits", "said"), [("'a text'", 1, "a text\n"), ("None", 0, ""), ("True", 1, "")])
 def test_what_a_program_exits_with(
     code: str, exits: int, said: str, program: Path, capsys: pytest.CaptureFixture[str]

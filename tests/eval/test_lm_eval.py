@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import lm_eval.utils
 import peft
 import pytest
 import torch
@@ -19,7 +20,7 @@ from walk import tiny_model
 from words import words
 
 from eval.continuations import Asked, Continuations, Needed, runs
-from eval.lm_eval import OffloadLM
+from eval.lm_eval import OffloadLM, main
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import default_model
 from hf_offload_cache.console.named_cache import offloading_class
@@ -306,6 +307,10 @@ def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counte
     assert lm.generate_until(asked, **quiet)[0] == exact.generate_until(asked[:1], **quiet)[0]
     assert "and 3 transformers' own" in caplog.text and lm.get_model_info()["cache_plain_requests"] == 3
     assert lm.get_model_info()["cache_floor_requests"] == 0
+    assert lm.get_model_info()["cache"] == "disk-swap, but dynamic for 3 of 5 requests"
+    short = ours(tmp_path, memory="1/3")
+    short.loglikelihood(scored[:2], **quiet)
+    assert short.get_model_info()["cache"] == "dynamic, though disk-swap was asked for"
     strict = ours(tmp_path, memory="1/3", strict=True)
     for own, requests in ((strict.loglikelihood, scored), (strict.generate_until, asked)):
         with pytest.raises(BudgetError):
@@ -488,3 +493,44 @@ def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
         every.append([found[place] for place in range(4)])
         shapes.clear()
     assert close(*every)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
+    """This project's command, whose lm-eval does just that."""
+    monkeypatch.setattr("eval.lm_eval.cli_evaluate", does)
+    main()
+
+
+def test_the_table_says_which_cache_it_was(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lm_eval.utils.make_table", lambda results, *others: f"table of {results['results']}")
+    before = lm_eval.utils.make_table
+
+    def run() -> None:
+        used = "dynamic, though disk-swap was asked for"
+        print(lm_eval.utils.make_table({"results": "a task", "config": {"cache": used}}))
+        print(lm_eval.utils.make_table({"results": "hf's", "config": {}}, "groups"))
+
+    command(monkeypatch, run)
+    said = ["cache: dynamic, though disk-swap was asked for", "table of a task", "table of hf's"]
+    assert capsys.readouterr().out.splitlines() == said and lm_eval.utils.make_table is before
+
+
+@pytest.mark.parametrize("error", [ConfigError("did you\n mean 'disk-swap'?"), ValueError("Tasks not found: nedle")])
+def test_a_typo_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, fail)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said == f"eval.lm_eval: {type(error).__name__}: {' '.join(str(error).split())}\n"
+
+
+def test_an_error_of_an_evaluation_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile("def evaluate():\n    raise ValueError('a bug')", "evaluator.py", "exec")
+    made: dict[str, Any] = {}
+    exec(code, made)
+    with pytest.raises(ValueError, match="a bug"):
+        command(monkeypatch, made["evaluate"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import time
+
 import numpy as np
 
 PENDING = np.iinfo(np.int32).min
@@ -43,3 +46,15 @@ class Batch:
         self.entries = entries
         self.keep = keep
         self.owner = owner
+
+    def count(self) -> None:
+        """Results have come: how many have not, and whether that is the end."""
+        self.unfinished = (self.results == PENDING).nonzero()[0].size
+        if self.unfinished == 0 and self.finished_at is None:
+            self.finished_at = time.perf_counter()
+
+    def leave_from(self, number: int) -> None:
+        """The reads from that number on have ended with `EAGAIN`, those that have not completed."""
+        left = self.results[max(0, number - self.base) :]
+        left[left == PENDING] = -errno.EAGAIN
+        self.count()

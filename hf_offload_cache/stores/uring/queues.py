@@ -138,16 +138,27 @@ def open_ring(depth: int) -> tuple[Descriptor, Parameters]:
     parameters = Parameters()
     descriptor = setup(depth, parameters)
     if descriptor.fd < 0:
-        number = ctypes.get_errno()
+        error = _refusal("io_uring")
         descriptor.release()
-        reasons = {
-            errno.EPERM: "forbidden here, by a container's seccomp profile or by sysctl kernel.io_uring_disabled",
-            errno.ENOSYS: "this kernel has none",
-            errno.ENOMEM: "no memory for a ring; see `ulimit -l`",
-            errno.EMFILE: "this process has no descriptor left: raise the limit with `ulimit -n`",
-        }
-        raise OSError(number, f"io_uring refused: {reasons.get(number, os.strerror(number))}")
+        raise error
+    if enter(descriptor.fd, 0, 0, 0) < 0:  # a sandbox may allow the one call and not the other
+        error = _refusal("io_uring_enter")
+        descriptor.close()
+        raise error
     return descriptor, parameters
+
+
+def _refusal(call: str) -> OSError:
+    """The error to raise for the system call that has just failed."""
+    number = ctypes.get_errno()
+    reasons = {
+        errno.EPERM: "forbidden here, by a container's seccomp profile or by sysctl kernel.io_uring_disabled",
+        errno.EACCES: "forbidden here, by a sandbox",
+        errno.ENOSYS: "this kernel has none, or a sandbox hides it",
+        errno.ENOMEM: "no memory for a ring; see `ulimit -l`",
+        errno.EMFILE: "this process has no descriptor left: raise the limit with `ulimit -n`",
+    }
+    return OSError(number, f"{call} refused: {reasons.get(number, os.strerror(number))}")
 
 
 def setup(entries: int, parameters: Parameters) -> Descriptor:

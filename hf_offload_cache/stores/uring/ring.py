@@ -9,6 +9,7 @@ import os
 import platform
 import threading
 import time
+import warnings
 import weakref
 
 import numpy as np
@@ -17,8 +18,9 @@ from ...errors import StalledError
 from ...memory.account import MemoryAccount
 from ..deadline import Deadline, has_passed
 from ..process import Process
+from ..record_file import REFUSALS
 from . import queues as io_uring
-from .batch import PENDING, Batch
+from .batch import Batch
 from .orphaned_reads import OrphanedReads, close_when_done
 from .queues import WRAP
 
@@ -37,6 +39,9 @@ class Ring:
     batch has ended. `close` and a garbage collection of the ring wait for the reads in flight as `wait` does; what does
     not end in time is left, with all that is kept for it and the ring's descriptor, to a daemon thread
     ("hf_offload_cache-ring") that waits for the rest; where none can be started it is held until the process ends.
+
+    A process that forbids itself io_uring later on (a sandbox) is warned once. What the kernel has not taken by then,
+    and every read from then on, ends with `EAGAIN` at once, so that the caller reads it in another way.
 
     Any thread may call, one at a time does something. A signal's exception (Ctrl-C) may come out of any method; the
     ring is then as it was and can be used on. In a forked child the methods raise `ForkedProcessError`, but `close` and
@@ -79,6 +84,7 @@ class Ring:
         self._deadline = Deadline(timeout)
         self._process = Process()
         self._depth = min(depth, parameters.sq_entries)
+        self._refused = False  # the kernel is not called any more
         self._put = 0  # entries ever put into the submission queue
         self._open: list[Batch] = []
         self._lock, self._fence_lock = threading.Lock(), threading.Lock()
@@ -118,8 +124,8 @@ class Ring:
                 base = self._open[-1].end
             batch = Batch(base, fd, entries, lengths, keep, owner)
             entries["serial"] = np.arange(base, batch.end)
-            if entries.size == 0:
-                batch.finished_at = time.perf_counter()
+            if entries.size == 0 or self._refused:
+                batch.leave_from(batch.base)
                 return batch
             self._open.append(batch)
             try:
@@ -253,6 +259,11 @@ class Ring:
     def _enter(self, memory: io_uring.Queues, wanted: int, expires: float | None = None) -> None:
         """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
         `expires`."""
+        if self._refused:
+            self._give_up(memory)
+            if wanted:
+                time.sleep(0.001)  # for what the kernel had taken
+            return
         waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP
         done = self._waiter.wait(waiting, wanted, expires) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
         if done >= 0:
@@ -263,8 +274,25 @@ class Ring:
                 in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & WRAP
                 if in_flight == 0 or self._waiter.wait(0, 1, expires) < 0:
                     time.sleep(0.001)
+        elif number in REFUSALS:
+            self._refused = True
+            self._give_up(memory)
+            warnings.warn(
+                f"io_uring_enter is refused from now on ({os.strerror(number)}): records are read one by one, which is "
+                'slower; make the cache with engine="direct" in a process that forbids itself io_uring',
+                stacklevel=2,
+            )
         elif number != errno.EINTR:
             raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
+
+    def _give_up(self, memory: io_uring.Queues) -> None:
+        """Leave to their callers the entries that the kernel has not taken, none of which it takes any more."""
+        taken = self._put - ((memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP)
+        for batch in self._open:
+            batch.leave_from(taken)
+        self._open[:] = [batch for batch in self._open if batch.finished_at is None]
+        memory.sq[memory.sq_tail] = memory.sq[memory.sq_head]
+        self._put = taken
 
     def _reap(self, memory: io_uring.Queues) -> bool:
         """Hand completions to their batches; whether there were any."""
@@ -285,9 +313,7 @@ class Ring:
             positions = serials - np.uint64(batch.base)  # of an earlier batch: wraps to a large number
             mine = positions < batch.results.size
             batch.results[positions[mine]] = results[mine]
-            batch.unfinished = (batch.results == PENDING).nonzero()[0].size
-            if batch.unfinished == 0 and batch.finished_at is None:
-                batch.finished_at = time.perf_counter()
+            batch.count()
         if not self._ordered:
             self._fence()
         memory.cq[memory.cq_head] = tail
