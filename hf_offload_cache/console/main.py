@@ -105,14 +105,15 @@ def _expected() -> tuple[type[Exception], ...]:
 @contextlib.contextmanager
 def _modules_of_this_folder(cache: str | None) -> Iterator[None]:
     """For a cache that is named module:Class, modules of the current folder can be imported, as with `python -m`."""
-    before = sys.path[:]
+    added = []
     if ":" in (cache or ""):
         with contextlib.suppress(FileNotFoundError):  # the folder was removed
-            sys.path.insert(0, os.getcwd())
+            added = [folder for folder in (os.getcwd(),) if folder not in sys.path]
+    sys.path[:0] = added
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = [folder for folder in sys.path if folder not in added]
 
 
 def _set_wait_policy(restart: bool) -> None:
