@@ -209,7 +209,7 @@ class FileStore(FreezableStore):
             else:
                 self._wipe_holes()
                 self._file.sync()
-                if self._link(folder_fd, name):
+                if self._file.size == size and self._link(folder_fd, name):  # else something has written to it
                     return guard
             ranges = self._ranges(np.flatnonzero(guard.written))
             named.copy(self._file, size, ranges, folder_fd, name, self.record_bytes, self._check_piece)

@@ -61,6 +61,20 @@ def test_a_flipped_bit_is_not_saved_again(tmp_path: Path, cls: Any, trusts: bool
         check_refused(cache, tmp_path)
 
 
+@pytest.mark.parametrize("cls", CACHES)
+def test_what_was_put_behind_the_records_is_not_saved(tmp_path: Path, cls: Any) -> None:
+    """A linked file would be too long to be opened."""
+    with opened(saved(tmp_path / "ctx", cls), cls) as cache:
+        for file in (tmp_path / "ctx").glob("*.records"):
+            with open(file, "ab") as more:
+                more.write(bytes(4096))
+        cache.save(tmp_path / "new")
+        expected = answer(cache)
+    assert verify(tmp_path / "new").whole
+    with opened(tmp_path / "new", cls) as cache:
+        assert answer(cache) == expected
+
+
 @pytest.mark.parametrize("fields", [{}, {"verify": False}, {"encryption_key": key}], ids=["", "no verify", "key"])
 @pytest.mark.parametrize("cls", CACHES)
 def test_copies_are_checked(tmp_path: Path, cls: Any, fields: dict[str, Any], no_links: None) -> None:
