@@ -110,7 +110,8 @@ class Answering:
         """Ids (1, T) of the document, and (1, t) of each question behind it."""
         if (kind := _kind(document)) != _TEXT:
             raise DocumentError(f"the document must be a text, got {kind}")
-        several = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else [questions]
+        one = isinstance(questions, str | bytes) or not isinstance(questions, Iterable)
+        several = [questions] if one else list(questions)
         kinds = [_kind(one) for one in several]
         if not kinds or any(kind != _TEXT for kind in kinds):
             got = next((kind for kind in kinds if kind != _TEXT), "an empty list")

@@ -125,7 +125,7 @@ class AnswerDocuments:
                 raise ConfigError(f"there is no column {name!r} among {', '.join(batch.column_names)}: name it")
         if taken := [name for name in COLUMNS if name in batch.column_names]:
             raise ConfigError(f"there is a column {taken[0]!r} already: rename it, the answers have one of that name")
-        asked = zip(*(batch.column(name).to_pylist() for name in self._columns), strict=True)
+        asked = zip(*(_values(batch.column(name)) for name in self._columns), strict=True)
         rows = [self._row(document, questions) for document, questions in asked]
         for name, kind in _types(arrow).items():
             batch = batch.append_column(name, arrow.array([row.get(name) for row in rows], kind))
@@ -228,12 +228,28 @@ def _as_row(found: DocumentAnswers) -> dict[str, Any]:
 def _column(arrow: Any, name: str, values: list[Any]) -> Any:
     try:
         return arrow.array(values)
-    except (arrow.ArrowException, TypeError, ValueError) as error:  # whose message has a value of the column
+    except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:  # whose message has a value
         kinds = sorted({type(one).__name__ for one in values})
         raise ConfigError(
             f"column {name!r} has values of {', '.join(kinds)}, which are no column of pyarrow's "
             f"({type(error).__name__}): give values of one type"
         ) from None
+
+
+def _values(column: Any) -> list[Any]:
+    """Those of a column of pyarrow's; bytes for a text that is none, by an error that would carry all of it."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_value(one) for one in column]
+    return values
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return b""
 
 
 def _types(arrow: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from lanes_in_order import stream_first
 from long_llama import long_model
@@ -158,3 +159,14 @@ def test_columns_that_are_none_tell_nothing(column: list[Any], tmp_path: Path) -
         worker(tmp_path)({"document": column, "questions": [["w5"], ["w6"]]})
     assert "confidential" not in str(caught.value)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("column", ["document", "questions"])
+def test_a_text_that_is_no_utf8_is_its_row_alone(column: str, tmp_path: Path) -> None:
+    """pyarrow checks nothing of what a file calls a text, and its error has all of it."""
+    secret, good = SECRET.encode() + b"\xff", b"w5 w6"
+    offsets = pyarrow.array([0, len(secret), len(secret) + len(good)], pyarrow.int32()).buffers()[1]
+    texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(secret + good))
+    columns = {"document": pyarrow.array(["w5 w6"] * 2), "questions": pyarrow.array(["w5"] * 2), column: texts}
+    errors = worker(tmp_path)(pyarrow.table(columns)).column("error").to_pylist()
+    assert errors[1] is None and errors[0].startswith("DocumentError: ") and errors[0].endswith("got bytes")
