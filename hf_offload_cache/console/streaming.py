@@ -147,7 +147,8 @@ def serve(arguments: argparse.Namespace) -> int:
         why = getattr(error, "strerror", None) or error
         arguments.parser.error(f"--host {arguments.host} --port {arguments.port}: {why}; name others, or --port 0")
     with made as server:
-        print(f"http://{arguments.host}:{server.server_port}/", flush=True)
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        print(f"http://{host}:{server.server_port}/", flush=True)
         server.serve_forever()
     return 0
 

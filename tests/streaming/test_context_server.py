@@ -17,6 +17,7 @@ from long_llama import long_model
 from nothing_left import no_threads_and_descriptors
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache.console import main as console
 from hf_offload_cache.streaming import context_server
 from hf_offload_cache.streaming.context_server import ContextServer
 
@@ -186,3 +187,14 @@ def test_an_address_that_cannot_be_had_is_an_error(folder: Path) -> None:
         ContextServer(folder, ("127.0.0.1", 70000))
     with pytest.raises(NotADirectoryError):
         ContextServer(folder / NAME, ("127.0.0.1", 0))
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_console_prints_a_url_that_works(
+    host: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ContextServer, "serve_forever", lambda self: None)
+    monkeypatch.setattr(ContextServer, "server_bind", lambda self: setattr(self, "server_port", 80))
+    monkeypatch.setattr(ContextServer, "server_activate", lambda self: None)
+    assert console.main(["serve", str(tmp_path), "--host", host]) == 0
+    assert capsys.readouterr().out == f"http://{shown}:80/\n"
