@@ -188,6 +188,8 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
+    if "HttpProcessingError" in {kind.__name__ for kind in type(error).__mro__}:
+        return None  # aiohttp's, of a body that is cut off or no HTTP: its 400 is no server's
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's
         response = response.get("ResponseMetadata", {})

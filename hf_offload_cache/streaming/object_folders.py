@@ -18,7 +18,7 @@ from ..errors import DamagedObjectError
 from ..stores.atomic_file import replace_bytes
 from .answers import Answer, of_error, place_error, received, too_large
 from .hub_commits import HubCommits
-from .places import file_system_of, is_local, is_web, join
+from .places import file_system_of, is_web, join, local_folder
 from .web_client import WebClient
 
 Result = TypeVar("Result")
@@ -53,7 +53,8 @@ def object_folder(url: str, options: dict[str, Any] | None) -> ObjectFolder:
     if is_web(url):
         return WebFolder(url, options)
     system, root = file_system_of(url, options)
-    return LocalFolder(root) if is_local(system) else RemoteFolder(system, root)
+    local = local_folder(system, root)
+    return RemoteFolder(system, root) if local is None else LocalFolder(local)
 
 
 class LocalFolder:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, DamagedObjectError, ObjectError, StoreFullError
 from .answers import TRIES, Answer, pause_after, place_error, reported
-from .object_folders import object_folder
+from .object_folders import LocalFolder, object_folder
 from .stream_manifest import digest
 
 _LONGEST_PAUSE = 30.0
@@ -67,7 +67,7 @@ class Objects:
             pass  # it is replaced
         except ObjectError as error:
             if self._checked:
-                raise _advised(error) from error
+                raise self._advised(error) from error
         self._tried("writing", name, lambda: self._folder.write(name, data))
         self._written[name] = len(data)
         return name
@@ -90,7 +90,7 @@ class Objects:
             except DamagedObjectError:
                 data = b""
             except ObjectError as error:
-                raise _advised(error) from error
+                raise self._advised(error) from error
             if data is None or len(data) != size or digest(data) != name:
                 raise self.not_written(name, "it is missing" if data is None else "its bytes differ")
         self._written.clear()
@@ -102,6 +102,13 @@ class Objects:
 
     def _flush(self, name: str) -> None:
         self._tried("writing", name, self._folder.flush)
+
+    def _advised(self, error: ObjectError) -> ObjectError:
+        """For what cannot be read back. A folder of this machine that cannot be read cannot be written to either."""
+        if error.answer == Answer.LATER or isinstance(self._folder, LocalFolder):
+            return error
+        text = f"{error.strerror}; give check=False to publish without reading"
+        return place_error(Answer(error.answer), text, number=error.errno)
 
     def _tried(self, doing: str, name: str, call: Callable[[], Result]) -> Result:
         for tries in itertools.count(1):
@@ -119,11 +126,3 @@ class Objects:
                     raise failure from error
             time.sleep(pause)
         raise AssertionError("unreachable")
-
-
-def _advised(error: ObjectError) -> ObjectError:
-    """For what cannot be read back."""
-    if error.answer == Answer.LATER:
-        return error
-    text = f"{error.strerror}; give check=False to publish without reading"
-    return place_error(Answer(error.answer), text, number=error.errno)

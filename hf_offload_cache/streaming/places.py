@@ -21,6 +21,8 @@ def join(place: str, name: str) -> str:
     fsspec's ("simplecache::https://...") it goes into the first URL that has a path. All else may have any character in
     a name, "?" and "#" included.
     """
+    if is_web(place):  # "::" is of an address then
+        return _below(place, name)
     links = place.split("::")
     which = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
     links[which] = _below(links[which], name)
@@ -51,5 +53,23 @@ def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
 
 def is_local(system: Any) -> bool:
     """Whether a file system of fsspec is this machine's: a path, "file://" or "local://"."""
-    protocols = (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
-    return "file" in protocols
+    return "file" in _protocols(system)
+
+
+def local_folder(system: Any, root: str) -> str | None:
+    """The folder of this machine that `root` is in a file system of fsspec, also behind "dir::" or a cache; None: it is
+    on no file system of this machine."""
+    while not is_local(system):
+        if _WRAPPERS.isdisjoint(_protocols(system)):
+            return None
+        root = system._join(root) if "dir" in _protocols(system) else root
+        system = system.fs
+    return root
+
+
+_WRAPPERS = frozenset(("dir", "simplecache", "filecache", "blockcache", "cached"))
+"""File systems of fsspec's that write to another one, which is their `fs`."""
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)

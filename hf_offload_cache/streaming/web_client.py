@@ -132,6 +132,7 @@ class WebClient:
         """The session for other origins."""
         if self._bare is None:
             kept = {name: value for name, value in self._options.items() if name in _ANYWHERE}
+            kept["cookie_jar"] = self._aiohttp.DummyCookieJar()  # a jar would give one port's cookies to another
             self._bare = self._opened({**kept, "connector_owner": False} if "connector" in kept else kept)
         return self._bare
 
@@ -142,12 +143,21 @@ class WebClient:
             raise ConfigError(f"options are not of aiohttp's ClientSession: {error}") from error
 
     def _proxy(self, url: Any) -> str | None:
-        """Of the environment; None: there is none for this URL, or the options decide."""
+        """Of the environment, where "host:port" is one of http; None: there is none for this URL, or the options
+        decide. Raises `ConfigError` for a proxy of another kind."""
         if self._options.get("proxy") or self._options.get("trust_env"):
             return None
         if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
             return None
-        return urllib.request.getproxies().get(url.scheme)
+        if not (proxy := urllib.request.getproxies().get(url.scheme, "").strip()):
+            return None
+        kind, mark, _ = proxy.partition("://")
+        if mark and kind.lower() not in ("http", "https"):
+            raise ConfigError(
+                f"{url.scheme}_proxy names a {line_of(kind)} proxy, and only those of http can be used: unset it, or "
+                f"name {url.host} in no_proxy"
+            )
+        return proxy if mark else f"http://{proxy.lstrip('/')}"
 
     def _shown(self, name: str) -> str:
         return without_secrets(join(self._url, name))

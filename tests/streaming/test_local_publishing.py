@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec.asyn
 import pytest
 import torch
 from long_llama import long_model
@@ -25,6 +26,7 @@ NAME, TOKENS = "stream.json", 128
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     long_model()
+    fsspec.asyn.get_loop()  # its thread stays
     with no_threads_and_descriptors():
         yield
 
@@ -62,6 +64,18 @@ def test_what_is_published_is_its_owners(umask: int, kind: str, tmp_path: Path) 
     assert len(modes) == 6 and set(modes.values()) == {0o600}
     assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o755
     is_streamed(kind.format(place), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dir::{}", "dir::file://{}", "simplecache::{}"])
+def test_so_is_what_is_published_by_another_file_system(kind: str, tmp_path: Path) -> None:
+    """fsspec's own way there is neither atomic nor private."""
+    place = kind.format(tmp_path / "published")
+    publish(place, tmp_path)
+    publish(place, tmp_path, overwrite=True)
+    made = [tmp_path / "published", *(tmp_path / "published").rglob("*")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_file()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_dir()} == {0o700}
+    is_streamed(place, tmp_path)
 
 
 def test_nothing_goes_through_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +156,9 @@ def test_a_link_is_no_folder_to_publish_to(dangling: bool, tmp_path: Path) -> No
     if not dangling:
         (tmp_path / "target").mkdir()
     for overwrite in (False, True):
-        with pytest.raises(ObjectError, match="is a link or no folder: give a folder"):
+        with pytest.raises(ObjectError, match="is a link or no folder: give a folder") as caught:
             publish(tmp_path / "link", tmp_path, overwrite=overwrite)
+        assert "check=False" not in str(caught.value)
     assert not dangling or not (tmp_path / "target").exists()
 
 

@@ -96,6 +96,15 @@ def test_names_go_into_the_path(place: str, path: str, query: str, store: WebSto
     assert {one.query for one in store.asked} == {query}
 
 
+def test_an_address_may_have_colons(store: WebStore, tmp_path: Path) -> None:
+    """Of the next version of IP; here of a proxy, since not every machine has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HTTP_PROXY", store.url)
+        publish("http://[2001:db8::1]:8000/ctx", tmp_path)
+        assert streamed("http://[2001:db8::1]:8000/ctx", tmp_path).lost == 0
+    assert f"http://[2001:db8::1]:8000/ctx/{NAME}" in store.files
+
+
 def test_a_password_goes_to_its_server_alone(store: WebStore, tmp_path: Path) -> None:
     url = store.url.replace("http://", "http://me:p%40ss@")
     publish(f"{url}/ctx?sig=SECRET", tmp_path)
@@ -263,6 +272,24 @@ def test_a_store_that_only_takes_is_written_to_without_reading(store: WebStore, 
     assert streamed(f"{store.url}/ctx", tmp_path).lost == 0
 
 
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_body_that_is_cut_off_is_asked_for_again(share: int, published: WebStore, tmp_path: Path) -> None:
+    """A broken connection says nothing of what the store allows."""
+    cut = list[str]()
+
+    def reply(asked: Asked) -> Reply | None:
+        if asked.method != "GET" or asked.path in cut:
+            return None
+        cut.append(asked.path)
+        data = published.files[asked.path]
+        headers = {"Content-Length": str(len(data) + 1), "Connection": "close"}
+        return Reply(200, data[: share * len(data)], headers)
+
+    published.reply = reply
+    report = streamed(f"{published.url}/ctx", tmp_path)
+    assert report.lost == report.unavailable == 0 and cut[0] == f"/ctx/{NAME}"
+
+
 # --- redirects -------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +330,23 @@ def test_secrets_do_not_come_back(published: WebStore, tmp_path: Path) -> None:
         published.reply = reply
         with pytest.raises(ObjectError, match="401"):
             streamed(f"{published.url}/ctx", tmp_path, options=SECRETS)
+
+
+def test_cookies_stay_with_the_server_that_set_them(published: WebStore, tmp_path: Path) -> None:
+    """Of several servers of one host, too, on the way from the first to the last."""
+
+    def to(place: WebStore, cookie: str) -> Callable[[Asked], Reply | None]:
+        url = named(place)
+        return lambda asked: Reply(302, headers={"Location": url + asked.path, "Set-Cookie": f"{cookie}; Path=/"})
+
+    def named(place: WebStore) -> str:
+        return place.url.replace("127.0.0.1", "localhost")
+
+    with web_store() as between, web_store() as first:
+        first.reply, between.reply = to(between, "first=SECRET"), to(published, "between=SECRET")
+        assert streamed(f"{named(first)}/ctx", tmp_path).lost == 0
+        assert between.asked and published.asked
+        assert not any("cookie" in one.headers for one in [*between.asked, *published.asked])
 
 
 def test_a_redirect_within_an_origin_keeps_them(published: WebStore, tmp_path: Path) -> None:
@@ -399,3 +443,16 @@ def test_proxies_come_from_the_environment(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     publish(f"{store.url}/direct", tmp_path)
     assert f"/direct/{NAME}" in store.files
+
+
+@pytest.mark.parametrize("kind", ["", "//"])
+def test_a_proxy_may_be_a_host_and_a_port(
+    kind: str, store: WebStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As curl takes it. One that is none of http's is named."""
+    monkeypatch.setenv("HTTP_PROXY", store.url.replace("http://", kind))
+    publish("http://contexts.invalid/ctx", tmp_path)
+    assert streamed("http://contexts.invalid/ctx", tmp_path).lost == 0
+    monkeypatch.setenv("HTTP_PROXY", store.url.replace("http://", "socks5://"))
+    with pytest.raises(ConfigError, match=r"names a socks5 proxy.*name contexts\.invalid in no_proxy"):
+        streamed("http://contexts.invalid/ctx", tmp_path)
