@@ -144,7 +144,8 @@ def seconds_of(value: str | None) -> float | None:
 def received(data: bytes, place: str, most: int) -> bytes:
     """`data`, as the bytes of an object. Raises `ObjectError` for a page of HTML, which a login or a portal on the way
     sends with the status of success, and `DamagedObjectError` for more than `most` bytes."""
-    if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGE):
+    start = data[:512].decode("utf-16", "ignore").encode() if data.startswith(_UTF16) else data[:256]
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGE):
         raise place_error(Answer.BROKEN, f"{place}: received an HTML page, of a login or a portal on the way")
     if len(data) > most:
         raise too_large(place, most)
@@ -155,6 +156,7 @@ def too_large(place: str, most: int) -> ObjectError:
     return place_error(Answer.BROKEN, f"{place}: more than {most:,} bytes", kind=DamagedObjectError)
 
 
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _PAGE = (b"<!doctype", b"<html", b"<head", b"<body", b"<title", b"<script", b"<meta", b"<?xml", b"<!--")
 _URL = re.compile(
     r"([a-z][a-z0-9+.-]*://)(?:[^\s/@'\"]*@)?([^\s?#'\"<>]*)(?:[?#](?:[^\s'\"<>]*[^\s'\"<>:,;])?)?", re.IGNORECASE

@@ -211,7 +211,8 @@ def test_objects_that_are_refused_are_not_missing(
 
 
 @pytest.mark.parametrize(("body", "error", "said"), [
-    (PAGE, ObjectError, "HTML page"), (b"please log in", ContextError, "no manifest"),
+    (PAGE, ObjectError, "HTML page"), (PAGE.decode().encode("utf-16"), ObjectError, "HTML page"),
+    (b"please log in", ContextError, "no manifest"),
     (b'{"error": "denied"}', ContextError, "no manifest"),
 ])  # fmt: skip
 def test_a_page_is_no_manifest(
