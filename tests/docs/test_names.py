@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 
 OF_OTHERS = {
     "NAME.py", "RAY_AUTH_TOKEN", "__del__", "from_pretrained", "kernel.io_uring_disabled", "load_in_4bit",
-    "repartition", "set_attn_implementation",
+    "repartition", "rope_deltas", "set_attn_implementation",
 }  # fmt: skip
 """Names, as they stand on the pages, of transformers, Ray, Python and Linux, and what a reader fills in."""
 
