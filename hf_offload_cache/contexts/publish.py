@@ -75,5 +75,6 @@ def publish(
                 saver.clean_up()
                 raise
             for left in saver.left:
-                what = f"this could not be removed, the next save there tries again: {left}"
-                warn(f"saving to {str(target)!r}: {what}")
+                warn(
+                    f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
+                )
