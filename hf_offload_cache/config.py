@@ -19,7 +19,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
-    """Bytes of "300MiB", "2GB" or a plain number, also as errors write them: "4,775,404", "4.6 MiB". Raises
+    """Bytes of "300MiB", "2GB" or a plain number, also as errors print them: "4,775,404", "4.6 MiB". Raises
     `ConfigError`, which calls the argument `name`."""
     match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
@@ -35,8 +35,8 @@ _MOST_NESTED = 32
 
 
 def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The values of JSON in UTF-8 that somebody else may have written. Raises `ValueError`, also for more than
-    `most_bytes`, and for what is nested so deeply that whoever walks through it would fail."""
+    """Values of UTF-8 JSON from an untrusted source. Raises `ValueError`, also for more than `most_bytes`, and for
+    nesting so deep that walking through it would fail."""
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
     if data.count(b"[") + data.count(b"{") > most_bytes // 32:  # each takes twenty times its bytes, and time
@@ -55,7 +55,7 @@ def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """`parse_json` of a file, of which no more than may be is read. Raises `OSError`, `ValueError`."""
+    """Apply `parse_json` to a file, reading no more than the allowed bytes. Raises `OSError`, `ValueError`."""
     with open(path, "rb") as file:
         return parse_json(file.read(MOST_JSON_BYTES + 1))
 
@@ -193,7 +193,7 @@ class OffloadConfig:
         return self
 
     def for_layers(self, layers: int) -> Self:
-        """With counts for what is a share of the `layers` that are offloaded; before `of_layer`."""
+        """Resolve shares of the offloaded `layers` into counts; call before `of_layer`."""
         return self
 
     def of_layer(self, index: int) -> Self:

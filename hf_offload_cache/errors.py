@@ -19,8 +19,8 @@ class BudgetError(ValueError):
 
 
 class UnsupportedModelError(ValueError):
-    """The model has no place for this cache (an encoder-decoder, or one whose layers refuse a sparse mode), or keeps
-    something on itself from step to step that the cache cannot follow."""
+    """The model has no place for this cache (an encoder-decoder, or one whose layers do not support a sparse mode), or
+    stores state on itself from step to step that the cache cannot follow."""
 
 
 class PromptError(ValueError):
@@ -28,7 +28,7 @@ class PromptError(ValueError):
 
 
 class ReadOnlyError(ValueError):
-    """Keys, values or layers of a cache were assigned or written to; they are as they were."""
+    """Code assigned or wrote to a cache's keys, values or layers; they are unchanged."""
 
 
 class ContextError(ValueError):
@@ -36,8 +36,8 @@ class ContextError(ValueError):
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value that was read from outside, as an error shows it: at most so many characters, and none that acts on a
-    terminal; of a tensor its shape and type."""
+    """An outside value as an error shows it: at most the given number of characters, and none that controls a terminal;
+    for a tensor its shape and type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
     text = value[: most + 1] if isinstance(value, str) else f"{value!r:.{most + 1}}"
@@ -71,7 +71,7 @@ class SeamLostError(RuntimeError):
 
 
 class CacheUnusedError(RuntimeError):
-    """A model was given this cache and ran without it; raised in the same forward, before any token, or by
+    """A model was given this cache and ran without it. Raised in the same forward, before any token, or by
     `offload(strict=True)` when the request has ended."""
 
 
@@ -101,8 +101,8 @@ class StoreFullError(StoreError):
 class ObjectError(StoreError):
     """An object or the manifest of a published context could not be read or written: `answer` is the store's answer.
 
-    "absent": there is none. "refused": the store does not allow it, and asking again does not help. "later": the store
-    or the link fails at the moment, and asking again may help. "broken": something else was received.
+    "absent": it does not exist. "refused": the store does not allow the request; a retry does not help. "later": the
+    store or the link fails at the moment; a retry may help. "broken": something else was received.
     """
 
     answer: str = "broken"
@@ -111,7 +111,7 @@ class ObjectError(StoreError):
 
 
 class DamagedObjectError(ObjectError, CorruptRecordError):
-    """An object of a published context is there, and is not what was published: publish the context again."""
+    """An object of a published context exists, but is not the one that was published: publish the context again."""
 
 
 OURS = tuple(value for value in list(vars().values()) if isinstance(value, type) and issubclass(value, Exception))

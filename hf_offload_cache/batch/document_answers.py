@@ -22,7 +22,7 @@ from .shared_contexts import Found, SharedContexts
 
 
 class DocumentError(ValueError):
-    """A document has no text, or nothing is asked about it. The message has nothing of either."""
+    """A document has no text, or no question is asked about it. The message quotes neither."""
 
 
 _TEXT = "a text"
@@ -60,12 +60,12 @@ class DocumentAnswers:
 
 
 class Answering:
-    """For the thread that runs the model. Holds nothing between two documents.
+    """Answers documents in the thread that runs the model. Keeps nothing between two documents.
 
     Args:
-        contexts: where contexts are shared; None: they are not.
-        max_new_tokens: of an answer, which is greedy.
-        prefill_chunk: tokens a call of the model; None: 1,024, or all where its keys depend on the length of a call.
+        contexts: where contexts are shared; None: they are not shared.
+        max_new_tokens: limit per answer, which is greedy.
+        prefill_chunk: tokens per model call; None: 1,024, or all tokens if the model's keys depend on a call's length.
     """
 
     def __init__(

@@ -35,48 +35,49 @@ _INSTALL = "pip install 'hf-offload-cache[ray]'"
 
 
 class AnswerDocuments:
-    """A class for `Dataset.map_batches`: each row is a document with one question or several, and gets its answers.
+    """A class for `Dataset.map_batches`: each row is a document with one or more questions, and gets its answers.
 
-    A worker loads the model once. Each document is prefilled once, into a cache of its own, and each question is
-    answered greedily by a fork of that. With `contexts` that is left for others, under a name which is a digest of
-    model, fields and tokens: who gets another question about the document, in this job or a later one, opens it or has
-    it streamed, and prefills nothing.
+    A worker loads the model once. It prefills each document once, into the document's own cache, and answers each
+    question greedily with a fork of that cache. With `contexts` the prefilled document is stored for other jobs, under
+    a name which is a digest of model, fields and tokens. A later question about the same document, in this job or
+    another, opens or streams it without a prefill.
 
     Args:
-        model: a hub name or a folder; None: the default model from its package; or a function that returns model and
-            tokenizer, which a worker calls. A model that is loaded is refused: it would be copied to every worker.
-        cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), or "module:Class".
-        memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
-            document, its longest question and the answer ("1/13"); None: what `fields` come to. Of several
-            questions all but the last are answered by forks, beside the cache that has the document: up to twice as
-            much together.
-        floor: what a document may hold all the same whose share is less than any cache needs, bytes or a size, as of
-            `offload`.
-        strict: such a document has an error.
-        document: the column that has a text.
-        questions: the column that has what is asked of it, a text or a list of them.
-        contexts: where contexts are shared: a folder, or any URL of fsspec's. Contexts are saved in a folder ("file:"
-            or a path, which may be mounted), and published elsewhere. Whoever may write there decides what is answered,
-            unless they are encrypted (field `encryption_key`). Nothing there is ever removed.
-        options: of the file system of `contexts`.
-        level: what is kept of keys and values that are streamed, as of `publish_context`.
-        max_new_tokens: of an answer.
-        prefill_chunk: tokens of a call of the model; None: 1,024, or all where its keys depend on the length of a call.
-        path: folder on a worker's disk for what its caches write; None: its temporary folder.
-        errors: "row": what is wrong with a document alone (no text, too long for the model or its budget, no room for
-            it on the disk or a GPU, a disk that fails while it is answered) is in its row; "raise": it ends the job.
-        dtype: of the model; "auto": as it is stored.
-        device: of the model; None: CUDA where there is one.
-        fields: of the cache's configuration.
+        model: a Hub name or a folder; None: the default model from its package; or a function that returns model and
+            tokenizer, which a worker calls. A loaded model raises `ConfigError`, because it would be copied to every
+            worker.
+        cache: a registered name ("disk-swap", "abstract-tree", "cluster", "spec"), or "module:Class".
+        memory: the memory budget of a cache: bytes, "300MiB", or a share of what `DynamicCache` would take for the
+            document, its longest question and the answer ("1/13"); None: as much as `fields` need. If a document has
+            several questions, all but the last are answered by forks next to the document's cache: together up to twice
+            the budget.
+        floor: the budget of a document whose share is too small for any cache: bytes or a size, as in `offload`.
+        strict: such a document gets an error instead.
+        document: the column with the text.
+        questions: the column with the questions, a text or a list of texts.
+        contexts: where contexts are shared: a folder, or any fsspec URL. Contexts are saved in a folder ("file:" or a
+            path, which may be mounted), and published elsewhere. Anyone who can write there decides the answers, unless
+            the contexts are encrypted (field `encryption_key`). Nothing there is ever removed.
+        options: options of the file system of `contexts`.
+        level: how much of streamed keys and values is kept, as in `publish_context`.
+        max_new_tokens: limit per answer.
+        prefill_chunk: tokens per model call; None: 1,024, or all tokens if the model's keys depend on a call's length.
+        path: folder on a worker's disk for its caches' files; None: its temporary folder.
+        errors: "row": an error that concerns only one document (no text, too long for the model or its budget, no room
+            for it on the disk or a GPU, a disk that fails while it is answered) goes into its row; "raise": it ends the
+            job.
+        dtype: the model's type; "auto": as it is stored.
+        device: the model's device; None: CUDA if available.
+        fields: fields of the cache's configuration.
 
-    Called with a table of pyarrow's, or columns by name, it returns a table with these columns beside its own:
+    Call it with a pyarrow table, or with columns by name. It returns a table with these columns in addition to its own:
     `answers` (a list), `context` ("prefilled", "opened", "streamed"), `context_note` (why a shared context was not
     used, or this one not shared), `document_tokens`, `new_tokens`, `seconds`, `peak_memory_bytes`, `full_kv_bytes`,
-    `disk_bytes`, `error`. Of a row with an error all others are null. A row that is computed a second time, since its
-    worker died, has the same answers, unless a context was shared meanwhile that was fitted to another question.
+    `disk_bytes`, `error`. In a row with an error all others are null. A row that is computed again because its worker
+    died has the same answers, unless meanwhile a context was shared that was fitted to another question.
 
-    Raises `ConfigError`, `ImportError` where pyarrow is missing, as loading the model does, and as making a cache:
-    `StoreError` for a `path` that cannot be written to.
+    Raises `ConfigError`; `ImportError` if pyarrow is missing; the errors of loading the model and of making a cache,
+    such as `StoreError` for a `path` that cannot be written to.
     """
 
     def __init__(

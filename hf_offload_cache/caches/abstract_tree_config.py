@@ -155,7 +155,7 @@ class AbstractTreeConfig(SelectedShareConfig):
 
     @property
     def residents(self) -> float:
-        """How many first layers are resident; as `dense_layers`, a share until `for_layers` has counted them."""
+        """Number of first layers that are resident; like `dense_layers`, a share until `for_layers` has resolved it."""
         return self.dense_layers if self.resident_layers is None else self.resident_layers
 
     @property

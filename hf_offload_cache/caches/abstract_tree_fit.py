@@ -44,7 +44,7 @@ def _of_size(search: Search[AbstractTreeConfig], size: int) -> Search[AbstractTr
 
 
 def whole_chunks(search: Search[AbstractTreeConfig]) -> Search[AbstractTreeConfig]:
-    """`search` with blocks that hold the largest chunk, whichever layers a model has."""
+    """Run `search` with blocks that hold the largest chunk, whichever layers a model has."""
     return _of_size(search, search.config({}).group_size or _CHUNK_SIZES[0])
 
 

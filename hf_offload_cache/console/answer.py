@@ -83,15 +83,16 @@ def generate_answer(
     pause: tuple[int, Callable[[], object]] | None = None,
     started: float | None = None,
 ) -> Answer:
-    """The greedy answer to the prompt (1, T), of which the cache may hold the first tokens; afterwards it holds the
+    """The greedy answer to the prompt (1, T). The cache may hold the prompt's first tokens; afterwards it holds the
     prompt and the answer.
 
     All of the prompt but its last tokens is prefilled in pieces of `prefill_chunk` tokens (None: 1,024), and `generate`
-    goes on from there. Where the model's keys depend on the length of a forward, and None is given, `generate` prefills
-    the whole prompt: `prefill_seconds` is nearly 0 then, and `first_token_seconds` has the prefill. `on_text` gets the
-    answer in pieces, in this thread, as whole words are there. `pause`: a number of tokens and what to call when the
-    cache holds just these; the time that takes does not count. `started`: of `time.perf_counter`, when the work for
-    this prompt began (None: now). Raises `PromptTooLongError` and `ConfigError` before anything runs.
+    continues from there. If the model's keys depend on a forward's length and `prefill_chunk` is None, `generate`
+    prefills the complete prompt. Then `prefill_seconds` is nearly 0 and `first_token_seconds` includes the prefill.
+    `on_text` gets the answer in this thread, in pieces, as complete words are ready. `pause`: a number of tokens, and a
+    function to call when the cache holds exactly that many; its time does not count. `started`: the `time.perf_counter`
+    value when the work for this prompt began (None: now). Raises `PromptTooLongError` and `ConfigError` before anything
+    runs.
     """
     import torch
 

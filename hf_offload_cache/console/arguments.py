@@ -71,11 +71,11 @@ def port(text: str) -> int:
 
 
 def in_options(text: str, arguments: argparse.Namespace) -> str:
-    """A message of the library with the options of the verb that was called instead of the arguments they stand for.
+    """A library message in which the called verb's options replace the arguments they stand for.
 
-    An option stands for the argument of its name. Others are in the verb's default `argument_names`: argument ->
-    option, another wording for what is no single option, or "" for what the verb does not have. Fields of a cache are
-    given with `--set`; those that the user did not give are not listed.
+    An option stands for the argument of its name. The verb's default `argument_names` maps other arguments to an
+    option, to another wording if there is no single option, or to "" if the verb does not have them. Cache fields are
+    given with `--set`; fields that the user did not set are not listed.
     """
     parser, given = arguments.parser, dict(getattr(arguments, "fields", ()))
     options = {one.dest: one.option_strings[-1] for one in parser._actions if one.option_strings}
@@ -137,7 +137,7 @@ def _set(field: str, found: re.Match[str]) -> str:
 
 
 def field_names() -> set[str]:
-    """Of every cache that is registered."""
+    """Field names of every registered cache."""
     return {field.name for name in CACHES for field in dataclasses.fields(cache_class(name).config_class)}
 
 

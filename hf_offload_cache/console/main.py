@@ -1,7 +1,7 @@
 """The console: `hf-offload-cache VERB`. The answer goes to stdout; progress, tables and errors go to stderr.
 
-Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 130 interrupted; 141 nobody reads the output any more.
-Expected errors are one line.
+Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 130 interrupted; 141 the output's reader has ended.
+Expected errors are printed on one line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _INTERRUPTED, _NOBODY_READS = 130, 141  # as a shell says of a process that SIGI
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit code; without any, prints the help. `argv` None: the process's own arguments.
+    """Run one verb and return the exit code; without a verb, print the help. `argv` None: the process's own arguments.
 
-    Errors of a program that `run` runs pass through, but those of this library.
+    Errors of a program started by `run` pass through, except for this library's errors.
     """
     arguments = None
     for name in ("stdout", "stderr"):

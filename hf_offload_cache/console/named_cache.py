@@ -60,7 +60,7 @@ def check_fields(
 
 
 def check_folder(path: str | Path | None) -> None:
-    """Raises `ConfigError` unless `path` is None or a folder."""
+    """Raise `ConfigError` unless `path` is None or a folder."""
     if path is not None and not Path(path).is_dir():
         raise ConfigError(f"path must be a folder that exists, got {str(path)!r}")
 

@@ -37,10 +37,11 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """What the program exits with. Raises the library's errors for a wrong request, before it begins.
+    """Run the program and return its exit code. Raises the library's errors for a wrong request, before the program
+    begins.
 
-    In a process of the console's own the program's threads and `atexit` handlers are offloaded too: the closing lines
-    come behind them, as the process exits.
+    In the console's own process the program's threads and `atexit` handlers are offloaded too: the closing lines are
+    printed after them, as the process exits.
     """
     from ..interop.offload import FLOOR, offload_all
     from . import named_cache

@@ -1,4 +1,4 @@
-"""What is written to a terminal or a pipe: tables, names and texts that were read from a disk, errors of one line."""
+"""Output to a terminal or a pipe: tables, names and texts read from a disk, one-line errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PIPED_WIDTH = 160
 
 
 class NobodyReads(BrokenPipeError):
-    """stdout or stderr is a pipe whose reader has gone."""
+    """stdout or stderr is a pipe whose reader has ended."""
 
 
 class OutputError(OSError):
-    """What is printed cannot be written where it goes: a full disk, say."""
+    """Output cannot be written to its destination, for example because the disk is full."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -53,7 +53,7 @@ def cell(value: Any) -> Text:
 
 
 def new_console(**options: Any) -> Console:
-    """rich's, but a pipe that nobody reads any more is an error as everywhere else, and no end of the process."""
+    """A rich console in which a pipe without a reader raises an error, as elsewhere, and does not end the process."""
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -71,7 +71,7 @@ def stdout_console() -> Console:
 
 
 def complain(error: BaseException, arguments: argparse.Namespace | None = None) -> None:
-    """Print an error to stderr, in one line, with the options of the verb that `arguments` are of."""
+    """Print an error to stderr on one line, with the options of the verb that `arguments` belong to."""
     said = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and not error.filename:
         said = " ".join(str(error.strerror).split())  # without the number
@@ -81,7 +81,7 @@ def complain(error: BaseException, arguments: argparse.Namespace | None = None) 
 
 
 def say(line: str) -> None:
-    """Print a line to stderr, where somebody reads that."""
+    """Print a line to stderr if somebody reads it."""
     try:
         print(printable(line, keep="\n"), file=sys.stderr)
     except OSError:
@@ -89,8 +89,8 @@ def say(line: str) -> None:
 
 
 def flush() -> None:
-    """All that was printed is where it goes. Raises `NobodyReads`, or `OutputError` for a disk that takes no more; the
-    rest of the output is dropped then."""
+    """Deliver all that was printed. Raises `NobodyReads`, or `OutputError` for a full disk; the remaining output is
+    then dropped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -104,7 +104,7 @@ def flush() -> None:
 
 
 def nobody_reads() -> bool:
-    """Whether stdout or stderr is a pipe whose reader has gone; the rest of the output is dropped then."""
+    """Whether stdout or stderr is a pipe whose reader has ended; if so, the remaining output is dropped."""
     gone = []
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -23,13 +23,14 @@ class DamagedError(ValueError):
 
 
 class NoHomeError(OSError):
-    """There is no folder that a user's files belong in."""
+    """The system has no folder for a user's files."""
 
 
 def models_folder() -> Path:
-    """`$XDG_CACHE_HOME/hf_offload_cache/models`; without that variable, or where that is relative, in ~/.cache.
+    """`$XDG_CACHE_HOME/hf_offload_cache/models`; if that variable is unset or relative, the folder is in ~/.cache.
 
-    Raises `NoHomeError` where the system has no home of this user either."""
+    Raises `NoHomeError` if the system does not know this user's home either.
+    """
     stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not stated.is_absolute():
         try:

@@ -31,8 +31,8 @@ def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
 
 
 class LayersOf:
-    """What the layers of a model hold: what its configuration says of their keys and values, and where that is not
-    enough, what one token leaves in a twin without data."""
+    """The contents of a model's layers: keys and values as its configuration says, and otherwise the state that one
+    token leaves in a twin without data."""
 
     def __init__(self, model: Any) -> None:
         self._model, stated = model, stated_shape(model.config.get_text_config(decoder=True))
@@ -43,7 +43,7 @@ class LayersOf:
         return seen_layers(self._model)
 
     def have_sizes(self, sizes: tuple[int, int, int, int]) -> bool:
-        """Some layer has keys and values of (Hk, Dk, Hv, Dv); also where nobody can tell."""
+        """Whether some layer has keys and values of (Hk, Dk, Hv, Dv); also true if that is unknown."""
         if sizes == self._stated or self._seen is None:
             return True
         both = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in self._seen]
@@ -54,8 +54,8 @@ class LayersOf:
         ]
 
     def check_kept(self, tree: Any, layer_idx: int, rows: int, name: str) -> None:
-        """Raises `ContextError` unless keys and values, and linear states, of a layer of transformers' own are such as
-        the model makes, of `rows` sequences."""
+        """Raise `ContextError` unless a transformers layer's keys, values and linear states are as the model makes them
+        for `rows` sequences."""
         keys, values = tree.get("keys"), tree.get("values")
         if isinstance(keys, torch.Tensor) or isinstance(values, torch.Tensor):
             fit = isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
@@ -93,10 +93,10 @@ def _sizes_of(shape: LayerShape) -> tuple[int, int, int, int]:
 
 
 def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers: LayersOf, name: str) -> None:
-    """Raises `ContextError` unless a captured layer holds keys and values as the model makes them, as many as the
-    manifest says, in records of the size that it says: before any of these is opened, or memory is taken for it.
+    """Raise `ContextError` unless a captured layer holds keys and values as the model makes them, in the number and
+    record size that the manifest states. The check comes before any of them is opened and before memory is allocated.
 
-    A layer that holds nothing, or that captures something else as "history", is left to whoever restores it.
+    A layer that holds nothing, or that captures something else as "history", is left to the code that restores it.
     """
     history = tree.get("history")
     if not isinstance(history, dict) or not isinstance(history.get("form"), dict):

@@ -47,9 +47,9 @@ def opened_config(
     path: str | Path | None,
     fields: dict[str, Any],
 ) -> tuple[OffloadConfig, list[str]]:
-    """The configuration saved, with the user's fields on top; and what is to be said of it where it was made for
-    `memory`. Raises `ConfigError`, `BudgetError`, and `ContextError` for a saved one that names what is the user's
-    alone."""
+    """The saved configuration with the user's fields on top, and the messages about it if it was made for `memory`.
+    Raises `ConfigError`, `BudgetError`, and `ContextError` for a saved configuration that sets a field which only the
+    user may set."""
     config_class = cls.config_class
     saved = _checked(config_class, manifest)
     _check_fixed(config_class, saved, fields)

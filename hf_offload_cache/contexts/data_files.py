@@ -42,10 +42,10 @@ def survey(file_system: FileSystem, folder_fd: int) -> tuple[dict[str, os.stat_r
 
 
 def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTEM) -> Descriptor:
-    """A file of the context that `folder_fd` is open on, for reading; the caller closes it. Never blocks.
+    """Open a file for reading in the context that `folder_fd` is open on; the caller closes it. Never blocks.
 
-    Raises `ContextError` when a context has no files of such a name, or when it is no regular file (a link, a pipe...);
-    `FileNotFoundError` when it is missing; `StoreError` when it cannot be opened.
+    Raises `ContextError` if a context has no files with such a name, or if it is not a regular file (a link, a
+    pipe...); `FileNotFoundError` if it is missing; `StoreError` if it cannot be opened.
     """
     _check_name(name)
     not_regular = f"{name!r} in a context must be a regular file, and is not: someone else put it there; remove it"
@@ -72,11 +72,11 @@ def open_file(folder_fd: int, name: str, *, file_system: FileSystem = FILE_SYSTE
 
 
 def read_small(folder_fd: int, name: str, most_bytes: int, *, file_system: FileSystem = FILE_SYSTEM) -> bytes:
-    """The whole of a file of the context that `folder_fd` is open on.
+    """The content of a file in the context that `folder_fd` is open on.
 
-    Raises what `open_file` does; `ContextError` when it has more than `most_bytes`, or is a large one that is mostly
-    holes, before anything is allocated;
-    `StoreError` when it cannot be read to the end that it had when it was opened.
+    Raises the errors of `open_file`; `ContextError`, before anything is allocated, if the file has more than
+    `most_bytes`, or is large and mostly holes; `StoreError` if it cannot be read to the end that it had when it was
+    opened.
     """
     with open_file(folder_fd, name, file_system=file_system) as fd, reported(f"reading {name!r} of a context"):
         there = file_system.fstat(fd)

@@ -27,17 +27,18 @@ _EXCHANGE = 2
 
 
 class FileSystem:
-    """Names are relative to the open directory `folder_fd`; links are not followed. Every method raises `OSError`.
+    """File operations by names relative to the open directory `folder_fd`; links are not followed. Every method raises
+    `OSError`.
 
-    It holds no state. Directories and descriptors are named by number; whoever calls `open` closes what it gives, and
-    what was written to by `close`, since that may fail.
+    The class holds no state. Directories and descriptors are numbers. The caller of `open` closes the descriptor, with
+    `close` if it was written to, because that may fail.
     """
 
     def mkdir(self, name: str, folder_fd: int) -> None:
         os.mkdir(name, 0o700, dir_fd=folder_fd)
 
     def open(self, name: str, flags: int, folder_fd: int | None = None) -> Descriptor:
-        """A file made by this is 0600. `folder_fd` None: `name` is a path from the current folder."""
+        """Open a file; a created file has mode 0600. `folder_fd` None: `name` is a path from the current folder."""
         return open_descriptor(name, flags, folder_fd=folder_fd)
 
     def chmod_folder(self, name: str, folder_fd: int) -> None:
@@ -69,7 +70,7 @@ class FileSystem:
         os.fsync(fd)
 
     def close(self, descriptor: Descriptor) -> None:
-        """Close one that was written to. It is gone also when this fails."""
+        """Close a descriptor that was written to. It is closed even if this fails."""
         descriptor.close()
 
     def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:

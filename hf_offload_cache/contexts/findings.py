@@ -10,17 +10,17 @@ Kind = Literal["damaged", "missing", "marked", "foreign", "exposed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with a context.
+    """A fault of a context.
 
     Attributes:
-        kind: "damaged": not what was written. "missing": no longer there. "marked": a read through a library found
+        kind: "damaged": not as it was written. "missing": no longer present. "marked": a read through a library found
             damage, which may be undone since. "foreign": of no context, or not of this one. "exposed": others may read
             it.
         file: its name in the context; "." the directory itself.
-        part: what it belongs to: "manifest", "cache", "layer 3"; empty for what belongs to nothing.
-        records: numbers of the layer's records that are damaged, as errors of reads name them; all that are,
-            or the first million of a file that cannot be checked at all.
-        problem: what is wrong, in words.
+        part: the part it belongs to: "manifest", "cache", "layer 3"; empty if it belongs to none.
+        records: numbers of the layer's damaged records, as read errors name them; all of them, or the first million of
+            a file that cannot be checked at all.
+        problem: description of the fault.
     """
 
     kind: Kind
@@ -45,5 +45,6 @@ class VerifyResult:
 
     @property
     def whole(self) -> bool:
-        """Everything that was written is there and unchanged; it may still be marked, exposed, or have company."""
+        """Whether everything that was written is present and unchanged; the context may still be marked, exposed, or
+        contain foreign files."""
         return not any(finding.kind in ("damaged", "missing") for finding in self.findings)

@@ -32,9 +32,10 @@ Result = TypeVar("Result")
 
 
 def open_folder(path: str | os.PathLike[str], *, file_system: FileSystem = FILE_SYSTEM) -> Descriptor:
-    """The context at `path`, open; the caller closes it. It stays on this context if that is replaced.
+    """Open the context at `path`; the caller closes it. It stays on this context if the path is replaced.
 
-    Raises `ContextError` when there is none: nothing, a file, a link, or a directory without a manifest; `StoreError`.
+    Raises `ContextError` if there is no context: nothing, a file, a link, or a directory without a manifest;
+    `StoreError`.
     """
     place = str(Path(path))  # without a slash at the end, which would lead through a link
     with reported(f"opening the context {place!r}"):

@@ -1,5 +1,5 @@
-"""What transformers' own cache layers hold (sliding windows, linear states, an indexer's keys, whatever a model's own
-layers add): taken out, checked and put back, and its rows chosen."""
+"""Capture, check, restore and row selection for the state of transformers' own cache layers: sliding windows, linear
+states, an indexer's keys, and whatever a model's own layers add."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def capture_kept(layer: Any, names: Iterable[str] | None = None) -> dict[str, An
 
 
 def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, argument: Any) -> dict[str, Any]:
-    """The attributes that `layer`, which holds `batch` sequences, has when sequence i is what sequence `rows[i]` is
-    now; `layer` stays as it is.
+    """Attributes of `layer`, which holds `batch` sequences, after sequence i becomes the current sequence `rows[i]`;
+    `layer` itself is unchanged.
 
-    Its own method `change` is called with `argument`, if it has one. What that leaves as it was is selected here: some
-    layers' methods leave out what the layer keeps besides keys and values. Raises `UnsupportedModelError` for a tensor
-    of which nobody knows where its sequences are.
+    Calls its own method `change` with `argument`, if it has one. Attributes that the method leaves unchanged are
+    selected here, because some layers' methods skip state other than keys and values. Raises `UnsupportedModelError`
+    for a tensor whose sequence dimension is unknown.
     """
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
@@ -62,7 +62,8 @@ def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
 
 
 def crops_all(layer: Any) -> bool:
-    """Whether `crop` of a layer takes back all that it holds: the class that made what it holds last has a `crop`."""
+    """Whether a layer's `crop` takes back all of its state: the class that last defined the state has its own
+    `crop`."""
     classes = type(layer).__mro__
     made, cropped = (
         next((place for place, one in enumerate(classes) if name in vars(one)), len(classes))
@@ -80,17 +81,17 @@ def restore_kept(
     *,
     known: bool = False,
 ) -> None:
-    """Make `layer`, a new one of the same kind, hold what `tree` was captured of. Tensors are copied.
+    """Make `layer`, a new layer of the same kind, hold the state captured in `tree`. Tensors are copied.
 
     Args:
-        place: what errors call it.
+        place: name for errors.
         names: as for `capture_kept`.
-        rows: sequences that every tensor has; None: that is not known.
+        rows: number of sequences that every tensor has; None: unknown.
         known: `tree` was captured in this process, and is not checked.
 
-    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Others
-    may be there, tensors and types that come with the first token, but none with a name that the layer's class has:
-    a context replaces no method.
+    Raises `ContextError` with nothing changed unless `tree` has the entries of a new layer, each of its kind. Further
+    entries are allowed, such as tensors and types that are added with the first token. Their names must not be names of
+    the layer's class, so a context cannot replace a method.
     """
     if not known:
         like = capture_kept(layer, names)

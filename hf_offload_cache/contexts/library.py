@@ -34,8 +34,8 @@ from .sizes import bytes_of
 
 @dataclass(frozen=True)
 class Match:
-    """A context that begins as a prompt does: `matched` of the `tokens` that it holds, a sequence, padding included.
-    `digest` tells it from any other, as `save` of a cache returns it."""
+    """A context that shares its beginning with a prompt: `matched` of its `tokens` per sequence, padding included.
+    `digest` identifies it, as `save` of a cache returns it."""
 
     path: Path
     tokens: int
@@ -44,21 +44,21 @@ class Match:
 
 
 class ContextLibrary:
-    """The contexts in `folder`, which is made (0700) if need be. Holds no lock and no descriptor.
+    """The contexts in `folder`, which is created (0700) if needed. Holds no lock and no descriptor.
 
-    Each lies in a directory whose name is a digest of class, model, format and token ids. Several processes may use one
-    folder at the same time: what vanishes is passed over, and what is open stays readable by who has it open. Contexts
-    under other names, which `save` of a cache made, are neither counted nor found nor removed.
+    Each context is a directory whose name is a digest of class, model, format and token ids. Several processes may use
+    one folder at the same time: contexts that vanish are skipped, and open contexts stay readable for those who have
+    them open. Contexts with other names, which a cache's `save` made, are neither counted nor found nor removed.
 
     Args:
-        max_bytes: the most that the contexts may take on the disk after a `save`; what several share counts once.
-        key: of an encrypted library: a file or a callback, as `encryption_key`. Contexts under another key, or under
-            none, are passed over; in a library without a key those that are encrypted. `entries` has a note of them.
+        max_bytes: maximum disk space of the contexts after a `save`; data that several contexts share counts once.
+        key: key of an encrypted library: a file or a callback, as `encryption_key`. Contexts with another key, or with
+            none, are skipped; a library without a key skips encrypted ones. `entries` notes them.
 
-    A damaged context is never opened: it is passed over with a warning that names it. Whatever read finds the damage,
-    also one of a later step, marks the context for all processes, so that the next request goes on without it and the
-    next `save` of its text replaces it. Raises `ConfigError`, `EncryptionKeyError`; `ContextError` when `folder` is no
-    directory and cannot be made one.
+    A damaged context is never opened: it is skipped with a warning that names it. A read that finds damage, even in a
+    later step, marks the context for all processes. The next request then skips it, and the next `save` of its text
+    replaces it. Raises `ConfigError`, `EncryptionKeyError`; `ContextError` if `folder` is not a directory and cannot be
+    made one.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class ContextLibrary:
         least: int = 1,
         expect: Collection[str] | None = None,
     ) -> Match | None:
-        """The context of `model` that shares the longest prefix with the prompt; of several, that used last.
+        """The context of `model` with the longest prefix in common with the prompt; of several, the last one used.
 
         Args:
-            input_ids: (T,) or (B, T). A context matches that has as many sequences, over the tokens that all of them
-                share; T - 1 at most, since `generate` needs a new one.
-            cls: class of the caches whose contexts are looked at; None: those of every registered class.
-            attention_mask: of the same shape, 0 at padding; None: there is none.
-            least: tokens that have to match, those that are padding in every sequence not counted.
-            expect: digests, as `save` of a cache and `Entry.digest` have them: other contexts are passed over, such as
-                old ones that somebody put back. None: any.
+            input_ids: (T,) or (B, T). A context must have as many sequences. It matches over the tokens that all of
+                them share, at most T - 1 tokens, because `generate` needs a new one.
+            cls: cache class whose contexts are searched; None: every registered class.
+            attention_mask: of the same shape, 0 at padding; None: no padding.
+            least: minimum number of matching tokens, not counting tokens that are padding in every sequence.
+            expect: digests as returned by a cache's `save` and by `Entry.digest`; other contexts are skipped, such as
+                old ones that somebody restored. None: any.
 
-        A model with sliding-window or linear layers cannot take tokens back: its contexts match in full or not at all.
-        Tokens that stand for images or sound match nothing, since ids do not tell what they stand for. Of a model whose
-        keys depend on the length of a forward, prompts and contexts match that are short enough not to.
+        A model with sliding-window or linear layers cannot take tokens back: its contexts match completely or not at
+        all. Tokens that stand for images or sound match nothing, because ids do not identify their content. If a
+        model's keys depend on a forward's length, only prompts and contexts match that are too short for such a change.
         """
         found = self._matches(input_ids, model, cls, attention_mask, least, {}, expect)
         return next((match for match, _ in found), None)
@@ -122,13 +122,15 @@ class ContextLibrary:
         expect: Collection[str] | None = None,
         **fields: Any,
     ) -> tuple[Any, int] | None:
-        """What `find` finds as a cache that holds the tokens that match, and how many these are; None without a match.
+        """Open the context that `find` finds. Returns a cache with the matching tokens and their number; None without a
+        match.
 
-        The cache is of the class that saved it, or of `cls` (whose name is the same).
-        `model.generate(input_ids, past_key_values=cache)` goes on from there. The context counts as used now. `fields`
-        are those of `OffloadCache.open`, `memory` and `path` too; contexts whose stored format has other values are not
-        considered. Raises what `OffloadCache.open` raises for `fields`; a damaged context gives way to the next best. A
-        step that reads damage later raises `CorruptRecordError`: call this again, and it gives the next best.
+        The cache has the class that saved the context, or `cls` (whose name is the same).
+        `model.generate(input_ids, past_key_values=cache)` continues from there. The context counts as used now.
+        `fields` are those of `OffloadCache.open`, including `memory` and `path`; contexts whose stored format has other
+        values are not considered. Raises the errors of `OffloadCache.open` for `fields`. A damaged context is skipped,
+        and the next best is opened. If a later step reads damage, it raises `CorruptRecordError`; call this again to
+        get the next best context.
         """
         if self._key is not None:
             key = self._key
@@ -198,25 +200,25 @@ class ContextLibrary:
         return [item[3:] for item in sorted(found, key=lambda item: item[:3], reverse=True)]
 
     def _found_damaged(self, path: Path, digest: str, why: str) -> None:
-        """The context at `path`, if it still is the one with that digest, is not opened any more, by anybody. Any
-        thread; raises nothing."""
+        """Stop all processes from opening the context at `path`, if it still has that digest. May run in any thread;
+        raises nothing."""
         if not mark(path, digest, why):
             self._damaged[digest] = why
 
     # --- keep --------------------------------------------------------------------------------------------------
 
     def save(self, cache: ContextCache, tokenizer: Any = None) -> Path:
-        """Keep what `cache` holds; returns the directory. An equal context that is there already only counts as used,
-        unless it is known to be damaged, or `open` would not take it: then it is replaced.
+        """Save the context of `cache`; returns the directory. If an equal context exists, it only counts as used. It is
+        replaced if it is known to be damaged, or if `open` would not accept it.
 
         Least recently used contexts are evicted first, until the new one fits (a damaged one with a warning). When this
-        returns, the contexts take `max_bytes` at most, whoever else saves meanwhile. `tokenizer` goes to
+        returns, the contexts take `max_bytes` at most, whoever else saves meanwhile. `tokenizer` is passed to
         `OffloadCache.save`.
 
-        Raises `BudgetError` with the numbers for a context above `max_bytes` by itself: nothing is kept of it, and
-        nothing evicted, unless its records and states alone would have fitted; `EncryptionKeyError` unless the cache's
-        key is the library's; `ValueError` for a cache that holds what token ids do not tell (embeddings, images); and
-        as `OffloadCache.save`.
+        Raises `BudgetError` with the numbers for a context that is larger than `max_bytes` by itself. It is not kept,
+        and nothing is evicted, unless its records and states without the rest would have fitted. Raises
+        `EncryptionKeyError` unless the cache's key is the library's; `ValueError` for content that token ids do not
+        identify (embeddings, images); and the errors of `OffloadCache.save`.
         """
         if cache.storage.key != self._key:
             raise EncryptionKeyError(
@@ -281,7 +283,8 @@ class ContextLibrary:
     # --- look after --------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """The contexts there are, those used last first; damaged ones too, and with a `note` those of another key."""
+        """The folder's contexts, most recently used first; includes damaged ones, and those with another key, which
+        have a `note`."""
         return [self._noted(entry) for entry in listing(self.folder) if NAME.fullmatch(entry.name)]
 
     def _noted(self, entry: Entry) -> Entry:

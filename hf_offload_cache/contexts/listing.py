@@ -35,11 +35,11 @@ class File:
 
 @dataclass(frozen=True)
 class Entry:
-    """A context in a folder, as it was when it was looked at.
+    """A context in a folder, as of when it was looked at.
 
-    `damage` says what is wrong with it, as far as manifest, sizes and what reads have found tell; None: nothing.
-    `manifest` is None when that cannot be read, or was not. `files` has what lies in it; what another context shares is
-    in both. `note` says why a library never opens it, though nothing is wrong with it.
+    `damage` describes damage as far as manifest, sizes and earlier reads show it; None: none. `manifest` is None if it
+    cannot be read, or was not read. `files` lists the context's files; a file shared by two contexts is in both lists.
+    `note` says why a library never opens it although it is not damaged.
     """
 
     path: Path
@@ -83,7 +83,8 @@ class Entry:
 
     @property
     def digest(self) -> str | None:
-        """What `save` returned: 64 hex digits that tell this context from any other, older ones included."""
+        """The digest that `save` returned: 64 hex digits that distinguish this context from any other, older ones
+        included."""
         return None if self.manifest is None else self.manifest.digest
 
     @property
@@ -149,10 +150,10 @@ def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
 
 
 def mark(path: str | os.PathLike[str], digest: str, why: str) -> bool:
-    """Note in the context at `path`, for all processes, that a read found it damaged: `look` tells that from then on.
+    """Mark the context at `path`, for all processes, as found damaged by a read; `look` reports this from then on.
 
-    Only if it still is the one with that `digest`: another has no damage. False where this user may not write that
-    down, or there is no such context any more.
+    Does so only if the context still has that `digest`, because another has no damage. Returns False if this user
+    cannot write the mark, or the context no longer exists.
     """
     try:
         with open_folder(path) as folder_fd:
@@ -169,7 +170,7 @@ def mark(path: str | os.PathLike[str], digest: str, why: str) -> bool:
 
 
 def marked(folder_fd: int, name: str) -> str:
-    """What the mark `name` in an open context says; it may be half written."""
+    """The text of the mark `name` in an open context; it may be half written."""
     try:
         told = read_small(folder_fd, name, _MOST_MARK_BYTES).decode(errors="replace")
     except (ContextError, OSError):

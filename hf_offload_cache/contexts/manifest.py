@@ -1,17 +1,17 @@
-"""The manifest of a saved context: what it is of, what lies where, and how each part is checked.
+"""The manifest of a saved context: its model and cache, the place of its parts, and their checks.
 
 A context is a directory:
 
     manifest.json            this: JSON, read and checked before anything else
     <32 hex>.records         keys and values, or replicas of them in 4 bits: records of one size one after another, as
                              they lay in the scratch file
-    <32 hex>.state           all else: safetensors of one layer, or of the cache as a whole; encrypted, or as they are
-    <32 hex>.damaged         what a read of a library's context found: see `mark_name`
+    <32 hex>.state           all else: safetensors of one layer, or of the complete cache; encrypted or plain
+    <32 hex>.damaged         damage that a read of a library's context found: see `mark_name`
 
-A file of records is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum a
-record, or what authenticates it) are in the state of the records' layer. So the manifest's own digest, over its values
-in canonical form, tells any accident to any byte of a context, and a name leads nowhere but into its directory. That
-nobody wrote all of it anew can be told of an encrypted context only: see `Manifest.binding`.
+A records file is named by a digest of its records' tags, a state by a digest of its bytes. The tags (a checksum for
+each record, or its authentication tag) are in the state of the records' layer. The manifest's own digest, over its
+values in canonical form, therefore detects any accident to any byte of a context, and a name leads only into its
+directory. Only an encrypted context also shows that nobody rewrote all of it: see `Manifest.binding`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Manifest(_Checked):
         return self
 
     def to_bytes(self) -> bytes:
-        """The file. Raises `ContextError` where it would have more than is read."""
+        """The file's content. Raises `ContextError` if it would exceed the limit for reading."""
         values = self._values()
         data = (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
         if len(data) > MOST_MANIFEST_BYTES:
@@ -168,9 +168,9 @@ class Manifest(_Checked):
             raise ContextError(f"{place}: the manifest is not valid: {where}: {what}") from None
 
     def _values(self) -> dict[str, Any]:
-        """As JSON has it. Manifests of before there were `RecordsFile.record_bytes` stay what they are: their digests
-        and bindings are of this. It is left out here, since pydantic makes an error of its own of Ctrl-C in a function
-        that serialises."""
+        """The values as in the JSON. Manifests from before `RecordsFile.record_bytes` existed stay as they are, because
+        their digests and bindings cover these values. The field is left out here: pydantic turns Ctrl-C in a
+        serialising function into its own error."""
         values: dict[str, Any] = self.model_dump(mode="json")
         for part in (part for layer in values["layers"] for part in layer["parts"]):
             if not part["record_bytes"]:
@@ -187,13 +187,14 @@ class Manifest(_Checked):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that is in here, 64 hex digits: it tells this context from any other, older ones included."""
+        """SHA-256 of the manifest's values, 64 hex digits: it distinguishes this context from any other, older ones
+        included."""
         return hashlib.sha256(_canonical(self._values())).hexdigest()
 
     @property
     def mark_name(self) -> str:
-        """The file that says that this context was found damaged, if it is there. It is none of another context, which
-        may have taken this one's place meanwhile."""
+        """Name of the file whose presence says that this context was found damaged. It never applies to another context
+        that has replaced this one."""
         return f"{self.digest[:32]}.damaged"
 
     @property

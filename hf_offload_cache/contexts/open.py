@@ -38,8 +38,8 @@ _OPENING = "opening"
 
 @contextlib.contextmanager
 def closed_on_error(cache: ContextCache) -> Iterator[None]:
-    """Whatever is raised inside, Ctrl-C too, closes `cache` and stays what it was: a note says so where closing fails
-    as well."""
+    """Close `cache` on any exception inside, including Ctrl-C. The exception is unchanged, with a note if closing fails
+    too."""
     try:
         yield
     except BaseException as error:

@@ -50,10 +50,10 @@ class Known:
 
 
 class PrefixIndex:
-    """The contexts of `folder` that have the name which follows from what they hold. One thread at a time.
+    """Index of the contexts in `folder` whose names follow from their content. For one thread at a time.
 
-    A context that vanishes is passed over; a damaged one too, with a warning that names it. `found_damaged` is told of
-    the latter where it is more than `look` tells: path, digest and why.
+    A context that vanishes is skipped; so is a damaged one, with a warning that names it. If the damage is more than
+    `look` shows, `found_damaged` is called with path, digest and reason.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
 
 
 def known_of(path: Path, manifest: Manifest) -> Known:
-    """What a look-up needs of the context at `path`, but for when it was used."""
+    """Everything that a look-up needs about the context at `path`, except when it was last used."""
     made_for, config = model_digest(manifest.identity), manifest.config
     return Known(
         path, manifest.cache, made_for, config, manifest.batch, manifest.tokens, manifest.key_check, manifest.state,
@@ -149,7 +149,7 @@ def _told(path: Path) -> str:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether what reading a context raised says that it is not what was written, whoever reads it."""
+    """Whether an exception from reading a context means that it is not as it was written, whoever reads it."""
     if isinstance(error, ContextError):
         return not isinstance(error, (ContextMismatchError, NoRoomError))
     return isinstance(error, CorruptRecordError) or (isinstance(error, StoreError) and error.errno == errno.EIO)

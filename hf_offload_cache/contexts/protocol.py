@@ -93,7 +93,7 @@ class ContextStorage(Protocol):
         """What the cache holds in memory."""
 
     def on_damage(self, told: Callable[[str], object]) -> None:
-        """Let `told` be called, in any thread, with what is wrong, when what was opened is found damaged."""
+        """Register `told` to be called, in any thread, with the reason when an opened file is found damaged."""
 
 
 class ContextCache(Protocol):
@@ -147,10 +147,10 @@ class ContextCache(Protocol):
         """Raises unless the cache may be used."""
 
     def warn(self, message: str, stacklevel: int = 2) -> None:
-        """Warn of something that concerns this cache, which its report says, too."""
+        """Issue a warning about this cache and add it to the report."""
 
     def warn_of(self, notes: Iterable[str]) -> None:
-        """`warn` of each, for who made this cache for somebody."""
+        """Call `warn` with each warning, for code that made this cache for a caller."""
 
     def freeze(self) -> None:
         """All that is stored is immutable from now on, and on the disk."""
@@ -167,7 +167,7 @@ class ContextCache(Protocol):
         """Forget the latest `-tokens_to_remove` tokens."""
 
     def save(self, directory: Any, *, overwrite: bool = False, tokenizer: Any = None) -> str:
-        """Publish what is held as a context. Returns its digest."""
+        """Publish the cache's content as a context. Returns its digest."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -190,7 +190,7 @@ class ContextCache(Protocol):
 
     @classmethod
     def notes(cls, plan: Any, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
-        """What a user should know of a plan; `given`: the fields that the user chose."""
+        """Notes for the user about a plan; `given`: the fields that the user chose."""
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:

@@ -21,31 +21,32 @@ def publish(
     file_system: FileSystem = FILE_SYSTEM,
     warn: Callable[[str], None] = warnings.warn,
 ) -> None:
-    """Make the context `target`; with `overwrite` in place of the one that is there.
+    """Make the context `target`; with `overwrite`, replace an existing one.
 
-    `fill` gets the descriptor of a new directory (0700 whatever the umask, under a temporary name beside `target`) and
+    `fill` gets the descriptor of a new directory (0700 whatever the umask, with a temporary name next to `target`). It
     puts the data files and `manifest.json` there, each forced to the disk. The directory then becomes `target` in one
-    atomic step: renamed (the kernel lets a directory replace nothing but an empty one), or its name exchanged with that
-    of the old context, which is removed. Where names cannot be exchanged, the data files move into the old directory
-    (their names are digests of what is in them), the manifest is renamed over the old one, and what that alone named is
-    removed.
+    atomic step: it is renamed (the kernel lets a directory replace only an empty one), or it exchanges names with the
+    old context, which is removed. If names cannot be exchanged, the data files move into the old directory (their names
+    are digests of their content), the manifest is renamed over the old one, and files that only the old manifest named
+    are removed.
 
-    Killed at any point, `target` is the old or the new context in full, and whatever else is left goes with the next
-    `sweep` of the folder, which `publish` begins with; but a kill while data files move leaves some that no manifest
-    names in `target` until it is replaced or removed.
+    If the process is killed at any point, `target` is the old or the new context in full. The next `sweep` of the
+    folder, with which `publish` begins, removes the leftovers. One exception: a kill while data files move leaves some
+    that no manifest names in `target` until it is replaced or removed.
 
-    Several processes may replace one context at the same time: one of them has the last word. Without exchange they
-    take turns by a lock; where there are no locks either, only one may do so at a time.
+    Several processes may replace one context at the same time: the last one wins. Without exchange they take turns by a
+    lock; without locks only one process may do so at a time.
 
     Raises:
         FileExistsError: `target` exists and may not be replaced: a context without `overwrite`; a file, a link, a
-            folder that is not empty and not a context, or that holds anything else as well.
-        ContextError: `target` has no name of its own; or `fill` left no manifest, or what no context may hold.
+            folder that is not empty and not a context, or that contains other files as well.
+        ContextError: `target` has no name of its own; or `fill` left no manifest, or a file that no context may
+            contain.
         StoreError: (`StoreFullError` for no space) a step failed.
-        What `fill` raises, and `KeyboardInterrupt`, are passed on.
+        Errors of `fill` and `KeyboardInterrupt` are passed on.
         After any of these `target` is as before and the temporary directory is gone. Two exceptions: an error while
-        the new context is confirmed on the disk (the last fsync) leaves the new one when going back fails too, and when
-        names cannot be exchanged; the error then says so. What cannot be removed in the end is told to `warn`.
+        the new context is confirmed on the disk (the last fsync) leaves the new one if going back fails too, and if
+        names cannot be exchanged; the error then says so. `warn` is called with leftovers that cannot be removed.
     """
     target = Path(target)
     if not target.name or target.name == ".." or is_temporary(target.name):
@@ -74,5 +75,6 @@ def publish(
                 saver.clean_up()
                 raise
             for left in saver.left:
-                what = f"this could not be removed, the next save there tries again: {left}"
-                warn(f"saving to {str(target)!r}: {what}")
+                warn(
+                    f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
+                )

@@ -23,11 +23,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class NoRoomError(ContextError):
-    """A state does not fit into memory now: whether it is damaged is not known."""
+    """A state does not fit into memory now: it is unknown whether it is damaged."""
 
 
 def most_of_cache(batch: int, tokens: int) -> int:
-    """Bytes that the state of a cache as a whole may have: ids of 8 bytes a token, and what is small beside them."""
+    """Maximum bytes of a complete cache's state: ids of 8 bytes a token, plus small parts."""
     return 64 * batch * tokens + 16 * 2**20
 
 
@@ -42,7 +42,7 @@ def manifest_in(folder_fd: int, place: str) -> Manifest:
 
 
 def check_digest(digest: object) -> None:
-    """Raises `ConfigError` unless `digest` is one that `save` returns."""
+    """Raise `ConfigError` unless `digest` has the form that `save` returns."""
     if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
         raise ConfigError(f"expect must be the 64 hexadecimal digits that save() returned, got {digest!r:.80}")
 
@@ -78,11 +78,11 @@ class ContextReader:
         self, entry: StateFile, name: str, device: torch.device | str = "cpu", binding: bytes = b"",
         most: int | None = None,
     ) -> Any:  # fmt: skip
-        """The tree of one state, its tensors on `device`. `name`, and of the cache's the manifest's `binding`, are what
-        it was saved with. `most`: bytes that it may have; None: that is not known.
+        """The tree of one state, with its tensors on `device`. `name`, and the manifest's `binding` for the cache's
+        state, are those it was saved with. `most`: maximum bytes; None: unknown.
 
-        Raises `CorruptRecordError` where it is not what was written, `ContextError` where it has more bytes than it may
-        have or than fit into memory.
+        Raises `CorruptRecordError` if it is not as it was written, and `ContextError` if it has more bytes than allowed
+        or than fit into memory.
         """
         if most is not None and entry.bytes > most:
             raise ContextError(

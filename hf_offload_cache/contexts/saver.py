@@ -20,16 +20,16 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 class Saver:
-    """One temporary directory on its way to becoming `target`.
+    """A temporary directory that is to become `target`.
 
-    `make`, `check_filled`, `switch`, in this order; `go_back` after an error; `clean_up` in any case.
+    Call `make`, `check_filled`, `switch`, in this order; `go_back` after an error; `clean_up` in any case.
 
     Args:
-        parent_fd: the directory that `target` lies in, open; the caller closes it.
+        parent_fd: open descriptor of the directory that contains `target`; the caller closes it.
 
     Attributes:
-        fd: its descriptor, which has the lock that keeps sweepers away; -1: there is none yet.
-        left: what could not be removed, and why.
+        fd: its descriptor, which has the lock that keeps sweepers away; -1: none yet.
+        left: files that could not be removed, and the reasons.
     """
 
     def __init__(self, target: Path, parent_fd: int, overwrite: bool, file_system: FileSystem) -> None:

@@ -41,10 +41,10 @@ def tensor_bytes(tree: Any) -> int:
 
 
 def unpack(data: bytes, device: torch.device, place: str) -> Any:
-    """The tree of `pack(tree)`, with its tensors on `device`, the caller's own. Raises `ContextError` that names
-    `place`.
+    """The tree that was given to `pack`, with its tensors on `device`, owned by the caller. Raises `ContextError` that
+    names `place`.
 
-    Takes twice the bytes of `data` and a few MiB, whatever is in there: each tensor is in the tree once.
+    Takes twice the bytes of `data` and a few MiB, whatever the content, because each tensor is in the tree once.
     """
     try:
         header = int.from_bytes(data[:8], "little")

@@ -25,16 +25,16 @@ def begin(
     candidates: bool,
     rows_of_ids: int = 1,
 ) -> Step | None:
-    """The step that a forward with these arguments is; None: it is given neither ids nor embeddings.
+    """The step that a forward with these arguments makes; None: it has neither ids nor embeddings.
 
     Args:
-        lengths: what each layer that has a length holds.
-        batch: sequences held; None: none are.
-        compare: the mask is compared with what is held, however short the step.
+        lengths: number of tokens in each layer that has a length.
+        batch: number of stored sequences; None: none.
+        compare: compare the mask with the stored one, however short the step.
         candidates: a step of several queries over a history may verify candidates.
         rows_of_ids: rows of ids for one sequence.
 
-    Raises `PromptError` and `BudgetError` before anything is taken in.
+    Raises `PromptError` and `BudgetError` before anything is added.
     """
     ids, embeds, mask = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     given = ids if ids is not None else embeds

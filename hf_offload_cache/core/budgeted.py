@@ -81,8 +81,8 @@ class Budgeted:
     def notes(
         cls, plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()
     ) -> list[str]:
-        """All that `plan` prints below its table and `for_budget` warns of: the shortfalls, a prefill that gets slower,
-        and that no cache is needed. `given`: the fields that the user chose."""
+        """Notes that `plan` prints below its table and `for_budget` warns of: the shortfalls, a slower prefill, and
+        that no cache is needed. `given`: the fields that the user chose."""
         found = cls.shortfalls(config, geometry, given)
         if geometry.layers and "block_tokens" not in given and (slow := slow_blocks(config)) is not None:
             found.append(slow)

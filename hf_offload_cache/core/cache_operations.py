@@ -108,18 +108,18 @@ class CacheOperations(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` puts the whole cache back as it was."""
+        """Whether `crop` restores the complete cache's earlier state."""
         return super().is_croppable and all(crops_all(layer) for layer in self._kept)
 
     def kept_bytes(self) -> int:
-        """Bytes behind all that is not offloaded: layers with sliding windows, linear states or indexers, and hybrids'
-        linear states. Each storage counts once."""
+        """Bytes of everything that is not offloaded: layers with sliding windows, linear states or indexers, and
+        hybrids' linear states. Each storage counts once."""
         return storage_bytes([kept_state(layer) for layer in self._kept])
 
     def settle_kept(self, *layers: Any) -> None:
-        """Let layers (none given: all) that are not offloaded keep no more than they need: transformers cuts a window
-        out of what a forward added, by a slice that keeps all of that in memory. While candidates are verified, what a
-        crop may take back stays."""
+        """Reduce layers that are not offloaded (none given: all) to the memory they need. transformers slices a window
+        from the tokens that a forward added, and the slice keeps all of them in memory. While candidates are verified,
+        the tokens that a crop may take back stay."""
         for layer in layers or self._kept:
             settle(layer, self._most_cropped)
 
@@ -257,8 +257,8 @@ class CacheOperations(Cache):
             raise
 
     def _select_rows(self, change: str, argument: Any, rows: torch.Tensor) -> None:
-        """Sequence i becomes what sequence `rows[i]` is, by each layer's method `change` of `argument`. Raises
-        `UnsupportedModelError`, with nothing changed, where a layer keeps what cannot follow."""
+        """Make sequence i the current sequence `rows[i]`, by calling each layer's method `change` with `argument`.
+        Raises `UnsupportedModelError`, with nothing changed, if a layer has state that cannot follow."""
         batch = self._tokens.batch
         for layer in {type(kept): kept for kept in self.layers if not isinstance(kept, OffloadLayer)}.values():
             select_kept_rows(layer, rows, batch, change, argument)
@@ -297,7 +297,7 @@ class CacheOperations(Cache):
         self.shared.storage.reset_counters()
 
     def forget(self) -> None:
-        """Forget what is held, as `reset`. Counters go on, and candidates are verified as before."""
+        """Drop all stored tokens, as `reset` does. Counters continue, and candidates are verified as before."""
         self.shared.mend()
         self.shared.check_open()
         super().reset()
@@ -320,7 +320,7 @@ class CacheOperations(Cache):
         self.set_layers(layers)
 
     def set_layers(self, layers: list[Any]) -> None:
-        """Let the cache have these layers; note which are offloaded, and which keep something in memory."""
+        """Set the cache's layers; note which are offloaded, and which keep state in memory."""
         self._layers = Layers(layers)
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadLayer)]
         self._with_length = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]

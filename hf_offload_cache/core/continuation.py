@@ -48,8 +48,8 @@ def repeats(
 
 
 def check_uses_cache(own: OwnModel, kwargs: dict[str, Any]) -> None:
-    """Before a forward with these arguments: raises `PromptError` and `UnsupportedModelError` where the model would be
-    given the cache and would not keep it."""
+    """Before a forward with these arguments, raise `PromptError` or `UnsupportedModelError` if the model would get the
+    cache but not use it."""
     if kwargs.get("use_cache") is False:
         raise PromptError(USE_CACHE_IS_FALSE)
     if own.checkpoints_gradients():
@@ -60,8 +60,8 @@ def check_uses_cache(own: OwnModel, kwargs: dict[str, Any]) -> None:
 
 
 def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> None:
-    """After the `step`: raises `CacheUnusedError` where none of the `layers`, which have a length, took its tokens, or
-    where its output goes on with another cache."""
+    """After the `step`, raise `CacheUnusedError` if none of the `layers`, which have a length, took its tokens, or if
+    the output continues with another cache."""
     theirs = getattr(output, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(

@@ -41,7 +41,7 @@ def most_positions(model: Any) -> int | None:
 
 
 def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
-    """Whether `guess` is of ids (sequences, 1) that the model has embeddings of."""
+    """Whether `guess` is a tensor of ids (sequences, 1) for which the model has embeddings."""
     if not isinstance(guess, torch.Tensor) or guess.dtype != torch.int64 or guess.shape != (sequences, 1):
         return False
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)

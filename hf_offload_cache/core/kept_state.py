@@ -13,17 +13,17 @@ _LINEAR = ("conv_states", "recurrent_states")
 
 
 def kept_state(layer: Any) -> dict[str, Any]:
-    """What `layer` keeps in memory beside what is offloaded: its own attributes, not copies of them."""
+    """State that `layer` keeps in memory besides the offloaded entries: its own attributes, not copies."""
     return capture_kept(layer, _LINEAR if isinstance(layer, OffloadLayer) else None)
 
 
 def settle(layer: Any, most_cropped: int | None = None) -> None:
-    """Let `layer` keep its state in memory of its own, and nothing of what that was cut out of, but for one token,
-    which a token that comes to a full window leaves there.
+    """Copy the state of `layer` to its own memory, so that it keeps nothing of the tensors it was sliced from. One
+    extra token is the exception: a token that is added to a full window leaves it there.
 
-    While it records its past, which a `crop` is to take back a part of, it keeps all that it recorded; where that takes
-    back `most_cropped` tokens at most, so many beyond what it needs. Candidates are left where they are: to copy a
-    window at each of their verifications frees nothing that was not planned.
+    While the layer records its past, of which a `crop` takes back a part, it keeps everything that it recorded. If the
+    crop takes back `most_cropped` tokens at most, it keeps that many beyond its needs. Candidates are left as they are,
+    because copying a window at each verification would free only memory that the plan already counts.
     """
     recording = getattr(layer, "record_past", False)
     if recording and most_cropped is not None:
@@ -45,8 +45,8 @@ def _forget_past(layer: Any, most_cropped: int) -> None:
 
 
 def check_recorded(layer: Any, count: int) -> None:
-    """Raises `RuntimeError` where a window is to go back by `count` tokens and has not those before them any more: with
-    what is left it would attend to fewer tokens than the model does."""
+    """Raise `RuntimeError` if a window is to go back by `count` tokens and no longer has the tokens before them: with
+    the remaining ones it would attend to fewer tokens than the model does."""
     window = getattr(layer, "sliding_window", None)
     if not (window and count and getattr(layer, "record_past", False) and layer.is_initialized):
         return

@@ -239,13 +239,14 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self._warn(message)
 
     def warn(self, message: str, stacklevel: int = 2) -> None:
-        """Warn of something that concerns this cache; it is in the report, too. `stacklevel`: as `warnings.warn` counts
-        from the caller's line."""
+        """Issue a warning about this cache and add it to the report. `stacklevel`: as `warnings.warn` counts from the
+        caller's line."""
         self.warnings.append(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
 
     def warn_of(self, notes: Iterable[str]) -> None:
-        """`warn` of each, for who made this cache for somebody: where warnings are errors it is closed."""
+        """Call `warn` with each warning, for code that made this cache for a caller. If warnings are errors, close the
+        cache."""
         try:
             for note in notes:
                 self.warn(note, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Running a prompt through a model, in pieces where it allows that."""
+"""Prefill of a prompt, in pieces if the model allows it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def piece_size(
     model: PreTrainedModel, held: int, total: int, chunk: int | None = None, *, until: int | None = None,
     usual: int = PIECE,
 ) -> int | None:  # fmt: skip
-    """How many tokens a forward may have where a prompt ends after `total` tokens, of which `held` came in earlier
-    turns: `chunk`, or `usual` where that is None. None: the prompt goes through the model whole. `until`: where the
-    last forward begins at the latest; None: that is as it comes.
+    """Number of tokens per forward for a prompt that ends after `total` tokens, of which `held` were added in earlier
+    turns: `chunk`, or `usual` if that is None. None: the prompt goes through the model in one forward. `until`: the
+    last position at which the final forward may begin; None: no limit.
 
-    Raises `ConfigError` for a `chunk` below 1, or one by which the prompt would have other keys than one forward makes.
+    Raises `ConfigError` for a `chunk` below 1, or one with which the prompt would have other keys than in one forward.
     """
     if chunk is not None and chunk < 1:
         raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use {PIECE}")
@@ -48,10 +48,10 @@ def prefill(
     chunk: int | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Runs `input_ids` (1, T), a whole prompt or a turn, through the model; the cache holds T tokens more.
+    """Run `input_ids` (1, T), a complete prompt or a turn, through the model; the cache then holds T more tokens.
 
-    `chunk`: tokens of a forward; None: 1,024, or all of them where the model's keys depend on the length of a forward.
-    `on_progress` gets the number of tokens done after each forward, in this thread. Raises `ConfigError`.
+    `chunk`: tokens per forward; None: 1,024, or all of them if the model's keys depend on a forward's length.
+    `on_progress` gets the number of finished tokens after each forward, in this thread. Raises `ConfigError`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Keys, values and layers that a user can look at: what is written to them would be lost, so writing raises."""
+"""Read-only keys, values and layers for users: a write would be lost, so it raises."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _INSTEAD = "methods that rewrite what a model has cached (kvpress) need transfor
 
 
 class ReadOnlyTensor(torch.Tensor):
-    """A copy of what a layer stores. Reading it is as reading any tensor; writing to it, or to a view of it, raises
-    `ReadOnlyError`. What is computed of it is a plain tensor."""
+    """A copy of a layer's stored entries. You can read it like any tensor; writing to it, or to a view of it, raises
+    `ReadOnlyError`. Results of computations on it are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,17 +49,17 @@ class ReadOnlyTensor(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which nobody else has."""
+        """Wrap `tensor`, to which nothing else may have a reference."""
         return tensor.as_subclass(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """As a plain tensor, in whatever is saved."""
+        """Pickle as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class Layers(list[Any]):
-    """The layers of a cache, which stay what they are: any change of the list raises `ReadOnlyError`."""
+    """A cache's layers, which are fixed: any change of the list raises `ReadOnlyError`."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_layers()
@@ -69,7 +69,7 @@ class Layers(list[Any]):
 
 
 def refuse_layers() -> NoReturn:
-    """Raises what a change of a cache's layers does."""
+    """Raise the error for a change of a cache's layers."""
     raise ReadOnlyError(
         "the layers of an offloading cache cannot be replaced, added or removed, since update() uses no others; "
         f"{_INSTEAD}, and so do layers of your own"
@@ -77,7 +77,7 @@ def refuse_layers() -> NoReturn:
 
 
 def refuse_assignment(layer: str, name: str) -> NoReturn:
-    """Raises what assigning `name` to an offloaded layer does."""
+    """Raise the error for assigning `name` to an offloaded layer."""
     raise ReadOnlyError(
         f"{name} of {layer} cannot be assigned: the layer is offloaded, and its store holds what the model gave. "
         "crop(-n) of the cache drops the latest n tokens, batch_select_indices(rows) keeps some sequences, reset() "

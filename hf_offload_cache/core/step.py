@@ -14,8 +14,8 @@ MOST_CANDIDATES = 32
 
 
 def kept_logits(kwargs: dict[str, Any]) -> int | None:
-    """Of how many latest tokens a forward with these arguments is asked for logits; None: of all, or that is not known.
-    `generate` takes back fewer than these."""
+    """Number of latest tokens for which a forward with these arguments returns logits; None: all, or unknown.
+    `generate` takes back fewer tokens than these."""
     asked = kwargs.get("logits_to_keep")
     return asked if type(asked) is int and asked > 0 else None
 

@@ -129,8 +129,8 @@ class TokenLog:
             self._account.release("token ids", old.nbytes)
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
-        """The first position where ids (B, t) differ from what is known of the first t, or None. Of ids of another
-        shape nothing is known."""
+        """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference.
+        Nothing is known for ids of another shape."""
         if ids.ndim != 2 or self.batch != ids.shape[0]:
             return None
         known = self.ids[:, : ids.shape[1]]

@@ -160,7 +160,7 @@ class ChosenEntries:
         self.empty = not bool((self.tokens >= 0).any())
 
     def grow(self, count: int) -> None:
-        """Have room for so many entries, which are more. Raises `BudgetError` with nothing changed."""
+        """Make room for this larger number of entries. Raises `BudgetError` with nothing changed."""
         self.settle()
         before, old = self.nbytes, {name: getattr(self, name) for name in ("tokens", "keys", "values")}
         self._account.hold("chosen entries", self.planned(self.form, len(self.tokens), count))

@@ -26,24 +26,24 @@ STALLED_READS = "stalled reads"
 
 
 class Prefetcher:
-    """Starts reads and takes over writes, for the stores of one cache. All methods are for one thread.
+    """Starts reads and queues writes for one cache's stores. All methods are for one thread.
 
     Reads run as their store starts them (see `Store.start`): by the kernel; on the thread that waits, after advice; or,
-    where a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in the order
-    they came. Threads start when first needed and end with `close`, or soon after this object is gone. After `close`,
-    `read`, `write`, `limit_writes` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`, raise
-    `ForkedProcessError`, and `close` does nothing.
+    if a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in their order
+    of arrival. Threads start when first needed and end with `close`, or soon after this object is deleted. After
+    `close`, `read`, `write`, `limit_writes` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`,
+    raise `ForkedProcessError`, and `close` does nothing.
 
-    What does not end within `timeout` seconds (None: no limit) raises `StalledError` in whoever waits: `Ticket.wait`,
-    `write`, `limit_writes`, `flush`, `cancel`, `close`. What is stuck goes on by itself: a daemon thread, or the ring
-    of the store, holds the store and the memory until it ends. A read that a store does on the thread that waits
-    (`LateRead`: a map) has no such limit. A thread that dies is an error in whoever waits for it, too. Where no thread
-    can be started, and in `atexit` handlers, `read` and `write` do the work themselves.
+    An operation that does not end within `timeout` seconds (None: no limit) raises `StalledError` in the waiting
+    caller: `Ticket.wait`, `write`, `limit_writes`, `flush`, `cancel`, `close`. A stuck operation goes on by itself: a
+    daemon thread, or the store's ring, keeps the store and the memory until it ends. A read on the waiting thread
+    (`LateRead`: a map) has no such limit. A thread that dies is also an error in its waiting caller. If no thread can
+    be started, and in `atexit` handlers, `read` and `write` do the work themselves.
 
-    A write that failed is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading
-    one of its records raises until it is written again.
+    A failed write is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading one of
+    its records raises until it is written again.
 
-    `timeline` is given a span "reads" for each read, from its submission until its last completion was seen, and a span
+    `timeline` gets a span "reads" for each read, from its submission until its last completion was seen, and a span
     "writes" for each batch while it is being written.
     """
 

@@ -26,13 +26,13 @@ SMALLEST_PIECE_BYTES = 256 * 1024
 class ReaderPool:
     """Up to `most` threads that share reads. They start when first needed and end after `end` or `stop`.
 
-    `start` is for one thread; `stop` takes no lock, so that a garbage collection may call it. One that has died is
-    replaced by the next `start`. Where the system gives no thread, and once the interpreter ends, `start` reads itself.
+    `start` is for one thread; `stop` takes no lock, so a garbage collection may call it. The next `start` replaces a
+    thread that has died. If the system provides no thread, and once the interpreter ends, `start` reads by itself.
 
     Attributes:
-        threads: those that were started and have not been seen to end.
+        threads: threads that were started and have not been seen to end.
         stopped: `stop` was called.
-        deadline: how long a read may take.
+        deadline: maximum time of a read.
     """
 
     def __init__(self, most: int, deadline: Deadline) -> None:
@@ -71,7 +71,7 @@ class ReaderPool:
         return bool(self.threads)
 
     def end(self) -> None:
-        """Let the threads end once they have read what was asked for."""
+        """Let the threads end after the requested reads."""
         self._jobs.put(None)
 
     def stop(self) -> None:

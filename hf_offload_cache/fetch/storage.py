@@ -97,8 +97,8 @@ class Storage:
         return store
 
     def on_damage(self, told: Callable[[str], object]) -> None:
-        """Let `told` be called, in any thread, with what is wrong, when what was opened of a context is found damaged:
-        once for each of its files. It must not raise."""
+        """Register `told` to be called, in any thread, with the reason when an opened file of a context is found
+        damaged: once per file. It must not raise."""
         for store in self.stores:
             if isinstance(store, FreezableStore):
                 store.on_damage(told)
@@ -139,7 +139,7 @@ class Storage:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
-        Within `audited`, what the configuration trusts is checked too.
+        Within `audited`, records that the configuration trusts are checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
@@ -166,8 +166,8 @@ class Storage:
 
     @contextlib.contextmanager
     def audited(self) -> Iterator[None]:
-        """For who writes elsewhere what it streams: in here, `stream` checks every record, also with `verify=False`.
-        Raises `CorruptRecordError` there."""
+        """Within it `stream` checks every record, even with `verify=False`, for callers that write the streamed records
+        elsewhere. `stream` then raises `CorruptRecordError`."""
         before, self._audits = self._audits, True
         try:
             yield

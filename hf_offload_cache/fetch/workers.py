@@ -73,8 +73,8 @@ def join_all(threads: Iterable[threading.Thread], expires: float | None) -> list
 
 
 def join_before_exit(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
-    """Wait for threads that were told to end, all together `EXIT_SECONDS` at most: killed in a read, one could take the
-    process down. Returns those still alive."""
+    """Wait for threads that were told to end, for `EXIT_SECONDS` in total at most: a thread killed in a read could
+    crash the process. Returns the threads that are still alive."""
     return join_all(threads, time.monotonic() + EXIT_SECONDS)
 
 

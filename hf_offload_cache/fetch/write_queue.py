@@ -26,20 +26,20 @@ WRITE_QUEUE = "write queue"
 
 
 class WriteQueue:
-    """Batches that wait to be written, oldest first, by one thread, which starts when first needed. Where the system
-    gives no thread, and once the interpreter ends, `add` writes itself.
+    """Batches that wait to be written, oldest first, by one thread, which starts when first needed. If the system
+    provides no thread, and once the interpreter ends, `add` writes by itself.
 
-    All methods are for one thread; `stop` takes no lock, so that a garbage collection may call it. After it the
-    methods raise `CacheClosedError`, except `cancel` and `take_failure`. For what becomes of a write that failed see
-    `Prefetcher`; the writes that were queued when the thread died have failed too.
+    All methods are for one thread; `stop` takes no lock, so a garbage collection may call it. After it the methods
+    raise `CacheClosedError`, except `cancel` and `take_failure`. For failed writes see `Prefetcher`; if the thread
+    dies, the writes queued then have failed too.
 
-    A wait during which no write ends for as long as `deadline` says raises `StalledError`. The write that is stuck is
-    held by its thread, records and store, and its bytes stay in the account until it ends.
+    A wait during which no write ends for as long as `deadline` says raises `StalledError`. The thread keeps a stuck
+    write's records and store, and its bytes stay in the account until it ends.
 
     Attributes:
         threads: the thread, once it was started.
-        unsettled: the stores for which something is queued, or of which a write failed and not all of that was told and
-            mended. One that is not in here has all that was written.
+        unsettled: stores with queued writes, or with a failed write that is not yet fully reported and repaired. All
+            other stores have everything that was written.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class WriteQueue:
         return self._alive and self.deadline.stalled
 
     def end(self) -> None:
-        """Let the thread end once all is written."""
+        """Let the thread end once everything is written."""
         self._jobs.put(None)
 
     def stop(self) -> None:

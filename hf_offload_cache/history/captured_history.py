@@ -21,8 +21,8 @@ LARGEST = 3e38
 def is_tensor(
     value: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, low: float | None = None, high: float | None = None
 ) -> bool:
-    """Whether something captured is a tensor of this shape (None: of any size there) and of one of these types, all of
-    it from `low` to `high`: no number that is none, then."""
+    """Whether a captured object is a tensor of this shape (None: any size in that dimension) and one of these types,
+    with all values from `low` to `high`, so without NaN."""
     if not isinstance(value, torch.Tensor) or value.ndim != len(shape) or value.dtype not in dtypes:
         return False
     if any(wanted not in (None, size) for wanted, size in zip(shape, value.shape, strict=True)):
@@ -32,7 +32,7 @@ def is_tensor(
 
 
 def check_form(form: RecordFormat, name: str) -> None:
-    """Raises `ContextError` unless a captured form is one of keys and values."""
+    """Raise `ContextError` unless a captured form is a form of keys and values."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or form.dtype not in DTYPES:
         raise not_whole(name, f"its entries have the form {shown(form, 200)}")

@@ -62,26 +62,28 @@ def offload(
     path: str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
-    """Within the `with`, `model.generate(...)` uses such a cache wherever its caller names none: so do pipelines, and
-    servers that call it, in any thread. Each call has a cache of its own, which is closed when it returns or raises.
+    """Within the `with`, `model.generate(...)` uses such a cache unless its caller names one. This includes pipelines,
+    and servers that call it, in any thread. Each call gets its own cache, which is closed when the call returns or
+    raises.
 
     Args:
-        model: a `PreTrainedModel`, or PEFT's or `torch.compile`'s wrapper of one. It is as it was after the `with`; of
-            two that do not end in turn a method stays that does nothing of its own. Where its `generate` calls that of
-            a model within it (BLIP-2's language model), that one's calls are the requests.
-        cache: a name of the registry ("disk-swap", "abstract-tree", "cluster", "spec"), "module:Class", or a class.
-        memory: the most that a cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold of the
-            prompt and all that may be generated ("1/13"), of each request; None: what `fields` come to.
-        floor: what each sequence of a request may hold all the same where its share is less than any cache needs; a
-            request whose full KV is no more than that has transformers' own cache, as `requests_left_plain` counts.
-        strict: such a request raises `BudgetError`. A generation that makes a cache of its own raises
-            `UnsupportedModelError`, and one that left its cache unused `CacheUnusedError`; else both warn once a model.
+        model: a `PreTrainedModel`, or a PEFT or `torch.compile` wrapper of one. The `with` restores it at its end; if
+            two do not end in turn, a method stays that does nothing of its own. If its `generate` calls that of a model
+            within it (BLIP-2's language model), the inner calls are the requests.
+        cache: a registered name ("disk-swap", "abstract-tree", "cluster", "spec"), "module:Class", or a class.
+        memory: each request's memory budget: bytes, "300MiB", or a share of what `DynamicCache` would take for the
+            prompt and all that may be generated ("1/13"); None: as much as `fields` need.
+        floor: budget per sequence of a request whose share is too small for any cache. A request whose full KV takes no
+            more than that gets transformers' own cache, counted in `requests_left_plain`.
+        strict: such a request raises `BudgetError`. A generation that makes its own cache raises
+            `UnsupportedModelError`, and one that left its cache unused `CacheUnusedError`; without `strict` both warn
+            once per model.
         path: folder on the disk to use; None: the temporary folder.
-        fields: of the cache's configuration.
+        fields: fields of the cache's configuration.
 
-    Yields what is known of the requests. Raises `ConfigError` for a name, a field or a memory that cannot be, and
-    `UnsupportedModelError` for a model that has no place for a cache, before anything is replaced; `generate` then
-    raises as the cache does, `BudgetError` for a memory that does not do among others, before the model runs.
+    Yields a record of the requests. Raises `ConfigError` for an invalid name, field or memory, and
+    `UnsupportedModelError` for a model that has no place for a cache, before anything is replaced. `generate` then
+    raises the cache's errors, such as `BudgetError` for a budget that is too small, before the model runs.
     """
     inner, way = inner_model(model), _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
     why = no_place(model)
@@ -186,8 +188,8 @@ class _Way:
             self.done._note(own.report(), beyond_share(own, model, self.memory))
 
     def note_unseen(self, model: Any, what: str) -> None:
-        """A generation of `model` begins with a cache of its own. With `strict`, and a place for ours, raises
-        `UnsupportedModelError`."""
+        """Note that `model` begins a generation with its own cache. With `strict`, and a place for a cache of this
+        library, raises `UnsupportedModelError`."""
         if self.strict and no_place(model) is None:
             raise UnsupportedModelError(f"{type(model).__name__} would keep its own cache: {what}; or leave strict out")
         self.warn_plain(model, what)

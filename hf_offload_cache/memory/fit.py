@@ -19,8 +19,8 @@ the tokens of a block: of three layers of SmolLM2-135M's shape. Two of Gemma 3 2
 
 
 def slow_blocks(config: OffloadConfig) -> str | None:
-    """What small blocks cost a prefill in pieces, which attends over what came before it block by block; None: they are
-    not small."""
+    """Text about the cost of small blocks for a prefill in pieces, which attends to the earlier tokens block by block;
+    None: they are not small."""
     block, context = config.block_tokens, config.max_context
     if block >= FAST_BLOCK or context is None or context < _LONG_CONTEXT:
         return None

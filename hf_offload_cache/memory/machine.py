@@ -26,9 +26,9 @@ def free_memory(device: str = "cpu") -> int | None:
 
 
 def free_disk(place: str | os.PathLike[str] | int) -> int | None:
-    """Bytes that this user may still write to the disk of `place`, a path that exists or an open descriptor.
+    """Bytes that this user may still write to the disk of `place`, an existing path or an open descriptor.
 
-    None where the file system does not tell, or a sandbox does not let it.
+    None if the file system does not tell, or a sandbox does not allow the question.
     """
     try:
         disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)

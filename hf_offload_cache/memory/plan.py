@@ -102,7 +102,7 @@ class MemoryPlan:
 
     @property
     def needless(self) -> str | None:
-        """Why no cache is needed: the full KV takes no more than this plan. None: it takes more."""
+        """The reason why no cache is needed: the full KV takes no more memory than this plan. None: it takes more."""
         if self.full_kv_bytes > self.peak_bytes:
             return None
         return (
@@ -112,7 +112,7 @@ class MemoryPlan:
 
     @property
     def share(self) -> str:
-        """The most that is held, as a share of the full KV."""
+        """The maximum memory in use, as a share of the full KV."""
         return kv_share_text(self.peak_bytes, self.full_kv_bytes)
 
     @property
@@ -128,6 +128,6 @@ class MemoryPlan:
         return max(self.prefill_bytes, self.decode_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values; "needless" is None where a cache is of use."""
+        """Plain JSON-able values; "needless" is None if a cache is useful."""
         totals = {name: getattr(self, name) for name in ("prefill_bytes", "decode_bytes", "peak_bytes", "needless")}
         return {**asdict(self), **totals}

@@ -50,10 +50,10 @@ class Search(Generic[Config]):
     def first_fit(
         self, tried: Iterable[dict[str, Any]], smallest: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """The first of `tried` that fits, and where none does, the first that does with the smallest streams.
+        """The first of `tried` that fits; if none does, the first that fits with the smallest streams.
 
-        `smallest` gives a choice with those; None: `least_streams` does. They do not depend on the memory, so that the
-        least that any of them takes is the least that would do. Raises `BudgetError` with it.
+        `smallest` gives a choice with the smallest streams; None: `least_streams` does. These do not depend on the
+        memory, so the least that any choice takes is the minimum memory needed. Raises `BudgetError` with that minimum.
         """
         refused = []
         for chosen in tried:
@@ -132,8 +132,8 @@ class Search(Generic[Config]):
         return max(16, -(-recent // group) * group + 2 * group)
 
     def refusal(self, needed: int) -> BudgetError:
-        """The error for a budget where nothing takes less than `needed` bytes. Given as memory, these do, and so does
-        the size behind them."""
+        """The error for a budget if nothing takes less than `needed` bytes. That number is enough as memory, and so is
+        the rounded size printed after it."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
         advice = "give as much, or lower max_context or max_batch"
         if given:

@@ -1,4 +1,4 @@
-"""The memory behind tensors: a view keeps alive all that it is a view of."""
+"""The memory behind tensors: a view keeps its complete storage alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a tree of dictionaries, lists and tuples; without those of no dimension, which are constants."""
+    """The tensors in a tree of dictionaries, lists and tuples, without those of no dimension, which are constants."""
     left = [tree]
     while left:
         part = left.pop()
@@ -23,17 +23,17 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_bytes(tree: Any) -> int:
-    """Bytes that the tensors of `tree` keep in memory: each storage in full, and once."""
+    """Bytes that the tensors of `tree` keep in memory: each storage counts in full, and once."""
     storages = [tensor.untyped_storage() for tensor in tensors_in(tree)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def without_views(tree: Any, spare: int) -> Any:
-    """`tree` with copies of the tensors whose storage holds more than they and `spare` entries besides; the same object
-    where nothing had to be copied.
+    """`tree` with copies of the tensors whose storage holds more than they and `spare` entries; the same object if
+    nothing had to be copied.
 
-    An entry is one along the last dimension but one, that of tokens in keys and values (B, H, T, D). Tensors that are
-    the same view of a storage are the same tensor in what is returned.
+    An entry is one index along the second-last dimension, the token dimension of keys and values (B, H, T, D). Tensors
+    that are the same view of a storage are the same tensor in the result.
     """
     used: dict[int, dict[tuple[Any, ...], int]] = {}
     for tensor in tensors_in(tree):

@@ -1,8 +1,9 @@
-"""The seams of a model, put on with its first cache and taken off with its last: hooks, names, and two methods.
+"""Seams of a model, attached with its first cache and removed with its last: hooks, names, and two methods.
 
-The hooks of its blocks are on only while some cache wants to be told of blocks.
+The hooks of its blocks are on only while some cache needs block events.
 
-Nothing in this room knows a cache beyond the verbs of `Attachable`. What is on a model is inert for every other cache.
+This package knows a cache only by the methods of `Attachable`. Everything put on a model is inert for every other
+cache.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def release(model: PreTrainedModel | None, token: int) -> None:
 
 
 def conversation(model: PreTrainedModel) -> Conversation:
-    """A new one on `model`, which a cache is on."""
+    """A new conversation on `model`, which a cache is on."""
     state = _ATTACHED[model].state
     assert state is not None
     return Conversation(state)

@@ -54,12 +54,12 @@ class Attachable:
         """`generate` is about to call the model; `first`: with a prompt, or a piece of one."""
 
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-        """The model wants the keys of all tokens made anew: the step that comes with ids (B, t), or embeddings
-        (B, t, hidden), is the first one of what is held from then on."""
+        """Handle a model that recomputes the keys of all tokens: the step with ids (B, t), or embeddings (B, t,
+        hidden), is the first one of the stored text from then on."""
 
     def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
-        """While `generate` prepares a forward with this cache: what the model's code keeps on the model is the cache's
-        then; `begins`: the positions of a generation are made."""
+        """Context while `generate` prepares a forward with this cache: state that the model's code stores on the model
+        belongs to the cache then. `begins`: the positions of a generation are made."""
         return nullcontext()
 
     def held(self) -> int:
@@ -79,6 +79,6 @@ def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
 
 
 def unwrapped(cache: Any) -> Any:
-    """`cache`, or what it has for self-attention: a decoder with cross-attention (GPT-2's) puts the cache that it is
-    given into an `EncoderDecoderCache`, and returns that."""
+    """`cache`, or its part for self-attention: a decoder with cross-attention (GPT-2's) puts the given cache into an
+    `EncoderDecoderCache`, and returns that."""
     return getattr(cache, "self_attention_cache", cache)

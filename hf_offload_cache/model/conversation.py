@@ -1,7 +1,7 @@
-"""What a model's own code keeps on its modules from one step to the next, for each conversation that runs on it.
+"""State that a model's own code stores on its modules from one step to the next, for each conversation on the model.
 
-M-RoPE's `rope_deltas`, for example: transformers makes them of a prompt with a picture and leaves them on the model,
-and later positions are made of them. A second conversation would find the first one's.
+M-RoPE's `rope_deltas` are an example. transformers computes them from a prompt with a picture, leaves them on the
+model, and computes later positions from them. Without this module a second conversation would use those of the first.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class _Slot:
 
 
 class ModelState:
-    """What conversations keep on one model. Holds its modules weakly; any thread.
+    """State that conversations store on one model. Holds its modules weakly; any thread.
 
-    The conversation that ran last has its values on the model, also after its step, as it would with transformers'
-    own caches. Whoever comes next finds its own.
+    The conversation that ran last has its values on the model, also after its step, as with transformers' own caches.
+    The next conversation gets its own values back.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -101,12 +101,13 @@ class ModelState:
 
     @property
     def lock(self) -> threading.RLock:
-        """Over what is on the model, in this process: a forked child does not wait for a thread of its parent."""
+        """Lock for the values on the model, in this process: a forked child does not wait for a thread of its
+        parent."""
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def begin(self, conversation: Conversation, continues: bool) -> None:
-        """Put the values of `conversation` on the model. Raises `UnsupportedModelError` where it `continues`, another
-        one ran since, and the model keeps what cannot be followed."""
+        """Put the values of `conversation` on the model. Raises `UnsupportedModelError` if it `continues`, another one
+        ran in between, and the model stores state that cannot be followed."""
         ran = None if self._ran is None else self._ran()
         if self.unfollowed and continues and ran is not conversation:
             self.refuse("another conversation has run since, and its values are there now: let one end before the next")
@@ -122,7 +123,7 @@ class ModelState:
             self._left = dict(conversation.values)
 
     def end(self, conversation: Conversation) -> None:
-        """Keep what the model's code has left for `conversation`."""
+        """Store for `conversation` the values that the model's code has left."""
         if self.slots:
             found = {slot.key: slot.get() for slot in self.slots}
             for key, value in found.items():
@@ -131,7 +132,7 @@ class ModelState:
             conversation.values, self._left = found, dict(found)
 
     def turn_to_others(self) -> None:
-        """Somebody else runs the model: what they left there is there again."""
+        """Restore the values of code that runs the model without a cache of this library."""
         self._ran = None
         if self._left is not None:
             with self.lock:
@@ -140,7 +141,7 @@ class ModelState:
                 self._left = None
 
     def is_others(self, key: str, value: Any) -> bool:
-        """Whether others, and the model as it was made, have this value there, too."""
+        """Whether this value is also that of other callers and of the model as constructed."""
         return self._others.get(key, _ABSENT) is value
 
     def _note_others(self) -> None:
@@ -155,7 +156,7 @@ class ModelState:
             slot.set(values.get(slot.key, _ABSENT))
 
     def refuse(self, why: str) -> None:
-        """Raises `UnsupportedModelError` that names what cannot be followed."""
+        """Raise `UnsupportedModelError` that names the state which cannot be followed."""
         key, kind = next(iter(self.unfollowed.items()))
         raise UnsupportedModelError(
             f"{self.name} keeps {key!r} (a {kind}) on itself from step to step, and no cache can follow it: {why}"
@@ -164,7 +165,7 @@ class ModelState:
     # --- what cannot be followed -------------------------------------------------------------------------------
 
     def contents(self) -> dict[str, tuple[Any, ...]]:
-        """The objects that the model's code keeps in attributes which are not followed, each with what is in it."""
+        """Objects in attributes that are not followed, each with its content."""
         model, found = self._model(), dict[str, tuple[Any, ...]]()
         if model is None:
             return found
@@ -179,7 +180,7 @@ class ModelState:
         return found
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
-        """Note what has changed since `contents` was called, and holds tensors now."""
+        """Note the objects that have changed since `contents` was called and now hold tensors."""
         for key, now in self.contents().items():
             old = before.get(key, ())
             same = len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True))
@@ -188,7 +189,7 @@ class ModelState:
 
 
 class Conversation:
-    """What a model keeps for one cache. For the thread that runs the model."""
+    """State that a model stores for one cache. For the thread that runs the model."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
@@ -204,7 +205,7 @@ class Conversation:
         self._before: dict[str, tuple[Any, ...]] | None = None
 
     def forget(self) -> None:
-        """Nothing is held any more."""
+        """Reset the state, because the cache is empty again."""
         self.values, self._settled, self._prepared, self._running, self._watched = None, None, False, 0, 0
 
     def _continue(self, held: int) -> None:
@@ -214,7 +215,8 @@ class Conversation:
 
     @contextlib.contextmanager
     def preparing(self, held: int, *, begins: bool) -> Iterator[None]:
-        """While the model's code prepares a forward over `held` tokens; `begins`: the first thing of a generation."""
+        """Context while the model's code prepares a forward over `held` tokens; `begins`: it is the first step of a
+        generation."""
         with self._state.lock:
             if begins or not self._prepared:
                 self._continue(held)
@@ -226,7 +228,7 @@ class Conversation:
                 self._state.end(self)
 
     def begin(self, held: int) -> None:
-        """Before a forward over `held` tokens. Raises as `ModelState.begin`."""
+        """Call before a forward over `held` tokens. Raises the errors of `ModelState.begin`."""
         with self._state.lock:
             if not self._prepared:
                 self._continue(held)
@@ -236,7 +238,7 @@ class Conversation:
             self._before = self._state.contents() if self._watched < _WATCHED else None
 
     def end(self) -> None:
-        """After it."""
+        """Call after the forward."""
         if not self._running:
             return
         with self._state.lock:
@@ -248,19 +250,19 @@ class Conversation:
                 self._before, self._watched = None, self._watched + 1
 
     def fail(self) -> None:
-        """It raised."""
+        """Call if the forward raised."""
         self._running, self._before = max(0, self._running - 1), None
 
     def check(self) -> None:
-        """Raises `UnsupportedModelError` where the model keeps what cannot be written down or given to a twin."""
+        """Raise `UnsupportedModelError` if the model stores state that cannot be saved or copied to a twin."""
         if self._state.unfollowed:
             self._state.refuse("what this cache holds can be neither saved nor forked: make a new one, and prefill")
 
     def select_rows(self, rows: torch.Tensor, batch: int) -> None:
-        """Make row i of what is kept for `batch` sequences what row `rows[i]` is now.
+        """Make row i of the state for `batch` sequences the current row `rows[i]`.
 
-        That are positions: whole numbers, or one number, for each sequence or for each that beams or samples were made
-        of. States of the model in floating point stay as they are, as they do with transformers' own caches.
+        This applies to positions: whole numbers, or one number, for each sequence or for each of its beams or samples.
+        Floating-point states of the model are unchanged, as with transformers' own caches.
         """
         if self._settled is None:
             return
@@ -275,7 +277,7 @@ class Conversation:
                 self._settled = {**self._settled, slot.key: each[rows.to(value.device)]}
 
     def capture(self) -> dict[str, Any]:
-        """As a tree for `restore`. Raises `UnsupportedModelError`."""
+        """The state as a tree for `restore`. Raises `UnsupportedModelError`."""
         self.check()
         held = {} if self._settled is None else self._settled
         new = {slot.key: slot.begins for slot in self._state.slots}
@@ -286,8 +288,8 @@ class Conversation:
         }
 
     def restore(self, tree: Any, batch: int) -> None:
-        """Go on with what was captured for `batch` sequences. Raises `ContextMismatchError` for what this model does
-        not keep, `ContextError`."""
+        """Continue with the state captured for `batch` sequences. Raises `ContextMismatchError` for state that this
+        model does not store, and `ContextError`."""
         if not isinstance(tree, dict):
             raise not_whole("the state", f"what the model keeps is a {type(tree).__name__}")
         slots = {slot.key: slot for slot in self._state.slots}
@@ -325,8 +327,8 @@ def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
 
 
 def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
-    """The attributes of modules that code of the model's own writes after construction, as far as they are, or may
-    become, numbers and tensors; and what rotary embeddings keep of the longest text so far."""
+    """Module attributes that the model's own code writes after construction, as far as they are, or may become, numbers
+    and tensors; and the rotary embeddings' memory of the longest text so far."""
     home = type(model).__module__
     classes = {_class_of(module) for module in model.modules()}
     anywhere = frozenset().union(*(_written(one, home) for one in classes))

@@ -1,4 +1,4 @@
-"""Hooks of others on a model's modules: what they see must be what the caller computes, and nothing else."""
+"""Hooks of other code on a model's modules: they must see only the caller's computation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ those that record outputs do it for the caller, who gets the output without that
 
 
 class ForeignHooks:
-    """Whether others watch the forwards of some modules, or of what is within these.
+    """Detects whether other code watches the forwards of some modules, or of modules within these.
 
-    Others' are forward hooks and pre-hooks, those for all modules of the process, and a `forward` that was put on a
-    module itself. accelerate's and PEFT's are not counted. Holds the modules weakly; for one thread.
+    Counted are forward hooks and pre-hooks, hooks for all modules of the process, and a `forward` that was put on a
+    module itself. Hooks of accelerate and PEFT are not counted. Holds the modules weakly; for one thread.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -43,9 +43,9 @@ class ForeignHooks:
         self._found: str | None = None
 
     def find(self) -> str | None:
-        """One of the hooks that are on now, as a message names it; None: there is none.
+        """Name of one hook that is on now, for a message; None: there is none.
 
-        What was found last holds as long as no hook was registered in the process, and no module has more or fewer
+        The last result stays valid as long as no hook was registered in the process, and no module has more or fewer
         hooks or another `forward`.
         """
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):

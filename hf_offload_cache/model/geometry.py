@@ -42,7 +42,7 @@ class KeptLayer:
     most_tokens: int | None = None
 
     def nbytes(self, context: int, added: int = 0) -> int:
-        """Bytes of one sequence of `context` tokens, of which the latest `added` are held beyond a window."""
+        """Bytes for one sequence of `context` tokens, of which the latest `added` are stored beyond a window."""
         held = context if self.most_tokens is None else min(context, self.most_tokens + added)
         return self.fixed_bytes + held * self.token_bytes
 
@@ -184,8 +184,8 @@ _TOKENS = 255
 
 @functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
 def _probe(kind: _Kind) -> tuple[Any, list[int]]:
-    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed; and the bytes by which
-    what each layer keeps besides keys and values grows with a token."""
+    """The `DynamicCache` that one token leaves in a twin on the meta device, which must not be changed; and the bytes
+    per token by which each layer's state besides keys and values grows."""
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
@@ -207,8 +207,8 @@ def _probe(kind: _Kind) -> tuple[Any, list[int]]:
 
 
 def rows_of_ids(model: Any) -> int:
-    """Rows of ids that a model takes for one sequence: one, but for those that take one for each of their codebooks
-    (MusicGen), as one token in a twin tells."""
+    """Rows of ids that a model takes for one sequence, as one token in a twin shows: one, except for models that take
+    one for each of their codebooks (MusicGen)."""
     inner = inner_model(model)
     codebooks = config_value(inner.config.get_text_config(decoder=True), "num_codebooks")
     return _joined_rows(_Kind.of(inner, codebooks)) if isinstance(codebooks, int) and codebooks > 1 else 1
@@ -226,8 +226,8 @@ def _joined_rows(kind: _Kind) -> int:
 
 
 def seen_layers(model: Any) -> list[Any] | None:
-    """The layers of a `DynamicCache` that one token leaves in a twin of the model without data, which are not to be
-    changed; None: it cannot run."""
+    """Layers of the `DynamicCache` that one token leaves in a twin of the model without data, which must not be
+    changed; None: the twin cannot run."""
     inner = inner_model(model)
     try:
         layers: list[Any] = _probe(_Kind.of(inner, rows_of_ids(inner)))[0].layers
@@ -260,8 +260,8 @@ def stated_shape(config: Any) -> LayerShape | None:
 
 
 def _linear_states(layer: Any, item: int) -> KeptLayer:
-    """A layer's linear states, of one sequence. What a convolution saw of tokens that may be taken back is held too:
-    that is of models without a recurrence, which nothing takes back."""
+    """Linear states of a layer for one sequence. They include the convolution inputs of tokens that may be taken back;
+    this concerns only models without a recurrence, because a recurrence is never taken back."""
     conv, recurrent = (getattr(layer, name, {}) for name in _STATES)
     recorded = 0
     if not any(isinstance(state, torch.Tensor) for state in recurrent.values()):

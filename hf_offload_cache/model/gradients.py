@@ -1,7 +1,8 @@
-"""Where training gets in the way of a cache.
+"""Conflicts between training and a cache.
 
-What came back from a store has no graph behind it: a backward pass through it raises. Layers that checkpoint gradients
-are given no cache."""
+Entries read back from a store have no graph behind them: a backward pass through them raises. Layers that checkpoint
+gradients are given no cache.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that keep a cache from a decoder block while they train and their `gradient_checkpointing` is on: the
-    blocks themselves, and what they lie in."""
+    """Modules that keep a cache from a decoder block while they train with `gradient_checkpointing` on: the blocks
+    themselves, and the modules around them."""
     blocks = {block for _, block, _ in decoder_blocks(model)}
     return [
         module

@@ -1,8 +1,8 @@
 """The next layer's query, guessed one layer early from the residual stream (KVSwap, section 3.3, "Online prediction").
 
-How a layer makes its query is found once, during prefill. Where it is not, there is no guess; nothing but prefetching
-depends on it. Nor is there one while others' hooks are on the modules that it would call: they are for the model's own
-calls.
+The recipe for a layer's query is found once, during prefill. Without a recipe there is no guess; only prefetching
+depends on it. There is also no guess while hooks of other code are on the modules that it would call, because these
+hooks are for the model's own calls.
 """
 
 from __future__ import annotations

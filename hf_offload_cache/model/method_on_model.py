@@ -19,8 +19,8 @@ Plain = Callable[..., Any]
 
 @contextmanager
 def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> Iterator[None]:
-    """Within it `owner.name` is what `wrap` makes of it. It is taken off in the end, also from under another of these;
-    under what others put over it, it stays, and does nothing of its own."""
+    """Within it `owner.name` is the result of `wrap`. At its end it is removed, also from under another replacement of
+    this library; under a replacement by other code it stays, and does nothing of its own."""
     inherited = getattr(vars(owner).get(name), "inherited", name not in vars(owner))
     under = [getattr(owner, name)]
     wrapped, on = wrap(lambda *args, **kwargs: under[0](*args, **kwargs)), True
@@ -93,7 +93,7 @@ class MethodOnModel:
 
     @classmethod
     def put_on(cls, model: PreTrainedModel, turn_to_others: Callable[[], None]) -> None:
-        """Put ours in the place of the method of `model`, if it has one."""
+        """Replace the method of `model`, if it has one."""
         if hasattr(model, cls.name):
             ours = model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
             ours.turn_to_others = turn_to_others
@@ -105,7 +105,7 @@ class MethodOnModel:
 
     @classmethod
     def unlink(cls, model: PreTrainedModel, wanted: Callable[[MethodOnModel], bool]) -> None:
-        """Take the latest `wanted` one off, also from under others of ours."""
+        """Remove the latest `wanted` replacement, also from under others of this library."""
         above: MethodOnModel | None = None
         method = model.__dict__.get(cls.name)
         while isinstance(method, MethodOnModel) and not wanted(method):

@@ -41,17 +41,18 @@ MakeCache = Callable[[Request], AbstractContextManager[Any]]
 
 
 class InRequest(threading.local):
-    """Whether this thread is within a `generate` that is known of: what that calls is no request of its own."""
+    """Whether this thread is within a `generate` that is already counted: calls within it are not requests of their
+    own."""
 
     now = False
 
 
 class OwnGenerate(MethodOnModel):
-    """In the place of a model's `generate`, until `unlink`. A copy of the model has a plain one again.
+    """Replaces a model's `generate` until `unlink`. A copy of the model has a plain one again.
 
-    A call that names `past_key_values` or a `cache_implementation`, that wants no cache, or that looks for candidates
-    (of an assistant, or of this model exiting early) is left as it is. What is returned otherwise holds no
-    `past_key_values`: the cache is closed by then.
+    A call is left unchanged if it names `past_key_values` or a `cache_implementation`, wants no cache, or looks for
+    candidates (for an assistant, or for this model exiting early). Otherwise the result has no `past_key_values`,
+    because the cache is closed by then.
     """
 
     name = "generate"
@@ -84,8 +85,8 @@ class OwnGenerate(MethodOnModel):
 
 
 class GivenCache(MethodOnModel):
-    """Replaces a model's `generate` while a cache lives: a call that is given one uses it (see `generate_with`); every
-    other call is left as it is."""
+    """Replaces a model's `generate` while a cache lives: a call that is given a cache uses it (see `generate_with`);
+    every other call is left unchanged."""
 
     name = "generate"
 
@@ -119,10 +120,10 @@ def every_generate(
 def generate_with(
     cache: Attachable, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `method` returns of a generation with `cache`, whatever cache the model's own configuration asks for.
+    """Result of `method`, a generation with `cache`, whatever cache the model's own configuration asks for.
 
-    Raises `PromptError` where the caller wants no cache, before the model runs, and `CacheUnusedError` where the
-    generation went on with another one.
+    Raises `PromptError` if the caller wants no cache, before the model runs, and `CacheUnusedError` if the generation
+    continued with another one.
     """
     asked = _Asked(model, args, kwargs)
     if asked.by_caller("use_cache") is False:

@@ -33,7 +33,7 @@ class OwnModel:
         return model in self._parts or (own is not None and any(module is own for module in model.modules()))
 
     def checkpoints_gradients(self) -> bool:
-        """Whether some decoder block would be given no cache now, since it trains and checkpoints gradients."""
+        """Whether some decoder block would be given no cache now, because it trains and checkpoints gradients."""
         for ref in self._checkpointing:
             module = ref()
             if module is not None and module.training and module.gradient_checkpointing:

@@ -47,8 +47,8 @@ def nothing_to_offload(model: Any) -> str | None:
 
 
 def unoffloaded(model: Any) -> str | None:
-    """Which of a model's layers grow with the context and stay in memory all the same, or that none grows; None: each
-    that grows is offloaded."""
+    """Text about the layers that grow with the context but stay in memory, or that no layer grows; None: each growing
+    layer is offloaded."""
     from transformers.cache_utils import CacheLayerMixin
 
     inner = inner_model(model)
@@ -70,12 +70,12 @@ def unoffloaded(model: Any) -> str | None:
 
 
 def offloaded_layers(model: Any) -> int:
-    """How many layers of a model a cache of ours offloads."""
+    """Number of a model's layers that a cache of this library offloads."""
     return sum(is_offloaded(layer) for layer in _layers(inner_model(model)))
 
 
 def is_offloaded(layer: Any) -> bool:
-    """Whether a cache of ours offloads the keys and values of such a layer of transformers'."""
+    """Whether a cache of this library offloads the keys and values of such a transformers layer."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
     return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -89,8 +89,8 @@ def has_own_generate(model: PreTrainedModel) -> bool:
 
 
 def has_own_loop(model: PreTrainedModel) -> bool:
-    """Whether the `generate` of the class of `model` calls no other, but steps through the model by transformers' own
-    sampling, as MusicGen's does. It takes the cache that it is given."""
+    """Whether the class's own `generate` calls no other `generate`, but steps through the model by transformers' own
+    sampling, as MusicGen's does. Such a loop uses the cache that it is given."""
     if not has_own_generate(model):
         return False
     called = inspect.unwrap(type(model).generate).__code__.co_names

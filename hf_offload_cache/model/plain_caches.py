@@ -1,4 +1,4 @@
-"""Caches that models make for themselves where no `generate` was seen that could be given one of ours."""
+"""Caches that models make for themselves, in calls to which no `generate` could pass a cache of this library."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONTINUOUS = "continuous batching (generate_batch) has pages of its own: call ge
 
 @contextmanager
 def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest) -> Iterator[None]:
-    """Within it, `told` is called with a model and the reason when that model begins a generation with a cache of its
-    own, in any thread that is not `within` a request. An exception of it is the caller's, before the model runs.
+    """Within it, `told` is called with a model and the reason when that model begins a generation with its own cache,
+    in any thread that is not `within` a request. If `told` raises, the caller gets the exception before the model runs.
 
-    Seen are a loop of a model's own `generate`, a forward with `use_cache=True` and no cache, and continuous batching.
+    Detects a loop in a model's own `generate`, a forward with `use_cache=True` and no cache, and continuous batching.
     """
     from transformers import Cache, GenerationMixin
 

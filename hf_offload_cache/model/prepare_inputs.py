@@ -1,5 +1,5 @@
-"""The methods around a forward of `generate`: the positions it makes, the pieces of a prompt, and the inputs, where a
-model may drop the cache that it was given."""
+"""Methods around a forward of `generate`: they make its positions, the pieces of a prompt, and the inputs, at which
+point a model may drop the given cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rotary import reason_against_pieces
 
 
 class PreparePositions(MethodOnModel):
-    """In the place of the method that makes the positions of a generation, of what the model keeps of the cache's
+    """Replaces the method that makes a generation's positions from the state that the model stored in the cache's
     earlier turns."""
 
     name = "_prepare_position_ids_for_generation"
@@ -30,7 +30,7 @@ class PreparePositions(MethodOnModel):
 
 
 class Prefill(MethodOnModel):
-    """In the place of the method that runs a prompt, which a generation's `prefill_chunk_size` divides."""
+    """Replaces the method that runs a prompt, in pieces if the generation has a `prefill_chunk_size`."""
 
     name = "_prefill"
 
@@ -52,8 +52,8 @@ class Prefill(MethodOnModel):
 
 
 class PrepareInputs(MethodOnModel):
-    """In the place of a model's `prepare_inputs_for_generation`: a look at the prompt before `generate` drops what the
-    cache should hold of it already."""
+    """Replaces a model's `prepare_inputs_for_generation`: checks the prompt before `generate` drops the part that the
+    cache should already hold."""
 
     name = "prepare_inputs_for_generation"
 

@@ -27,7 +27,7 @@ class QueryRecipe:
     scale: float
 
     def modules(self, block: torch.nn.Module, attention: torch.nn.Module) -> list[torch.nn.Module]:
-        """The modules that `query` calls."""
+        """Modules that `query` calls."""
         norm = [block.get_submodule(self.norm)] if self.norm else []
         return [*norm, *self.projection.modules(attention)]
 
@@ -107,7 +107,7 @@ class Projection:
     interleaved: bool
 
     def modules(self, attention: torch.nn.Module) -> list[torch.nn.Module]:
-        """The modules that are called."""
+        """Modules that the projection calls."""
         norm = _query_norm(attention)
         return [getattr(attention, self.linear), *([] if norm is None else [norm])]
 

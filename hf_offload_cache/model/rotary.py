@@ -1,4 +1,4 @@
-"""What kinds of rotary embeddings a model has, and what their frequencies depend on."""
+"""Kinds of a model's rotary embeddings, and the dependence of their frequencies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def length_dependent(model: Any) -> str | None:
 
 
 def state_by_length(module: torch.nn.Module) -> set[str]:
-    """Attributes by which a rotary embedding remembers the longest text that it has seen."""
+    """Attributes in which a rotary embedding stores the longest text that it has seen."""
     return {
         (f"{layers}_" if layers else "") + name
         for kind, layers in _kinds_of(module)
@@ -58,8 +58,9 @@ def _limits(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
-    """Why a text of `total` tokens must not go through `model` in several forwards, of which the first ends after
-    `first` tokens (what an earlier turn left counts): its keys would not be those of one forward. None: they are.
+    """The reason why a text of `total` tokens must not go through `model` in several forwards of which the first ends
+    after `first` tokens (tokens of earlier turns count): its keys would differ from those of one forward. None: they
+    would not.
 
     With "longrope" a forward that ends beyond the original positions rotates all of its keys by other frequencies, with
     "dynamic" by frequencies of its own length.

@@ -100,8 +100,8 @@ def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
 
 
 def hook_model(model: torch.nn.Module, hooks: Hooks, turn_to_others: Callable[[], None]) -> None:
-    """Hook `model` for the verbs of steps; each goes into `hooks` as it is on. `turn_to_others` is called before a
-    forward without a cache of ours."""
+    """Hook `model` for the methods of steps; each hook is added to `hooks` once it is on. `turn_to_others` is called
+    before a forward without a cache of this library."""
     _hook("begin_step", -1, model.register_forward_pre_hook, hooks, turn_to_others)
     # others see what the caller will; it is told of a forward that raised, too
     first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)

@@ -18,7 +18,7 @@ def warn_if_untested() -> None:
 
 
 def untested() -> str | None:
-    """What to know where a newer minor version of transformers is installed than was tested; None: it is not newer."""
+    """Text for a newer minor version of transformers than was tested; None: it is not newer."""
     return _message(transformers.__version__)
 
 

@@ -160,11 +160,11 @@ class LowRankPredictor:
         return Choice(np.take_along_axis(candidates, best.units, 1), importance=best.importance)
 
     def density(self, most: int, query_of: Callable[[torch.Tensor], Query], length: int) -> np.ndarray | None:
-        """(most + 1,): the share of attention mass that the tail, the sinks and the m best other units capture, by the
-        prompt's latest queries and the compact keys, mean over queries, heads and rows. None where there is nothing to
-        tell by, or what it tells is no number.
+        """(most + 1,): share of attention mass that the tail, the sinks and the m best other units capture, by the
+        prompt's latest queries and the compact keys; mean over queries, heads and rows. None without data for it, or if
+        the result is not a number.
 
-        Forgets those queries. `query_of` makes a `Query` of states (B, H, D).
+        Drops those queries. `query_of` makes a `Query` of states (B, H, D).
         """
         queries, self.latest_queries = self.latest_queries, None
         if queries is None or queries.shape[0] != self.rows or not self.learnt.others:

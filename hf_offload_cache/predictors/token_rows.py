@@ -43,8 +43,8 @@ class TokenRows:
 
     @classmethod
     def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
-        """All of `data`, whole units, which others look at too: it is copied before it is changed. The account counts
-        all that it is a view of, which it keeps in memory."""
+        """Adopt all of `data`, complete units that others also use: it is copied before it is changed. The account
+        counts the complete storage behind it, which it keeps in memory."""
         rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
         account.hold("compact keys", data.untyped_storage().nbytes())
         rows._data = data

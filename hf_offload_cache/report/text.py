@@ -18,7 +18,7 @@ def size_text(nbytes: int) -> str:
 
 
 def least_size_text(nbytes: int) -> str:
-    """As `size_text`, rounded up: who gives that much gives `nbytes` or more."""
+    """Like `size_text`, but rounded up: giving that size gives at least `nbytes`."""
     unit, size, digits = next((one for one in _UNITS if nbytes < 1024 * one[1]), _UNITS[-1])
     steps = math.ceil(nbytes * 10**digits / size)
     while steps * size < nbytes * 10**digits:  # the division above was rounded
@@ -31,8 +31,8 @@ def share_text(value: float | None) -> str:
 
 
 def kv_share_text(nbytes: int, full_kv_bytes: int) -> str:
-    """`nbytes` as a share of the full KV: "1/13.0 of the full KV", or, where it is no less, "1.1 times the full KV";
-    nothing without either."""
+    """`nbytes` as a share of the full KV: "1/13.0 of the full KV", or, if it is no less, "1.1 times the full KV"; empty
+    without either."""
     if not nbytes or not full_kv_bytes:
         return ""
     if nbytes < full_kv_bytes:

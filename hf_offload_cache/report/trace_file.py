@@ -12,16 +12,15 @@ from ..errors import ConfigError
 
 
 class TraceFile:
-    """Opened, and kept from other traces, with its content as it was, which goes with the first `append`. From then on
-    the file is for its owner only (0600), since a trace tells how long a text is and when it was read.
+    """A trace file, opened and reserved against other traces. Its old content stays until the first `append`. From then
+    on only its owner can access it (0600), because a trace reveals how long a text is and when it was read.
 
     For one thread at a time. A copy of it in a forked process does nothing.
 
     Attributes:
-        failure: the error of a write; after it nothing is written, and the file ends with the last `append` that went
-            well.
+        failure: the error of a write; after it nothing is written, and the file ends with the last successful `append`.
 
-    Raises `ConfigError` when `path` cannot be written; then nothing has changed.
+    Raises `ConfigError` if `path` cannot be written; then nothing has changed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,9 +75,9 @@ class TraceFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor to write to the file at `path`, whose content stays as it is, and whether the file is new. A new one
-    is its owner's (0600), whatever the umask. No link is followed: in a folder that others may write to, one could lead
-    to a file of ours."""
+    """A descriptor for writing to the file at `path`, whose content is unchanged, and whether the file is new. A new
+    file has mode 0600, whatever the umask. Links are not followed, because in a folder that others can write to, one
+    could lead to a file of this user."""
     flags = os.O_WRONLY | os.O_NOFOLLOW
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a reader: refuse
     made = True

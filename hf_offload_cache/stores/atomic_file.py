@@ -36,9 +36,9 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_bytes(folder_fd: int, name: str, data: bytes) -> None:
-    """As `replace_file`, for `data` as the file `name` in the open directory `folder_fd`.
+    """Like `replace_file`, for `data` as the file `name` in the open directory `folder_fd`.
 
-    The file is 0600 whatever the umask. A link at `name` is replaced and not followed. Raises `OSError`.
+    The file has mode 0600 whatever the umask. A link at `name` is replaced, not followed. Raises `OSError`.
     """
     temporary = _temporary(name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -15,11 +15,12 @@ _OWNED_BY_NOBODY = -1
 
 
 class Descriptor:
-    """What `call(*arguments, **named)` opens, for who makes it; closed at the latest when this object is gone.
+    """The descriptor that `call(*arguments, **named)` opens, owned by its creator; closed at the latest when this
+    object is deleted.
 
-    A signal's exception (Ctrl-C) comes between two operations of the interpreter. Here none lies between the system
-    call and its owner: one operation calls, and puts what is returned into a list that a finalizer knows already. So
-    `call` has to be a function in C, such as `os.open`. A `with` gives the number, and closes at its end.
+    A signal's exception (Ctrl-C) is raised between two operations of the interpreter. Here no operation lies between
+    the system call and its owner: one operation calls, and appends the result to a list that a finalizer already knows.
+    `call` must therefore be a C function, such as `os.open`. A `with` gives the number, and closes at its end.
     """
 
     def __init__(self, call: Callable[..., int], *arguments: Any, **named: Any) -> None:
@@ -34,11 +35,11 @@ class Descriptor:
         return self._open[0] if self._open else _OWNED_BY_NOBODY
 
     def release(self) -> int:
-        """Give the number up: the caller closes it, if it is one."""
+        """Give up the number: the caller closes it, if it is open."""
         return self._open.pop()
 
     def close(self) -> None:
-        """Idempotent. Raises what `os.close` does; it is closed then, too."""
+        """Close the descriptor; idempotent. Raises the errors of `os.close`, but the descriptor is closed then too."""
         _close(self._open)
         self._finalizer.detach()
 
@@ -52,7 +53,7 @@ class Descriptor:
 
 
 def open_descriptor(path: str, flags: int, mode: int = 0o600, folder_fd: int | None = None) -> Descriptor:
-    """`os.open`, of a descriptor that no program inherits. Raises `OSError`."""
+    """Call `os.open` for a descriptor that no program inherits. Raises `OSError`."""
     return Descriptor(os.open, path, flags | os.O_CLOEXEC, mode, dir_fd=folder_fd)
 
 

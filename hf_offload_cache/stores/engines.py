@@ -70,9 +70,9 @@ def probe_uring(directory: str | os.PathLike[str]) -> tuple[bool, str]:
 
 
 def probe_page_cache(directory: str | os.PathLike[str]) -> str:
-    """Why pages of a file in `directory` cannot leave the page cache by our asking; empty where they can.
+    """The reason why this process cannot drop pages of a file in `directory` from the page cache; empty if it can.
 
-    Raises `StoreError` when no file can be made there at all.
+    Raises `StoreError` if no file can be created there at all.
     """
     scratch = ScratchFile(directory, "engine probe")
     try:

@@ -220,8 +220,8 @@ class FileStore(FreezableStore):
         return guard
 
     def _link(self, folder_fd: int, name: str) -> bool:
-        """`named.link`. A link reads nothing: where something has written to the file since it was opened or frozen, or
-        a read has found damage, all of it is read and checked."""
+        """Call `named.link`. A link reads nothing. If something has written to the file since it was opened or frozen,
+        or a read has found damage, the complete file is read and checked."""
         if not named.link(self._file, folder_fd, name):
             return False
         try:
@@ -234,8 +234,8 @@ class FileStore(FreezableStore):
         return True
 
     def _check_piece(self, start: int, piece: memoryview) -> None:
-        """Raise `CorruptRecordError` unless `piece`, some records as they lie in the file from byte `start` on, is what
-        was written."""
+        """Raise `CorruptRecordError` unless `piece`, records as they lie in the file from byte `start` on, is as it was
+        written."""
         first, count = start // self.record_bytes, len(piece) // self.record_bytes
         ids, records = np.arange(first, first + count), torch.frombuffer(piece, dtype=torch.uint8).view(count, -1)
         wrong = self._guard.audit(ids, records)

@@ -58,15 +58,15 @@ class FreezableStore(Store):
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
 
-        A hard link where the file system lets us, else a copy. `live` ((capacity,), bool; None: all) says which of them
-        may be in the file: where others hold something, it is a copy without them, which has holes in their place.
+        A hard link if the file system allows it, else a copy. `live` ((capacity,), bool; None: all) says which records
+        may be in the file: if the others hold data, the file is a copy without them, with holes instead.
 
         Each record is checked as it is copied, whatever reads trust. A link reads nothing, unless something has written
-        to the file since it was opened or frozen, or a read has found damage in it: then all of it is checked.
+        to the file since it was opened or frozen, or a read has found damage in it: then the complete file is checked.
 
-        What the file holds is on the device when this returns; its name is when the directory is synced. Returns the
-        guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is
-        copied; `CorruptRecordError` for a record that is not what was written): nothing of that name is there then.
+        The file's content is on the device when this returns; its name is when the directory is synced. Returns the
+        guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is copied;
+        `CorruptRecordError` for a record that is not as it was written): then no file of that name exists.
         """
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -77,9 +77,9 @@ class FreezableStore(Store):
         """
 
     def on_damage(self, told: Callable[[str], object]) -> None:
-        """Let `told` be called, once and in any thread, with what is wrong, when a read of a frozen store finds a
-        record that is not what was written, or cannot be had; reads of who shares it count too. It must not raise.
-        """
+        """Register `told` to be called, once and in any thread, with the reason when a read of a frozen store finds a
+        record that is unreadable or not as it was written. Reads of stores that share the record count too. It must not
+        raise."""
 
     def _check_frozen(self, frozen: bool, purpose: str) -> None:
         """For `share` and `export`: raise `StoreError` unless `frozen`; `purpose` is e.g. "shared"."""

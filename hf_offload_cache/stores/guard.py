@@ -69,7 +69,7 @@ class RecordGuard(ABC):
 
     @abstractmethod
     def audit(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
-        """As `check`, for who copies records as they lie in the file: trusts nothing, and leaves them as they are."""
+        """Like `check`, for copies of records as they lie in the file: trusts nothing, and leaves them unchanged."""
 
     @property
     def tags(self) -> np.ndarray:

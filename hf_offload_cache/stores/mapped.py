@@ -70,8 +70,8 @@ class MappedStore(FileStore):
         self._map = (mapped, records)
 
     def advise(self, ids: np.ndarray) -> None:
-        """Does nothing where the system takes no advice. Raises `StoreError` for records that do not exist, or when the
-        disk fails."""
+        """Advise the system of coming reads; does nothing if it takes no advice. Raises `StoreError` for records that
+        do not exist, or if the disk fails."""
         check_range(self.name, ids, self._capacity, self.first_id)
         if self._map is None or len(ids) == 0:
             return

@@ -111,8 +111,8 @@ def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[Recor
 def pieces(
     file: RecordFile, ranges: Sequence[tuple[int, int]], record_bytes: int
 ) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of `file` in the half-open `ranges` of whole records, some records at a time: where they begin, and a
-    view that is valid until the next. Raises `OSError`; `ShortReadError` when `file` is shorter."""
+    """The bytes of `file` in the half-open `ranges` of complete records, several records at a time: the start of each
+    piece, and a view that is valid until the next. Raises `OSError`; `ShortReadError` if `file` is shorter."""
     step = max(1, BOUNCE_BYTES // record_bytes) * record_bytes
     buffer = memoryview(mmap.mmap(-1, step))  # anonymous memory starts on a page
     for first, end in ranges:
@@ -128,10 +128,10 @@ def copy(
     file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str, record_bytes: int,
     check: Callable[[int, memoryview], object],
 ) -> None:  # fmt: skip
-    """A file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
+    """Create a file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
 
-    `check` gets what `pieces` gives before it is written, and raises where that is not to be. Raises as `new_file`, as
-    `pieces` and as `check`; nothing of that name is there then.
+    `check` gets each piece of `pieces` before it is written, and raises if it must not be. Raises the errors of
+    `new_file`, `pieces` and `check`; then no file of that name exists.
     """
     with new_file(folder_fd, name, size, sum(end - first for first, end in ranges)) as target:
         for start, piece in pieces(file, ranges, record_bytes):
@@ -140,7 +140,7 @@ def copy(
 
 
 def undo_name(folder_fd: int, name: str, error: BaseException) -> None:
-    """Take a new name away again, because of `error`, which stays what it is: a note says so where that fails."""
+    """Remove a new name because of `error`, which is unchanged, with a note if the removal fails."""
     try:
         os.unlink(name, dir_fd=folder_fd)
     except OSError as left:

@@ -28,9 +28,10 @@ REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.EOPNOTS
 
 
 def drop_pages(fd: int, offset: int = 0, length: int = 0) -> str | None:
-    """Let go of the page cache of a range of a file (`length` 0: to its end): None, or why that cannot be here.
+    """Drop a range of a file (`length` 0: to its end) from the page cache. Returns None, or the reason why that is not
+    possible here.
 
-    The page cache's size alone depends on it, so that a refusal is no error.
+    Only the page cache's size depends on it, so a failure is not an error.
     """
     if not hasattr(os, "posix_fadvise"):
         return "this platform has no posix_fadvise"
@@ -44,7 +45,8 @@ def drop_pages(fd: int, offset: int = 0, length: int = 0) -> str | None:
 
 
 def advise_map(mapped: mmap.mmap, advice: str, start: int = 0, length: int | None = None) -> str | None:
-    """`madvise` by the name of an advice, such as "MADV_RANDOM": None, or why that cannot be here, as `drop_pages`."""
+    """Call `madvise` with an advice by its name, such as "MADV_RANDOM". Returns None, or the reason for a failure, like
+    `drop_pages`."""
     if not hasattr(mmap, advice):
         return f"this platform has no {advice}"
     try:
@@ -61,11 +63,11 @@ class ShortReadError(OSError):
 
 
 class _Known:
-    """What is known of a file, for all who share its descriptor.
+    """Knowledge about a file, shared by everyone who shares its descriptor.
 
     Attributes:
         vouched: `_state_of` the file when it was known to be as it was written; None: it is not.
-        on_damage: is told once, in any thread, why it is not; None: nobody is.
+        on_damage: called once, in any thread, with the reason why it is not; None: no callback.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class RecordFile:
     """
 
     def __init__(self, descriptor: Descriptor, place: str) -> None:
-        """Takes `descriptor` over."""
+        """Take ownership of `descriptor`."""
         self._descriptor: Descriptor | None = descriptor
         self._known = _Known()
         self._sharers: weakref.WeakSet[RecordFile] = weakref.WeakSet([self])
@@ -114,19 +116,19 @@ class RecordFile:
         return len(self._sharers) > 1
 
     def vouch(self) -> None:
-        """The file is as it was written: nothing writes to it from now on, and `unchanged` says whether that is so."""
+        """Declare the file as it was written: nothing writes to it from now on, and `unchanged` checks this."""
         self._known.vouched = _state_of(self.fd)
 
     def doubt(self, why: str) -> None:
-        """Something in the file was found to be wrong: it is not `unchanged` any more."""
+        """Note that damage was found in the file: it is no longer `unchanged`."""
         self._known.vouched = None
         told, self._known.on_damage = self._known.on_damage, None
         if told is not None:
             told(why)
 
     def on_damage(self, told: Callable[[str], object]) -> None:
-        """Let `told` be called, once, when something in the file is found to be wrong, also by who shares it. Any
-        thread may call it; it must not raise."""
+        """Register `told` to be called, once, when damage is found in the file, also by others who share it. Any thread
+        may call it; it must not raise."""
         self._known.on_damage = told
 
     @property

@@ -24,8 +24,8 @@ class ScratchFile(RecordFile):
 
 
 def open_scratch(directory: str | os.PathLike[str], name: str) -> Descriptor:
-    """A new unnamed file in `directory` that only its owner may use, whatever the umask. Raises `StoreError` that names
-    `directory` when no file can be made there."""
+    """Open a new unnamed file in `directory` that only its owner can use, whatever the umask. Raises `StoreError` that
+    names `directory` if no file can be created there."""
     place = os.fspath(directory)
     try:
         descriptor = _open_unnamed(place)

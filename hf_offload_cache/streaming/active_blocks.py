@@ -60,8 +60,9 @@ class ActiveBlocks:
         cls, tree: dict[str, Any], tokens: int, layers: int, heads: int,
         taking: Callable[[int], object] = lambda nbytes: None,
     ) -> ActiveBlocks:  # fmt: skip
-        """Of a context of so many tokens. `taking` is told the bytes that it takes, eight times those of `tree`, before
-        they are taken. Raises `ContextError` for what cannot be of it, and what `taking` raises."""
+        """Restore the active blocks of a context with so many tokens. `taking` is called with the bytes they take,
+        eight times those of `tree`, before the memory is allocated. Raises `ContextError` for data that cannot belong
+        to the context, and the errors of `taking`."""
         try:
             block, packed = tree["block"], dict(tree["layers"])
             if type(block) is not int or not _LEAST <= block <= _MOST:

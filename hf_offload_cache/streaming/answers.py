@@ -1,4 +1,4 @@
-"""A store's answers, for reading and writing alike: one table of statuses and exceptions, and how long to wait."""
+"""A store's answers, for reading and writing alike: one table of statuses and exceptions, and the waiting times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_PAUSE = 0.1
 
 
 class Answer(StrEnum):
-    """How a store answers a request that it does not fulfil."""
+    """A store's answer to a request that it does not fulfil."""
 
     ABSENT = "absent"
     """There is no such object."""
@@ -81,7 +81,7 @@ _CLASSES: dict[str, Answer] = {
 
 
 def of_status(status: int) -> Answer:
-    """The answer that an HTTP status other than the expected one is."""
+    """The answer for an HTTP status other than the expected one."""
     if status in _ABSENT:
         return Answer.ABSENT
     if status in _LATER or (status >= 500 and status not in _NEVER):
@@ -90,7 +90,7 @@ def of_status(status: int) -> Answer:
 
 
 def of_error(error: BaseException) -> Answer:
-    """The answer that an exception of any file system is: by the status behind it, else by its class or number."""
+    """The answer for an exception of any file system: by the status behind it, else by its class or number."""
     behind = list(_behind(error))
     for one in behind:
         if isinstance(one, ObjectError):
@@ -111,7 +111,8 @@ def place_error(
     answer: Answer, text: str, *, retry_after: float | None = None, number: int | None = None,
     kind: type[ObjectError] = ObjectError,
 ) -> ObjectError:  # fmt: skip
-    """An `ObjectError` whose message is `text` without any URL's credentials, and what the store asks to wait."""
+    """An `ObjectError` whose message is `text` without any URL's credentials, and with the wait that the store asks
+    for."""
     if retry_after is not None and answer is Answer.LATER:
         text += f"; it asks to be tried again in {retry_after:g} s"
     error = kind(_NUMBERS[answer] if number is None else number, without_secrets(text))
@@ -131,7 +132,7 @@ def reported(doing: str, error: BaseException) -> ObjectError:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """Seconds that a header `Retry-After` names, as a number or a date; None: it names none."""
+    """Seconds in a `Retry-After` header, given as a number or a date; None: it contains none."""
     if value is None:
         return None
     if re.fullmatch(r"\d{1,9}", value.strip()):
@@ -142,8 +143,8 @@ def seconds_of(value: str | None) -> float | None:
 
 
 def received(data: bytes, place: str, most: int) -> bytes:
-    """`data`, as the bytes of an object. Raises `ObjectError` for a page of HTML, which a login or a portal on the way
-    sends with the status of success, and `DamagedObjectError` for more than `most` bytes."""
+    """Check `data` as an object's bytes and return it. Raises `ObjectError` for an HTML page, which a login or a portal
+    on the way sends with a success status, and `DamagedObjectError` for more than `most` bytes."""
     start = data[:512].decode("utf-16", "ignore").encode() if data.startswith(_UTF16) else data[:256]
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGE):
         raise place_error(Answer.BROKEN, f"{place}: received an HTML page, of a login or a portal on the way")
@@ -164,7 +165,7 @@ _URL = re.compile(
 
 
 def without_secrets(text: object) -> str:
-    """`text` without what a URL in it has of a secret: its user and password, its query and its fragment."""
+    """`text` without the secret parts of its URLs: user and password, query and fragment."""
     return _URL.sub(r"\1\2", str(text))
 
 

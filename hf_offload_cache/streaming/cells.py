@@ -126,8 +126,8 @@ class Cells:
             return wanted
 
     def lose(self, cell: Cell, *, again: bool = False, unavailable: bool = False) -> None:
-        """A claimed cell does not come; `again`: it may be asked for once more; `unavailable`: it may be there all the
-        same."""
+        """Note that a claimed cell does not arrive; `again`: it may be requested once more; `unavailable`: it may exist
+        nevertheless."""
         with self._changed:
             if self._states[cell] == State.STREAMING:
                 self._states[cell] = State.FREE if again else State.LOST

@@ -1,4 +1,4 @@
-"""A static web server of published contexts, for trying: it gives nothing but their manifests and objects."""
+"""A static web server of published contexts, for local testing: it serves only their manifests and objects."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ContextServer(http.server.HTTPServer):
-    """Serves the contexts that were published to `folder`, or to folders below it, by GET and HEAD.
+    """Serves the contexts published to `folder` or its subfolders, by GET and HEAD.
 
-    A path is served that ends in `stream.json` or in an object's name, 40 hex digits, and leads through folders to a
-    regular file. Links are not followed, names that begin with a dot and all others are not found, and nothing is
-    listed. A range of bytes may be asked for.
+    A path is served if it ends in `stream.json` or in an object's name, 40 hex digits, and leads through folders to a
+    regular file. Links are not followed. Names that begin with a dot, and all others, are not found, and nothing is
+    listed. Clients may request a range of bytes.
 
-    Each client has a thread, `clients` at most at a time; others are told 503 and `Retry-After`, and beyond as many of
-    these connections are closed. A client that takes longer than 10 s to ask, or to take a piece, is let go.
+    Each client has a thread, at most `clients` at a time. Others are answered with 503 and `Retry-After`, and once that
+    many of these are waiting, further connections are closed. A client that takes longer than 10 s to send its request,
+    or to receive a piece, is disconnected.
 
-    Use as a context manager. Raises `OSError` for an address that cannot be had, `NotADirectoryError` for `folder`.
+    Use as a context manager. Raises `OSError` for an address that is not available, `NotADirectoryError` for `folder`.
     """
 
     allow_reuse_address = True
@@ -62,7 +63,7 @@ class ContextServer(http.server.HTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def server_close(self) -> None:
-        """Let all clients go, and close the folder."""
+        """Disconnect all clients, and close the folder."""
         super().server_close()
         with self._lock:
             clients = dict(self._clients)
@@ -217,8 +218,8 @@ class _Reader(io.RawIOBase):
 
 
 def _opened(folder_fd: int, path: str) -> int:
-    """A descriptor of the file that the path of a request names below an open folder. Raises `OSError` for all that is
-    not served."""
+    """A descriptor of the file that a request's path names below an open folder. Raises `OSError` for everything that
+    is not served."""
     *folders, name = path.partition("?")[0].partition("#")[0].removeprefix("/").split("/")
     folders = [unquote(folder) for folder in folders]
     if name != NAME and _OBJECT.fullmatch(name) is None:

@@ -1,5 +1,5 @@
-"""The places that contexts are published to, each read and written object by object: folders of this machine, web
-servers, and whatever else fsspec knows."""
+"""Places to publish contexts to, each read and written object by object: local folders, web servers, and all other file
+systems of fsspec."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ObjectFolder(Protocol):
-    """Both raise `ObjectError`, or what the file system raises."""
+    """Reads and writes objects. Both raise `ObjectError`, or the file system's errors."""
 
     def read(self, name: str, most: int) -> bytes:
-        """All of an object of at most `most` bytes, as it is now."""
+        """The complete current content of an object of at most `most` bytes."""
 
     def write(self, name: str, data: bytes) -> None:
-        """The object of this name has these bytes: at once, or after the next `flush`."""
+        """Write these bytes as the object of this name: at once, or with the next `flush`."""
 
     def flush(self) -> None:
-        """All that was written is there."""
+        """Complete all writes."""
 
     def close(self) -> None:
-        """Give back threads, connections and descriptors."""
+        """Release threads, connections and descriptors."""
 
 
 def object_folder(url: str, options: dict[str, Any] | None) -> ObjectFolder:
-    """Of a path or URL; `options` go to its file system. Raises `ConfigError`, `ObjectError`."""
+    """The folder at a path or URL; `options` go to its file system. Raises `ConfigError`, `ObjectError`."""
     if is_web(url):
         return WebFolder(url, options)
     system, root = file_system_of(url, options)
@@ -58,8 +58,8 @@ def object_folder(url: str, options: dict[str, Any] | None) -> ObjectFolder:
 
 
 class LocalFolder:
-    """A folder of this machine, made (0700) with the first object. Files are 0600, replaced in one step, and on the
-    disk then. No link is followed, but those above the folder."""
+    """A local folder, created (0700) with the first object. Files have mode 0600, and each is replaced in one step and
+    is then on the disk. Links are not followed, except above the folder."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
@@ -86,7 +86,7 @@ class LocalFolder:
         replace_bytes(self._opened(make=True), name, data)
 
     def flush(self) -> None:
-        """It is there."""
+        """Do nothing: each write is complete when it returns."""
 
     def close(self) -> None:
         if self._closing is not None:
@@ -106,7 +106,7 @@ class LocalFolder:
 
 
 def made_folder(folder: Path) -> int:
-    """A descriptor of a folder, which the caller closes. It is made, with those above it, if it is not there: 0700
+    """A descriptor of a folder, which the caller closes. The folder and its parents are created if missing: 0700
     whatever the umask. Raises `OSError`, also for a link."""
     try:
         return os.open(folder, _FOLDER)
@@ -135,7 +135,7 @@ def made_folder(folder: Path) -> int:
 
 
 class WebFolder:
-    """A web server that takes objects by PUT. It is asked in a thread with an event loop, until `close`."""
+    """A web server that accepts objects by PUT. Requests run in a thread with an event loop, until `close`."""
 
     def __init__(self, url: str, options: dict[str, Any] | None) -> None:
         self._client = WebClient(url, _SILENCE, options)
@@ -150,7 +150,7 @@ class WebFolder:
         self._call(self._client.put(name, data), len(data))
 
     def flush(self) -> None:
-        """It is there."""
+        """Do nothing: each write is complete when it returns."""
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -178,7 +178,7 @@ class WebFolder:
 
 
 class RemoteFolder:
-    """A folder of any other file system of fsspec. In a repository of the Hub objects wait for the next commit."""
+    """A folder in any other fsspec file system. In a Hub repository objects wait for the next commit."""
 
     def __init__(self, system: Any, root: str) -> None:
         self._system, self._root = system, root
@@ -207,7 +207,7 @@ class RemoteFolder:
             self._commits.commit()
 
     def close(self) -> None:
-        """fsspec keeps its connections."""
+        """Do nothing: fsspec keeps its connections."""
 
     def _make(self) -> None:
         if self._made:

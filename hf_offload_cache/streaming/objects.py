@@ -1,4 +1,4 @@
-"""Objects of a context that is published: put where others read them, and read back."""
+"""Objects of a published context: written where others read them, and read back."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Result = TypeVar("Result")
 
 
 class Objects:
-    """A folder of objects: a path, or a URL of a file system that fsspec has ("s3://...", "hf://..."; http(s) by PUT).
+    """A folder of objects: a path, or a URL of a file system that fsspec knows ("s3://...", "hf://..."; http(s) by
+    PUT).
 
-    Where the store says "later" it is asked again. Use as a context manager, or `close` it.
+    If the store answers "later", the request is retried. Use as a context manager, or `close` it.
 
     Args:
-        options: of the file system.
-        check: all that is written is read back, by `check`. Without it a store that may only be written to will do.
+        options: options of the file system.
+        check: `check` reads back all that was written. Without it, write access to the store is enough.
 
-    Raises `ConfigError` for a URL that no file system is known of. All methods raise `ObjectError`, a `StoreError`.
+    Raises `ConfigError` for a URL without a known file system. All methods raise `ObjectError`, a `StoreError`.
     """
 
     def __init__(self, url: str, options: dict[str, Any] | None = None, *, check: bool = True) -> None:
@@ -42,11 +43,11 @@ class Objects:
         self.close()
 
     def close(self) -> None:
-        """Give back threads, connections and descriptors."""
+        """Release threads, connections and descriptors."""
         self._folder.close()
 
     def read(self, name: str, most: int) -> bytes | None:
-        """An object of at most `most` bytes; None: there is none."""
+        """An object of at most `most` bytes; None: it does not exist."""
         try:
             return self._tried("reading", name, lambda: self._folder.read(name, most))
         except ObjectError as error:
@@ -55,8 +56,8 @@ class Objects:
             raise
 
     def put(self, data: bytes) -> str:
-        """The name of an object of these bytes, which is there after the next `check` or `write`. One that has them is
-        left as it is."""
+        """Store an object of these bytes and return its name; it exists after the next `check` or `write`. An object
+        that already has these bytes is left unchanged."""
         name = digest(data)
         if name in self._written:
             return name
@@ -73,14 +74,14 @@ class Objects:
         return name
 
     def write(self, name: str, data: bytes) -> None:
-        """A file of this name has these bytes, after all that was `put`. Whoever reads it meanwhile has the old one or
-        the new one, where the file system can move files or stores objects."""
+        """Write a file of this name with these bytes, after everything that was `put`. A concurrent reader gets the old
+        or the new file if the file system can move files or stores objects."""
         self._flush(name)
         self._tried("writing", name, lambda: self._folder.write(name, data))
         self._flush(name)
 
     def check(self) -> None:
-        """All that was `put` is there, to the byte. Raises `DamagedObjectError` for what is not."""
+        """Check that everything that was `put` exists, byte for byte. Raises `DamagedObjectError` if not."""
         self._flush("objects")
         if not self._checked:
             return

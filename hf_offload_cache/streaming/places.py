@@ -1,4 +1,4 @@
-"""Where the objects of a published context lie: names in a path or URL, and the file system behind it."""
+"""Locations of a published context's objects: names in a path or URL, and the file system behind it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .answers import reported, without_secrets
 
 
 def is_web(place: str) -> bool:
-    """Whether a place is a URL of the web, http or https in any case."""
+    """Whether a place is a web URL, http or https in any case."""
     return place.lower().startswith(("http://", "https://"))
 
 
 def join(place: str, name: str) -> str:
     """The place of `name` below a path or URL.
 
-    In a URL of the web the name goes into the path, the query stays behind it, and a fragment is dropped. In a chain of
-    fsspec's ("simplecache::https://...") it goes into the first URL that has a path. All else may have any character in
-    a name, "?" and "#" included.
+    In a web URL the name is added to the path, the query stays behind it, and a fragment is dropped. In an fsspec chain
+    ("simplecache::https://...") it is added to the first URL that has a path. All other places may have any character
+    in a name, "?" and "#" included.
     """
     if is_web(place):  # "::" is of an address then
         return _below(place, name)
@@ -52,13 +52,13 @@ def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
 
 
 def is_local(system: Any) -> bool:
-    """Whether a file system of fsspec is this machine's: a path, "file://" or "local://"."""
+    """Whether an fsspec file system is this machine's: a path, "file://" or "local://"."""
     return "file" in _protocols(system)
 
 
 def local_folder(system: Any, root: str) -> str | None:
-    """The folder of this machine that `root` is in a file system of fsspec, also behind "dir::" or a cache; None: it is
-    on no file system of this machine."""
+    """The folder on this machine that `root` stands for, also behind fsspec's "dir::" or a cache; None if it is on
+    another machine."""
     while not is_local(system):
         if _WRAPPERS.isdisjoint(_protocols(system)):
             return None
@@ -68,7 +68,7 @@ def local_folder(system: Any, root: str) -> str | None:
 
 
 _WRAPPERS = frozenset(("dir", "simplecache", "filecache", "blockcache", "cached"))
-"""File systems of fsspec's that write to another one, which is their `fs`."""
+"""fsspec file systems that write to another one, their `fs`."""
 
 
 def _protocols(system: Any) -> tuple[str, ...]:

@@ -63,40 +63,39 @@ def publish_context(
     options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> StreamManifest:
-    """Put a context where `stream_context` loads it from: a folder, or any URL of fsspec's.
+    """Publish a context for `stream_context`: to a folder, or any fsspec URL.
 
-    Objects are named by their content and written first, the manifest last: who reads meanwhile sees what was there
-    before. What is held is brought back a layer at a time. A second publishing of the same reads what is there, and
-    writes what of it is damaged or missing; where it is encrypted, all of it anew.
+    Objects are named by their content and written first, the manifest last: concurrent readers get the earlier
+    publication. Stored entries are read back one layer at a time. Publishing the same context again reads the existing
+    objects and writes only the damaged or missing ones; if it is encrypted, all of them are written again.
 
-    In a folder of this machine each file is replaced in one step and forced to the disk. A folder that is made is 0700,
-    files are 0600, whatever the umask, and links at their names are not followed. Names go into the path of a URL,
-    before its query. A store that refuses to answer, or fails, is never taken for an empty one.
+    In a local folder each file is replaced in one step and forced to the disk. A created folder has mode 0700, files
+    have 0600, whatever the umask, and links at their names are not followed. Names are added to a URL's path, before
+    its query. A store that refuses a request, or fails, is never treated as empty.
 
     Args:
-        context: a cache that holds one sequence, or the directory that one was saved to, with its `model`.
-        tokenizer: compared where the context is loaded, if it is given there, too.
-        key: 32 bytes in a file, or a function that returns them: objects and manifest are encrypted then.
+        context: a cache with one sequence, or the directory of a saved one, with its `model`.
+        tokenizer: compared when the context is loaded, if it is given there too.
+        key: 32 bytes in a file, or a function that returns them: encrypts objects and manifest.
         level: how much is kept of keys and values: "lossless", "fine", "default", "small" or "smallest".
-        chunk_tokens: of an object, 64 to 8192.
-        private: token ranges (start, stop). Chunks that have some of them are not published, and computed where the
-            context is loaded; nor is what was learnt of its queries, or which blocks they attend to. Later chunks
-            attended to them, and digests of the ids up to each chunk's end let whoever has the manifest try texts: give
-            a `key`, too, where that matters.
-        active_mass: measure, by one more prefill, which blocks of keys have so much of the attention mass of each block
-            of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
-        context_key: of the directory; None: `key`. With either the directory has to be encrypted, since somebody may
-            have put another in its place; False: it is not, and `key` is of what is published alone.
-        overwrite: replace the manifest of what is published there; its objects stay, but those that have other bytes
-            than they should.
+        chunk_tokens: tokens per object, 64 to 8192.
+        private: token ranges (start, stop). Chunks that contain such tokens are not published, but computed when the
+            context is loaded; state fitted to their queries, and the blocks they attend to, are not published either.
+            Later chunks attended to them, and anyone who has the manifest can test texts against its digests of the ids
+            up to each chunk's end: also give a `key` if that matters.
+        active_mass: measure, by one more prefill, which blocks of keys have this share of the attention mass of each
+            block of queries (the paper: .98), for `stream_context(..., sparse=True)`; None: do not.
+        context_key: the directory's key; None: `key`. With either one the directory must be encrypted, because somebody
+            may have replaced it; False: it is not encrypted, and `key` applies only to what is published.
+        overwrite: replace the manifest of an existing publication; its objects stay, except those with wrong bytes.
         check: read back what was written, objects before the manifest is written, and compare sizes and digests. False:
-            a store that may only be written to will do.
-        options: of the file system; of http(s) as of `stream_context`.
-        on_progress: told how many layers of how many are published.
+            write access to the store is enough.
+        options: options of the file system; for http(s) as in `stream_context`.
+        on_progress: called with the number of published layers and their total.
 
     Raises `ConfigError`, `FileExistsError`, `UnsupportedModelError` for a model that keeps more than keys and values (a
-    window, a state) or whose keys depend on the length of what they are computed with, `ObjectError` with the store's
-    answer, `StoreFullError`, and what opening a directory raises.
+    window, a state) or whose keys depend on the length of a forward, `ObjectError` with the store's answer,
+    `StoreFullError`, and the errors of opening a directory.
     """
     check_level(level)
     if not 64 <= chunk_tokens <= 8192:

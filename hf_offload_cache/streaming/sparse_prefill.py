@@ -26,7 +26,7 @@ class SparsePrefill:
     """
 
     def __init__(self, blocks: ActiveBlocks, warn: Callable[[str], None] = warnings.warn) -> None:
-        """`warn`: the cache's, whose report says it then."""
+        """`warn`: the cache's method, which also adds the warning to its report."""
         self._blocks, self._warn = blocks, warn
         self._gathered = self._visible = 0
         self._kernel = True

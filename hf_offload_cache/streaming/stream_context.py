@@ -48,7 +48,7 @@ _SILENCES = 6
 
 
 class ForeignManifestError(ContextError):
-    """What is there was not published by this library, also not in part: a message of some gateway, say."""
+    """The data at the place was not published by this library, not even in part: for example a gateway's message."""
 
 
 def stream_context(
@@ -69,33 +69,33 @@ def stream_context(
     on_progress: Callable[[Cells], object] | None = None,
     **fields: Any,
 ) -> OffloadCache:
-    """A cache that holds what `input_ids` and the context at `url` begin with alike, as far as whole chunks go, and at
-    most all but the last id: `model.generate(input_ids, past_key_values=cache)` goes on from there.
+    """A cache with the tokens that `input_ids` and the context at `url` have in common at their beginning, in complete
+    chunks and at most all but the last id. `model.generate(input_ids, past_key_values=cache)` continues from there.
 
-    Some of it is streamed and some computed, whichever is there first: the model computes from the front, the network
-    brings the last chunks, their top layers first, until they meet. Where the link fails, or brings something else than
-    was published, what is missing is computed. `cache.stream_report` says what was done. What was streamed is as near
-    to what was computed as the level that it was published with.
+    A part of it is streamed and a part computed, in parallel: the model computes from the front, the network delivers
+    the last chunks, their top layers first, until both meet. If the link fails, or delivers other data than was
+    published, the missing part is computed. `cache.stream_report` describes the result. Streamed entries are as close
+    to computed ones as the level they were published with.
 
     Args:
-        url: of `publish_context`; http(s) or any file system of fsspec.
+        url: the URL given to `publish_context`; http(s) or any fsspec file system.
         input_ids: (1, T) or (T,), any device.
-        into: class of the cache, made with `path` and `fields`; or an empty cache of this model, made with
-            `for_budget`, say. It is closed where this raises once the manifest is there.
-        key: 32 bytes in a file, or a function that returns them, of an encrypted context.
+        into: class of the cache, which is made with `path` and `fields`; or an empty cache of this model, for example
+            from `for_budget`. It is closed if this raises after the manifest has arrived.
+        key: an encrypted context's key: 32 bytes in a file, or a function that returns them.
         tokenizer: compared with the one that the context was published with.
-        private: token ranges (start, stop) of which nothing is asked for.
-        sparse: what is computed attends to the blocks of keys alone that had most of the attention where the context
-            was published (`active_mass`): lossy, and faster for long contexts.
-        silence: seconds without a byte after which nothing is waited for; a manifest is waited for six times as long.
-        migrations: transfers under way that may be given up for computing within `stage` seconds, at most; None: all
-            that are later than computing would be.
-        options: of the file system, or of aiohttp's session.
-        on_progress: told of the table of cells, in this thread, when something is computed.
+        private: token ranges (start, stop) for which nothing is requested.
+        sparse: computed tokens attend only to the blocks of keys that had most of the attention where the context was
+            published (`active_mass`): lossy, and faster for long contexts.
+        silence: seconds without a byte after which waiting ends; for a manifest it is six times as long.
+        migrations: maximum number of running transfers that may be given up for computing within `stage` seconds; None:
+            all that would end later than computing.
+        options: options of the file system, or of aiohttp's session.
+        on_progress: called with the table of cells, in this thread, when something is computed.
 
-    Raises `ConfigError` for arguments out of their ranges, `ContextMismatchError` for another model, `ContextError` for
-    a manifest that is none, `EncryptionKeyError`, `ObjectError` where the manifest cannot be had, with the store's
-    answer, and what making the cache and prefilling raise.
+    Raises `ConfigError` for arguments out of range, `ContextMismatchError` for another model, `ContextError` for an
+    invalid manifest, `EncryptionKeyError`, `ObjectError` with the store's answer if the manifest is not available, and
+    the errors of making the cache and prefilling.
     """
     begun, hidden = time.perf_counter(), list(private)
     check_arguments(into, migrations, stage, silence, hidden, path, fields)
@@ -140,8 +140,8 @@ def stream_context(
 
 
 def _computed(filling: Filling, ids: torch.Tensor, prompt: int) -> int:
-    """Run ids (1, t), with which a prompt of `prompt` tokens begins, through the model; none of them where its keys
-    would not be those of one forward then. Returns how many are held."""
+    """Run ids (1, t), the beginning of a prompt of `prompt` tokens, through the model; run none if their keys would
+    then differ from those of one forward. Returns the number of stored tokens."""
     model, every = filling.model, ids.shape[1]
     together = every if reason_against_pieces(model, min(MOST_TOKENS, every), prompt) else MOST_TOKENS
     if not every or reason_against_pieces(model, min(together, every), prompt):

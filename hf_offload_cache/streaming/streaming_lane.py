@@ -28,11 +28,11 @@ _SILENCES, _SLOWEST = 6, 32768
 
 
 class StreamingLane:
-    """A thread with an event loop of its own, from `start` to `stop`.
+    """A thread with its own event loop, from `start` to `stop`.
 
     Args:
-        beside: objects that are brought before all cells, by name: see `taken`.
-        together: objects that are asked for at a time: one is on its way while the next is asked for.
+        beside: objects fetched before all cells, by name: see `taken`.
+        together: number of objects requested at a time: one is on its way while the next is requested.
         silence: seconds that a server may ask to wait; a link that asks for more counts as dead.
     """
 

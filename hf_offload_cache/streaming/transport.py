@@ -26,8 +26,8 @@ class Transport(Protocol):
     """Used within one event loop."""
 
     async def get(self, name: str, most: int, came: Callable[[int], None] = lambda count: None) -> bytes:
-        """All of an object of at most `most` bytes; `came` is told of bytes as they come. Raises `ObjectError`, also
-        where it has more, before more were taken."""
+        """The complete content of an object of at most `most` bytes; `came` is called with byte counts as they arrive.
+        Raises `ObjectError`; for a larger object it does so before more bytes are accepted."""
 
     async def close(self) -> None:
         """Give connections back."""
@@ -41,8 +41,8 @@ def transport_of(url: str, options: dict[str, Any] | None, timeout: float) -> Tr
 
 
 def fetch(transport: Callable[[], Transport], name: str, most: int, seconds: float) -> bytes:
-    """One object, within so many seconds, whether or not this thread runs an event loop. Where the store says "later",
-    it is asked again. Raises as `Transport.get`."""
+    """Fetch one object within so many seconds, whether or not this thread runs an event loop. If the store answers
+    "later", the request is retried. Raises the errors of `Transport.get`."""
 
     async def get() -> bytes:
         own = transport()
@@ -90,7 +90,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class HttpTransport:
-    """Any web server. `options`: of aiohttp's `ClientSession`, e.g. headers."""
+    """Transport for any web server. `options`: arguments of aiohttp's `ClientSession`, e.g. headers."""
 
     def __init__(self, url: str, timeout: float, options: dict[str, Any] | None = None) -> None:
         self._client = WebClient(url, timeout, options)

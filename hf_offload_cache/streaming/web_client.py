@@ -1,4 +1,4 @@
-"""A client of web servers that are not trusted, by aiohttp and within one event loop. Needs the extra `[stream]`."""
+"""A client for untrusted web servers, using aiohttp within one event loop. Needs the extra `[stream]`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _AUTHORITY = re.compile(r"([a-z]+://)([^/?#]*)@", re.IGNORECASE)
 
 
 class WebClient:
-    """Objects below the URL of a web server.
+    """Objects below a web server's URL.
 
-    A redirect to another origin (scheme, host or port) is followed without the given headers, cookies and password. One
-    to anything but http and https, or from https to http, raises `ObjectError`. Proxies come from the environment
-    (HTTP_PROXY, HTTPS_PROXY, NO_PROXY), unless `options` have one.
+    A redirect to another origin (scheme, host or port) is followed without the given headers, cookies and password. A
+    redirect to anything but http and https, or from https to http, raises `ObjectError`. Proxies come from the
+    environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY), unless `options` have one.
 
     Args:
-        url: names are put into its path, before its query. Its user and password are sent to its origin only.
+        url: names are added to its path, before its query. Its user and password are sent to its origin only.
         silence: seconds without a byte after which a request fails.
         options: arguments of aiohttp's `ClientSession`, such as `headers`, directly or as `client_kwargs`; and `ssl`.
 
@@ -73,8 +73,8 @@ class WebClient:
     async def get(
         self, name: str, most: int, came: Callable[[int], None] = lambda count: None, *, fresh: bool = False
     ) -> bytes:
-        """All of an object of at most `most` bytes; `came` is told of bytes as they come. `fresh`: as the server has it
-        now, and no cache on the way. Raises `ObjectError`, before more than `most` bytes were kept."""
+        """The complete content of an object of at most `most` bytes; `came` is called with byte counts as they arrive.
+        `fresh`: bypass caches on the way. Raises `ObjectError`, before more than `most` bytes are kept."""
         headers = {"Accept-Encoding": "identity", **({"Cache-Control": "no-cache"} if fresh else {})}
         place = self._shown(name)
         try:
@@ -85,7 +85,7 @@ class WebClient:
             raise self._reported(place, error) from error
 
     async def put(self, name: str, data: bytes) -> None:
-        """Put an object there, in pieces, or with its length where the server asks for that. Raises `ObjectError`."""
+        """Send an object in pieces, or with its length if the server asks for that. Raises `ObjectError`."""
         headers, place = {"Content-Type": "application/octet-stream"}, self._shown(name)
         try:
             while True:
@@ -186,7 +186,7 @@ class WebClient:
 
 
 async def all_of(pieces: AsyncIterator[bytes], place: str, most: int) -> bytes:
-    """The bytes that come in pieces, until they are more than `most`. Raises as `received`."""
+    """The bytes of all pieces, until they exceed `most`. Raises the errors of `received`."""
     found, total = list[bytes](), 0
     async for piece in pieces:
         total += len(piece)

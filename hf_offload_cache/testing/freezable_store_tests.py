@@ -304,7 +304,7 @@ class FreezableStoreTests(StoreTests):
         return open_guard(guard.describe(), guard.tags, self.key, verify=True)
 
     def reopened(self, folder: int, guard: RecordGuard, count: int) -> closing[FreezableStore]:
-        """`reopen`, closed at the end of a `with`."""
+        """The result of `reopen`, closed at the end of a `with`."""
         return closing(self.reopen(folder, guard, count))
 
     def reopen(self, folder: int, guard: RecordGuard, count: int, name: str = "saved") -> FreezableStore:

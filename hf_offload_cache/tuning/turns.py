@@ -56,12 +56,12 @@ def follow_in_turns(
     contenders: Mapping[str, Contender], ids: torch.Tensor, steps: int,
     on_step: Callable[[float, str], object] = lambda done, name: None,
 ) -> dict[str, Followed]:  # fmt: skip
-    """Ids (1, T) through each cache: prefilled in pieces where the model allows it, and the last `steps` tokens one by
-    one, whatever the model would say, `TURN` of them at a turn, forth and back over the caches. All are open, and hold
-    memory, at once.
+    """Run ids (1, T) through each cache. They are prefilled in pieces if the model allows it, and the last `steps`
+    tokens are decoded one by one, whatever the model would predict. Each turn takes `TURN` tokens, going forth and back
+    over the caches. All caches are open, and use memory, at the same time.
 
-    Returns by name logits (steps, V), float32 on the host, after each token, and the seconds of each step, which the
-    model's device has ended then. `on_step` gets the share that is done, from 0 to 1, and a name, in this thread.
+    Returns by name the logits (steps, V), float32 on the host, after each token, and the seconds of each step, at whose
+    end the model's device has finished. `on_step` gets the finished share, from 0 to 1, and a name, in this thread.
     """
     said: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

@@ -21,8 +21,10 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 """A name, an attribute, a method."""
 
 OF_OTHERS = {
-    "NAME.py", "RAY_AUTH_TOKEN", "__del__", "from_pretrained", "kernel.io_uring_disabled", "load_in_4bit",
-    "repartition", "set_attn_implementation",
+    "ClientSession", "GenerationConfig", "HTTPS_PROXY", "HTTP_PROXY", "NAME.py", "NO_PROXY", "RAY_AUTH_TOKEN",
+    "__del__", "chmod", "clone", "cookies", "custom_generate", "from_pretrained", "generate_batch",
+    "kernel.io_uring_disabled", "load_in_4bit", "model.gradient_checkpointing_disable", "model.train",
+    "repartition", "rope_deltas", "set_attn_implementation",
 }  # fmt: skip
 """Names, as they stand on the pages, of transformers, Ray, Python and Linux, and what a reader fills in."""
 

@@ -48,13 +48,13 @@ class Batch:
         self.owner = owner
 
     def count(self) -> None:
-        """Results have come: how many have not, and whether that is the end."""
+        """Count results as they arrive: the number still missing, and whether that is the end."""
         self.unfinished = (self.results == PENDING).nonzero()[0].size
         if self.unfinished == 0 and self.finished_at is None:
             self.finished_at = time.perf_counter()
 
     def leave_from(self, number: int) -> None:
-        """The reads from that number on have ended with `EAGAIN`, those that have not completed."""
+        """End the uncompleted reads from that number on with `EAGAIN`."""
         left = self.results[max(0, number - self.base) :]
         left[left == PENDING] = -errno.EAGAIN
         self.count()

@@ -60,11 +60,11 @@ class OrphanedReads:
 def close_when_done(
     orphans: OrphanedReads, deadline: Deadline, process: Process, exit_handler: Callable[[], None]
 ) -> KeyboardInterrupt | None:
-    """Give a ring back once nothing is in flight; also when it is forgotten, and at the end of the interpreter.
+    """Close a ring once nothing is in flight; also when it is deleted, and at the end of the interpreter.
 
-    What does not end in time is left to a daemon thread, or where there can be none stays as it is until the process
-    ends. `exit_handler` is the ring's own, which is not needed any more. Returns an interrupt that came meanwhile, for
-    who can raise it: a collection cannot.
+    Reads that do not end in time are left to a daemon thread; if none can be started, the ring stays as it is until the
+    process ends. `exit_handler` is the ring's own, which is no longer needed. Returns an interrupt that was raised
+    meanwhile, for a caller that can raise it: a garbage collection cannot.
     """
     atexit.unregister(exit_handler)
     if not process.is_here or orphans.wait(deadline.expires()):

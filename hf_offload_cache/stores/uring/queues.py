@@ -131,7 +131,7 @@ def ring_bytes(depth: int) -> int:
 
 
 def open_ring(depth: int) -> tuple[Descriptor, Parameters]:
-    """A new ring. Raises `OSError` with the reason."""
+    """Open a new ring. Raises `OSError` with the reason."""
     machine = platform.machine()
     if sys.platform != "linux" or machine.startswith(("alpha", "mips")):
         raise OSError(errno.ENOSYS, f"no io_uring on {sys.platform} {machine}")
@@ -162,7 +162,7 @@ def _refusal(call: str) -> OSError:
 
 
 def setup(entries: int, parameters: Parameters) -> Descriptor:
-    """io_uring_setup: a ring, or -1 with `ctypes.get_errno`."""
+    """Call io_uring_setup: a ring, or -1 with `ctypes.get_errno`."""
     return Descriptor(_system_call(), _SETUP, entries, ctypes.addressof(parameters), 0, 0, 0, 0)
 
 

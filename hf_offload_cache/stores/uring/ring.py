@@ -33,23 +33,23 @@ this many it stays busy while the next ones are put in (measured on a virtual NV
 """
 
 class Ring:
-    """Submits reads of files to the kernel and takes in what has completed.
+    """Submits file reads to the kernel and collects the completed ones.
 
-    The memory that is read into has to stay where it is: what is given as `keep` is held until the last read of the
-    batch has ended. `close` and a garbage collection of the ring wait for the reads in flight as `wait` does; what does
-    not end in time is left, with all that is kept for it and the ring's descriptor, to a daemon thread
-    ("hf_offload_cache-ring") that waits for the rest; where none can be started it is held until the process ends.
+    The memory that is read into must not move: objects given as `keep` are kept until the batch's last read has ended.
+    `close` and a garbage collection of the ring wait for the reads in flight as `wait` does. Reads that do not end in
+    time are left, with everything kept for them and the ring's descriptor, to a daemon thread ("hf_offload_cache-ring")
+    that waits for them; if none can be started, all of it is kept until the process ends.
 
-    A process that forbids itself io_uring later on (a sandbox) is warned once. What the kernel has not taken by then,
-    and every read from then on, ends with `EAGAIN` at once, so that the caller reads it in another way.
+    If the process forbids itself io_uring later (a sandbox), it gets one warning. Reads that the kernel has not taken
+    by then, and all later reads, end with `EAGAIN` at once, so that the caller reads in another way.
 
-    Any thread may call, one at a time does something. A signal's exception (Ctrl-C) may come out of any method; the
-    ring is then as it was and can be used on. In a forked child the methods raise `ForkedProcessError`, but `close` and
-    `release`, which leave the parent's ring alone.
+    Any thread may call, but only one at a time. A signal's exception (Ctrl-C) may be raised from any method; the ring
+    is then unchanged and usable. In a forked child the methods raise `ForkedProcessError`, except `close` and
+    `release`, which leave the parent's ring unchanged.
 
-    `timeout` (seconds; None: no limit) is how long a wait may take: `StalledError` then. What the queues take in host
-    memory is in `account` as `IO_RING` from construction to `close`. Raises `OSError` that says why when the kernel
-    gives no ring (old, forbidden by a container, out of memory), and `BudgetError`.
+    `timeout` (seconds; None: no limit) limits a wait; after it, `StalledError` is raised. The queues' host memory is in
+    `account` as `IO_RING` from construction to `close`. Raises `OSError` with the reason if the kernel gives no ring
+    (old, forbidden by a container, out of memory), and `BudgetError`.
     """
 
     # The completion queue is at least as long as what may be in flight, so it cannot overflow. All counts come from
