@@ -99,7 +99,7 @@ def in_options(text: str, arguments: argparse.Namespace) -> str:
         if "_" in name:  # no word of the language
             text = re.sub(rf"(?<![\w.=/'\"-]){name}\b(?!\.?\w|[(/'\"=])", option, text)
         else:
-            text = re.sub(rf"(^|: ){name}(?=:| (?:must|is|was|needs|cannot)\b| ['\"(\d])", rf"\1{option}", text)
+            text = re.sub(rf"(^|: ){name}(?=:| (?:must|is|needs|cannot)\b| ['\"(\d])", rf"\1{option}", text)
             text = re.sub(rf"\b((?i:raise|lower|leave out|give the) ){name}\b(?=[,.;]| or|$)", rf"\1{option}", text)
             text = re.sub(rf"\bleave {name} out\b", f"leave out {option}", text)
     if has_fields and "=" in text:

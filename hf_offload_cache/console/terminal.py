@@ -8,6 +8,7 @@ import sys
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ContextError, StoreError
 from .arguments import in_options
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def complain(error: BaseException, arguments: argparse.Namespace | None = None) 
     said = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and not error.filename:
         said = " ".join(str(error.strerror).split())  # without the number
-    if arguments is not None:
+    if arguments is not None and not isinstance(error, (ContextError, StoreError)):  # those name parts of files
         said = in_options(said, arguments)
     say(f"{PROGRAM}: {type(error).__name__}: {said}")
 

@@ -19,7 +19,7 @@ def publish(
     *,
     overwrite: bool = False,
     file_system: FileSystem = FILE_SYSTEM,
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Callable[[str], None] | None = None,
 ) -> None:
     """Make the context `target`; with `overwrite`, replace an existing one.
 
@@ -75,6 +75,10 @@ def publish(
                 saver.clean_up()
                 raise
             for left in saver.left:
-                warn(
+                message = (
                     f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
                 )
+                if warn is None:
+                    warnings.warn(message, UserWarning, stacklevel=2)
+                else:
+                    warn(message)

@@ -268,9 +268,9 @@ def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytes
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             worker(tmp_path, **{"contexts": "memory://x", **options})
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(ConfigError, match="path must be a folder that exists"):
         worker(tmp_path / "not there")
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(ConfigError, match="path must be a folder that exists"):
         worker(tmp_path / "not there", memory="1/2", exact=False)
     (tmp_path / "contexts").touch()
     with pytest.raises(StoreError, match="folder cannot be made"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +123,7 @@ def test_guesses_stop_and_go_on_as_hooks_come_and_go() -> None:
 
 def test_what_places_and_adapts_weights_is_no_hook_of_others() -> None:
     accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
-    model = long_model()
+    model = copy.deepcopy(long_model())
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
     hook = accelerate.hooks.AlignDevicesHook("cpu")
     accelerate.hooks.add_hook_to_module(adapted.get_base_model().model.layers[1], hook, append=True)

@@ -182,7 +182,7 @@ def test_needles_are_found_in_a_short_text(loaded, tmp_path):
 
 @pytest.mark.parametrize("load", [load_model.load, load_model.load_geometry])
 def test_a_device_that_there_is_not_is_named(load):
-    with pytest.raises(load_model.ModelLoadError, match="no device 'nonsense'"):
+    with pytest.raises(load_model.ModelLoadError, match="device 'nonsense' cannot be used here"):
         load(device="nonsense")
 
 

@@ -23,7 +23,7 @@ from hf_offload_cache.contexts.save import save
 from hf_offload_cache.memory.account import MemoryAccount
 
 ROOM = Path(hf_offload_cache.contexts.__file__).parent
-LOWER = {"config", "errors", "registry", "memory", "model", "report", "stores"}
+LOWER = {"config", "errors", "registry", "memory", "model", "history", "report", "stores"}
 """What contexts may import of this package."""
 
 

@@ -390,7 +390,7 @@ def test_keys(place: Path, tmp_path: Path) -> None:
             long_model()(ids()[:, :200], past_key_values=cache)
         cache.save(tmp_path / "plain")
     own: dict[str, Any] = {"model": long_model(), "chunk_tokens": SIZE}
-    publish_context(tmp_path / "plain", str(tmp_path / "one"), key=key, **own)
+    publish_context(tmp_path / "plain", str(tmp_path / "one"), key=key, context_key=False, **own)
     publish_context(
         tmp_path / "encrypted", str(tmp_path / "two"), key=lambda: b"x" * 32, context_key=key, **own
     )
