@@ -13,6 +13,7 @@ from ..core.guessed_token import (
     guess_of,
     is_a_guess,
     may_guess,
+    most_ids,
     most_positions,
     reason_against_guesses,
     record_past,
@@ -49,7 +50,7 @@ class SpecCache(SelectiveCache):
     def prepare(self, model: Any) -> None:
         super().prepare(model)
         self._guess: torch.Tensor | None = None
-        self._can_guess, self._most_positions = True, most_positions(model)
+        self._can_guess, self._most_positions, self._most_ids = True, most_positions(model), most_ids(model)
         self._watchers, self._told_of_watchers = ForeignHooks([model]), False
         self._top_up = TopUp(self.config.top_up)
         for layer in self.selective:
@@ -131,7 +132,7 @@ class SpecCache(SelectiveCache):
         with torch.no_grad():
             output = model.forward(**call)
         self._take_back_guess()
-        guess = guess_of(output)
+        guess = guess_of(output, self._most_ids)
         self._can_guess = guess is not None
         return guess
 
@@ -152,7 +153,7 @@ class SpecCache(SelectiveCache):
         step = self.shared.step
         seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
         if step is not None and step.guessed:
-            self._guess = guess_of(output)
+            self._guess = guess_of(output, self._most_ids)
             self._take_back_guess()
             output = without_guess(output)
         changed = super().end_step(output)

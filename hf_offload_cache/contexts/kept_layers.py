@@ -30,9 +30,7 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
     for a tensor whose sequence dimension is unknown.
     """
     twin = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict | list):
-            vars(twin)[name] = copy.copy(value)
+    vars(twin).update((name, _containers(value)) for name, value in vars(layer).items())
     before = {(id(place), key): id(tensor) for place, key, tensor in _tensors(twin)}
     if (own := getattr(twin, change, None)) is not None:
         own(argument)
@@ -46,6 +44,15 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
             )
         place[key] = tensor.index_select(0, rows.to(tensor.device))
     return vars(twin)
+
+
+def _containers(value: Any) -> Any:
+    """A copy of dictionaries and lists, at all depths, with what they have in them."""
+    if isinstance(value, dict | list):
+        value = copy.copy(value)
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            value[key] = _containers(item)
+    return value
 
 
 def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:

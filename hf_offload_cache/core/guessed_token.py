@@ -40,12 +40,20 @@ def most_positions(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def most_ids(model: Any) -> int | None:
+    """How many ids a model has embeddings of; None: that is not known."""
+    try:
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        known = None
+    return getattr(model.config.get_text_config(), "vocab_size", None) if known is None else known
+
+
 def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
     """Whether `guess` is a tensor of ids (sequences, 1) for which the model has embeddings."""
     if not isinstance(guess, torch.Tensor) or guess.dtype != torch.int64 or guess.shape != (sequences, 1):
         return False
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    known = getattr(model.config.get_text_config(), "vocab_size", None) if known is None else known
+    known = most_ids(model)
     return bool((guess >= 0).all()) and (known is None or bool((guess < known).all()))
 
 
@@ -90,10 +98,13 @@ def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
     return changed
 
 
-def guess_of(output: Any) -> torch.Tensor | None:
-    """The likeliest token (B, 1) after the last one of a model's output; None where it has no logits."""
+def guess_of(output: Any, known: int | None) -> torch.Tensor | None:
+    """The likeliest token (B, 1) after the last one of a model's output; None where it has no logits, or those of more
+    than the `known` ids: of codes, which no id of text stands for."""
     logits = getattr(output, "logits", None)
-    return None if logits is None else logits[:, -1].argmax(-1, keepdim=True)
+    if logits is None or (known is not None and logits.shape[-1] > known):
+        return None
+    return logits[:, -1].argmax(-1, keepdim=True)
 
 
 def without_guess(output: Any) -> Any:

@@ -155,4 +155,5 @@ def search(
     settings = config_class.load(None, fields)  # wrong fields are told before budgets are
     forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
     records = [(form.record_bytes, form.group_size) for form in forms]
-    return Search(config_class, peak_of, records, *limits, dict(fields))
+    full = geometry.full_kv_bytes(*limits[1:])
+    return Search(config_class, peak_of, records, *limits, dict(fields), full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, SupportsIndex
 
+import numpy as np
 import torch
 
 from ..errors import ReadOnlyError
@@ -12,18 +13,18 @@ _INSTEAD = "methods that rewrite what a model has cached (kvpress) need transfor
 
 
 class ReadOnlyTensor(torch.Tensor):
-    """A copy of a layer's stored entries. You can read it like any tensor; writing to it, or to a view of it, raises
-    `ReadOnlyError`. Results of computations on it are plain tensors."""
+    """A copy of a layer's stored entries. You can read it like any tensor. Writing to it, or to a view of it, raises
+    `ReadOnlyError`; numpy views of it are not writeable. Results of computations on it are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            plain, memory = [], set[int]()
+            plain, memory = [], set[int | None]()
 
             def unwrapped(value: Any) -> Any:
                 if isinstance(value, ReadOnlyTensor):
                     plain.append((own := value.as_subclass(torch.Tensor), own._version))
-                    memory.add(own.untyped_storage().data_ptr())
+                    memory.add(_memory(own))
                     return own
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
                     return type(value)(unwrapped(one) for one in value)
@@ -42,7 +43,9 @@ class ReadOnlyTensor(torch.Tensor):
             def wrapped(value: Any) -> Any:
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
                     return type(value)(wrapped(one) for one in value)
-                view = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
+                if isinstance(value, np.ndarray):
+                    value.flags.writeable = False
+                view = isinstance(value, torch.Tensor) and _memory(value) in memory
                 return value.as_subclass(cls) if view and value.numel() else value
 
             return wrapped(found)
@@ -58,6 +61,14 @@ class ReadOnlyTensor(torch.Tensor):
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's storage is; None: it has none, within a transformation of `torch.func`."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
 class Layers(list[Any]):
     """A cache's layers, which are fixed: any change of the list raises `ReadOnlyError`."""
 
@@ -66,6 +77,9 @@ class Layers(list[Any]):
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
     append = extend = insert = pop = remove = clear = reverse = sort = _refuse
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
 
 
 def refuse_layers() -> NoReturn:

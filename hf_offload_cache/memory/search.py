@@ -26,6 +26,7 @@ class Search(Generic[Config]):
     Attributes:
         peak_of: bytes that a configuration holds at most, by the plan of its cache.
         records: (bytes, tokens) of a record, of each kind of layer.
+        full_kv_bytes: what `DynamicCache` would hold.
     """
 
     config_class: type[Config]
@@ -35,6 +36,7 @@ class Search(Generic[Config]):
     max_context: int
     max_batch: int
     fields: dict[str, Any]
+    full_kv_bytes: int
 
     def config(self, chosen: dict[str, Any]) -> Config:
         """The configuration of `chosen` fields under the user's, with its limits. Raises `ConfigError`."""
@@ -138,6 +140,8 @@ class Search(Generic[Config]):
         advice = "give as much, or lower max_context or max_batch"
         if given:
             given, advice = f" with {given}", f"{advice}, or leave fields to the planner"
+        if needed >= self.full_kv_bytes:
+            advice = f"{advice}; no cache is needed: the full KV (DynamicCache) takes {size_text(self.full_kv_bytes)}"
         return BudgetError(
             f"memory is {self.memory:,} bytes ({size_text(self.memory)}); {self.max_batch} x {self.max_context:,} "
             f"tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"

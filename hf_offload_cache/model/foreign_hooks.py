@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,20 +26,25 @@ _KNOWN = (
 )
 """Modules whose hooks place weights, adapt them or record outputs. A token more in a forward changes nothing for them;
 those that record outputs do it for the caller, who gets the output without that token."""
+_LIBRARIES = ("torch", "transformers", "liger_kernel", "kernels")
+"""Packages that may give a class another `forward`, and modules others around them: faster ones, or compiled ones."""
 
 
 class ForeignHooks:
     """Detects whether other code watches the forwards of some modules, or of modules within these.
 
-    Counted are forward hooks and pre-hooks, hooks for all modules of the process, and a `forward` that was put on a
-    module itself. Hooks of accelerate and PEFT are not counted. Holds the modules weakly; for one thread.
+    Counted are forward hooks and pre-hooks, hooks for all modules of the process, a `forward` that was put on a module
+    or on its class, and a module of another package around one of the model's. Hooks of accelerate and PEFT are not
+    counted. Holds the modules weakly; for one thread.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._roots = [weakref.ref(module) for module in modules]
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._hooks: list[dict[int, Any]] = []
-        self._seen: tuple[int, list[Any]] | None = None
+        self._parts: list[dict[str, Any]] = []
+        self._classes: list[Any] = []
+        self._seen: tuple[Any, ...] | None = None
         self._next_id = -1
         self._found: str | None = None
 
@@ -46,7 +52,7 @@ class ForeignHooks:
         """Name of one hook that is on now, for a message; None: there is none.
 
         The last result stays valid as long as no hook was registered in the process, and no module has more or fewer
-        hooks or another `forward`.
+        hooks, other parts or another `forward`.
         """
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             for hook in getattr(torch_module, name, {}).values():
@@ -58,19 +64,28 @@ class ForeignHooks:
             self._seen = self._state()
         return self._found
 
-    def _state(self) -> tuple[int, list[Any]]:
-        """How many hooks there are, and which modules have a `forward` of their own."""
+    def _state(self) -> tuple[Any, ...]:
+        """How many hooks there are, which modules have a `forward` of their own, what their parts are, and the
+        `forward` of their classes."""
         places = [(at, vars(module)) for at, ref in enumerate(self._modules) if (module := ref()) is not None]
-        return sum(map(len, self._hooks)), [(at, own["forward"]) for at, own in places if "forward" in own]
+        forwards = [(at, own["forward"]) for at, own in places if "forward" in own]
+        parts = itertools.chain.from_iterable([parts.values() for parts in self._parts])
+        return sum(map(len, self._hooks)), forwards, list(map(id, parts)), [one.forward for one in self._classes]
 
     def _search(self) -> str | None:
-        self._modules, self._hooks, found = [], [], None
+        self._modules, self._hooks, self._parts, found, classes = [], [], [], None, dict[Any, None]()
         for root in (ref() for ref in self._roots):
             for name, module in () if root is None else root.named_modules():
                 self._modules.append(weakref.ref(module))
                 self._hooks += (module._forward_pre_hooks, module._forward_hooks)
+                if module._modules:
+                    self._parts.append(module._modules)
+                classes[type(module)] = None
                 if found is None and (hook := _foreign_on(module)) is not None:
                     found = f"{_name(hook)} on {name or type(module).__name__}"
+                elif found is None and root is not module and _is_around(module, type(root)):
+                    found = f"{type(module).__name__} around {name}"
+        self._classes = list(classes)
         return found
 
 
@@ -84,11 +99,29 @@ def _foreign_on(module: torch.nn.Module) -> Any | None:
         forward = own.get(name)
         if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
             return forward
+    written = next(one for one in type(module).__mro__ if "forward" in vars(one))
+    if not _is_of(_place(forward := vars(written)["forward"]), written) and not _is_known(forward):
+        return forward  # put on the class
     placing = own.get("_hf_hook")
     for hook in () if placing is None else getattr(placing, "hooks", (placing,)):
         if not _is_known(hook):
             return hook
     return None
+
+
+def _is_around(module: torch.nn.Module, model_class: Any) -> bool:
+    """Whether `module`, of a package that is neither the model's nor known, has taken the place of one of the model's,
+    which is a part of it."""
+    place = type(module).__module__
+    if _is_of(place, model_class) or any(place.startswith(f"{known}.") for known in _KNOWN):
+        return False
+    parts = (type(part).__module__ for part in module._modules.values())
+    return any(part.startswith("transformers.models.") or part == model_class.__module__ for part in parts)
+
+
+def _is_of(place: str, one: Any) -> bool:
+    """Whether a module of Python named `place` is of the package of class `one`, or of a library's."""
+    return place.partition(".")[0] in (*_LIBRARIES, one.__module__.partition(".")[0])
 
 
 def _is_of_class(forward: Any, module: torch.nn.Module) -> bool:
@@ -105,12 +138,16 @@ def _plain(hook: Any) -> Any:
         hook = inner
 
 
-def _is_known(hook: Any) -> bool:
+def _place(hook: Any) -> str:
+    """The module of Python where a function was written: `functools.wraps` gives it the name of another's."""
     plain = _plain(hook)
     function: Any = getattr(plain, "__func__", plain)
-    # where a function was written: `functools.wraps` gives it the name of another's module
     written = getattr(function, "__globals__", None)
-    place = type(function).__module__ if written is None else str(written.get("__name__"))
+    return type(function).__module__ if written is None else str(written.get("__name__"))
+
+
+def _is_known(hook: Any) -> bool:
+    place = _place(hook)
     return any(place == known or place.startswith(f"{known}.") for known in _KNOWN)
 
 

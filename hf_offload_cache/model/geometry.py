@@ -77,7 +77,7 @@ class Geometry:
         latest: another of the same costs a millisecond then. Raises `UnsupportedModelError` where neither says the
         shapes.
         """
-        from transformers.cache_utils import DynamicCache
+        from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
         inner = inner_model(model)
         if inner.config.is_encoder_decoder:
@@ -109,7 +109,7 @@ class Geometry:
             full = is_offloaded(layer)
             if full and shape is not None:
                 offloaded.append(shape)
-            elif shape is not None and hasattr(layer, "keys"):
+            elif shape is not None and isinstance(layer, CacheLayerMixin):  # no dummy, which keeps nothing
                 window = getattr(layer, "sliding_window", None)
                 entry = shape.num_key_heads * shape.key_dim
                 entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim

@@ -74,7 +74,46 @@ def replaced(model: Any) -> Iterator[None]:
     del block.forward
 
 
-WAYS = [hooked, hooked_before, hooked_everywhere, replaced]
+class Around(torch.nn.Module):
+    """As methods that steer a model put one around a block."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return steered(self.block(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+
+@contextlib.contextmanager
+def wrapped(model: Any) -> Iterator[None]:
+    block = model.model.layers[1]
+    model.model.layers[1] = Around(block)
+    yield
+    model.model.layers[1] = block
+
+
+@contextlib.contextmanager
+def replaced_in_the_class(model: Any) -> Iterator[None]:
+    block = model.model.layers[1]
+    forward = type(block).forward
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        return steered(output) if self is block else output
+
+    type(block).forward = own
+    yield
+    type(block).forward = forward
+
+
+WAYS = [hooked, hooked_before, hooked_everywhere, replaced, wrapped, replaced_in_the_class]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -119,6 +158,20 @@ def test_guesses_stop_and_go_on_as_hooks_come_and_go() -> None:
         handle.remove()
         told = [one for one in cache.report().warnings if "forward hooks" in one]
     assert seen == [1] * 4 and len(told) == 1
+
+
+@pytest.mark.parametrize("way", [wrapped, replaced_in_the_class])
+def test_a_model_that_is_steered_from_now_on_is_given_no_more_guesses(way: Callable[[Any], Any]) -> None:
+    """Nothing was registered anywhere: parts and classes are looked at in each step."""
+    model = long_model()
+    ids = prompt(model, 1, LENGTH)
+    with SpecCache(model, **ALL) as cache, torch.no_grad(), widths_of(model.model.embed_tokens) as widths:
+        for one in (ids, *ids[:, :2].split(1, 1)):
+            model(one, past_key_values=cache)
+        with way(model):
+            model(ids[:, 2:3], past_key_values=cache)
+        model(ids[:, 3:4], past_key_values=cache)
+        assert widths == [LENGTH, 1, 2, 2, 1, 1, 2]
 
 
 def test_what_places_and_adapts_weights_is_no_hook_of_others() -> None:

@@ -355,3 +355,18 @@ def test_scores_are_as_exact_as_float32() -> None:
     scores = (query * 8).float() @ keys.float().mT * 80**-0.5
     scores[:, :, 0, -1] = -torch.inf
     torch.testing.assert_close(found[0, :, 0, :30], scores.softmax(-1)[0, 0], rtol=1e-4, atol=1e-6)
+
+
+def test_logits_of_what_has_no_embedding_are_no_guess() -> None:
+    """As those of audio codes: the likeliest is no id."""
+    model = build(LlamaForCausalLM, LlamaConfig(**COMMON))
+    width = model.config.vocab_size
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 3 * width, bias=False)
+    with torch.no_grad():
+        model.lm_head.weight[:width] = 0
+    ids = prompt(model, 1, 60)
+    plain = DynamicCache(config=model.config)
+    with SpecCache(model, **ALL) as cache, torch.no_grad():
+        for one in (ids, *ids[:, :4].split(1, 1)):
+            found, expected = (model(one, past_key_values=each).logits[:, -1] for each in (cache, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrDynamicReferenceSlidingWindowLayer
 
-from hf_offload_cache.contexts.kept_layers import capture_kept, restore_kept
+from hf_offload_cache.contexts.kept_layers import capture_kept, restore_kept, select_kept_rows
 from hf_offload_cache.errors import ContextError
 
 
@@ -30,6 +30,16 @@ def test_a_window_comes_back_as_a_copy() -> None:
     assert other.get_seq_length() == layer.get_seq_length() == 12
     more = torch.randn(2, 1, 1, 4)
     assert all(torch.equal(*pair) for pair in zip(layer.update(more, more), other.update(more, more), strict=True))
+
+
+def test_rows_of_what_lies_deeper_are_selected_in_a_copy() -> None:
+    layer: Any = filled()
+    layer.books = {"of": [{"sums": torch.arange(2.0)}]}
+    rows = torch.tensor([1, 0])
+    for _ in range(2):  # the layer is as it was
+        changed = select_kept_rows(layer, rows, 2, "reorder_cache", rows)
+        assert changed["books"]["of"][0]["sums"].tolist() == [1, 0]
+        assert torch.equal(changed["keys"], layer.keys[rows])
 
 
 def test_a_linear_state_comes_back() -> None:

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import COMMON, build, generate, prompt
@@ -95,6 +96,22 @@ def test_what_is_read_is_what_a_dynamic_cache_holds(cache_class: Any) -> None:
             computed.zero_()
             assert type(mine) is type(computed) is torch.Tensor
             assert torch.equal(own.keys, theirs.keys)
+
+
+def test_arrays_of_what_is_read_are_not_writeable() -> None:
+    with filled() as cache, torch.no_grad():
+        for array in (cache.layers[0].keys.numpy(), np.asarray(cache.layers[0].values[:, :, 3:])):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_what_is_read_goes_through_transformations() -> None:
+    with filled() as cache:
+        keys = cache.layers[0].keys
+        assert torch.equal(torch.vmap(lambda one: 2 * one)(keys), 2 * keys)
+        found = torch.func.grad(lambda factor: (factor * keys).sum())(torch.ones(()))
+        torch.testing.assert_close(found, keys.clone().sum())
+        assert copy.copy(cache.layers) == list(cache.layers)
 
 
 def test_what_is_read_is_saved_and_copied_as_any_tensor() -> None:

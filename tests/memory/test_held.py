@@ -99,6 +99,20 @@ def test_indexers_and_compressors_are_counted(model_name: str) -> None:
     assert 0 < held <= planned
 
 
+@pytest.mark.parametrize(
+    "model_name",
+    ["gemma3", "gemma3n_text", "gemma4_text", "llama4_text", "nemotron_h", "qwen3_next", "falcon_h1", "deepseek_v32"],
+)
+def test_what_is_kept_is_planned_and_no_more(model_name: str) -> None:
+    """Layers that take the keys of others, and those without attention, keep nothing: nothing is planned for them."""
+    model = long_tiny(model_name)
+    with quiet(), DiskSwapCache(model, engine="direct") as cache:
+        decode(model, cache, ids_of(model))
+        held, geometry = cache.report().memory_by_owner["layers not offloaded"], _geometry(model)
+        window = max((layer.token_bytes for layer in geometry.kept if layer.most_tokens), default=0)
+        assert abs(held - geometry.kept_bytes(cache.tokens, 1)) <= 4 * window + 512
+
+
 def _geometry(model: Any) -> Any:
     from hf_offload_cache.model.geometry import Geometry
 

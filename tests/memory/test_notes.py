@@ -137,6 +137,14 @@ def test_the_least_memory_says_that_a_prefill_gets_slower(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- no cache is needed
 
 
+def test_a_budget_that_is_too_small_says_when_no_cache_is_needed() -> None:
+    """The least that a cache takes is more than the full KV, or it is less."""
+    for context, needless in ((60, True), (8000, False)):
+        with pytest.raises(BudgetError, match="need at least") as refused:
+            DiskSwapCache.fit(SMOL, 1000, context, 1, {})
+        assert ("no cache is needed: the full KV (DynamicCache) takes 1.3 MiB" in str(refused.value)) is needless
+
+
 def test_a_plan_that_is_larger_than_the_full_kv_says_so() -> None:
     def plan(held: int, full: int) -> MemoryPlan:
         return MemoryPlan.of(Planned({"a": held}, {"a": held // 2}), 9, full, 70)
