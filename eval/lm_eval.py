@@ -79,6 +79,8 @@ class OffloadLM(HFLM):
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
             theirs["batch_size"] = 1
+        for name in ("dtype", "softmax_dtype", "mixed_precision_dtype"):
+            _check_dtype(name, theirs.get(name))
         theirs["device"] = _there(theirs.get("device"))
         if pretrained is None:
             dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
@@ -217,6 +219,14 @@ class OffloadLM(HFLM):
         own = {"cache": self.cache_used, "cache_memory": self.memory, "cache_fields": self.fields}
         own |= {"cache_floor_requests": self.floor_requests, "cache_plain_requests": self.plain_requests}
         return {**super().get_model_info(), **own}
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Raises `ConfigError` for text that names none of torch's types."""
+    if not isinstance(value, str) or value == "auto":
+        return
+    if not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+        raise ConfigError(f"{name} must be a type of torch such as 'float32', got {value!r}")
 
 
 def _there(device: str | None) -> str:

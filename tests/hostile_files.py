@@ -160,10 +160,12 @@ def changed(tensor: torch.Tensor, rng: random.Random) -> tuple[torch.Tensor, str
     return flat.reshape(tensor.shape), f"{kind} {value}"
 
 
-def change_state(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A state of which one leaf is something else; and what. `ValueError`: it cannot be written so."""
+def change_state(data: bytes, rng: random.Random, index: int | None = None) -> tuple[bytes, str]:
+    """A state of which one leaf is something else, that at `index` or any; and what. `ValueError`: it cannot be written
+    so."""
     tensors, tree = state_of(data)
-    path = rng.choice(list(leaves(tree)))
+    paths = list(leaves(tree))
+    path = rng.choice(paths) if index is None else paths[index]
     what, leaf = named(tree, path), at(tree, path)
     if path[-1] == "tensor":
         tensors[leaf], how = changed(tensors[leaf], rng)
@@ -177,15 +179,27 @@ def change_state(data: bytes, rng: random.Random) -> tuple[bytes, str]:
     return packed(tensors, tree), f"{what}: {how}"
 
 
-def change_context(folder: Path, rng: random.Random) -> str:
-    """Change one thing in a context: in a state, or a number of its manifest. Says what."""
+Leaf = tuple[int | None, int]
+"""A layer, or None for the cache, and the index of a leaf in its state."""
+
+
+def leaves_of(folder: Path, layer: int | None) -> list[Leaf]:
+    """Those of one state of a context."""
     manifest = manifest_of(folder)
-    if rng.random() < 0.2:
+    entry = manifest["state"] if layer is None else manifest["layers"][layer]["state"]
+    _, tree = state_of((folder / entry["file"]).read_bytes())
+    return [(layer, index) for index, _ in enumerate(leaves(tree))]
+
+
+def change_context(folder: Path, rng: random.Random, leaf: Leaf | None = None) -> str:
+    """Change one thing in a context: `leaf`, or anything in a state or in its manifest. Says what."""
+    manifest = manifest_of(folder)
+    if leaf is None and rng.random() < 0.2:
         what = _change_manifest(manifest, rng)
     else:
-        layer = rng.choice([None, *range(len(manifest["layers"]))])
+        layer, index = leaf or (rng.choice([None, *range(len(manifest["layers"]))]), None)
         entry = manifest["state"] if layer is None else manifest["layers"][layer]["state"]
-        data, what = change_state((folder / entry["file"]).read_bytes(), rng)
+        data, what = change_state((folder / entry["file"]).read_bytes(), rng, index)
         replace_state(folder, manifest, layer, data)
         if layer is not None:
             rename_records(folder, manifest, layer)

@@ -26,12 +26,14 @@ from .folder import reading
 from .kept_layers import restore_kept
 from .manifest import VERSION, LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
-from .reader import ContextReader, check_digest, check_key, manifest_in, most_of_cache
+from .reader import ContextReader, NoRoomError, check_digest, check_key, manifest_in, most_of_cache
 
 Opened = TypeVar("Opened", bound=ContextCache)
 
 _DOES_NOT_FIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
 """What a value that nobody could have captured makes of the code that takes it, where no check was made for it."""
+_NO_MEMORY = "can't allocate memory"
+"""In the RuntimeError of torch's allocator for the CPU. It says nothing about the context."""
 _OPENING = "opening"
 """The owner in the account of what one layer's state takes until it is taken over."""
 
@@ -121,8 +123,10 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
                 restore_kept(layer, tree["layer"], name, rows=batch)
             _check_held(layer, manifest, name)
     except _DOES_NOT_FIT as error:
-        if isinstance(error, (*OURS, torch.OutOfMemoryError)):
+        if isinstance(error, (*OURS, torch.OutOfMemoryError, torch.AcceleratorError)):
             raise
+        if isinstance(error, RuntimeError) and _NO_MEMORY in str(error):
+            raise NoRoomError(f"the context does not fit into memory: {shown(str(error), 200)}") from error
         raise ContextError(
             f"the context does not hold together: {type(error).__name__}: {shown(str(error), 200)}; save it anew"
         ) from error

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_files import (
+    Leaf,
     Verdict,
     at,
     blake_name,
@@ -24,6 +25,7 @@ from hostile_files import (
     faults,
     judged,
     leaves,
+    leaves_of,
     manifest_of,
     named,
     packed,
@@ -80,18 +82,20 @@ def told(found: list[Verdict]) -> str:
     return "\n".join(map(str, found))
 
 
-def fuzzed(name: str, folder: Path, count: int, seed: int) -> list[Verdict]:
+def fuzzed(name: str, folder: Path, count: int, seed: int, *, each: bool = False) -> list[Verdict]:
+    """`count` changes of anything; with `each`, as many of every leaf of the cache's state and of the last layer's."""
     cls, right = made(name, folder)
+    which: list[Leaf | None] = [*leaves_of(right, None), *leaves_of(right, -1)] if each else [None]
 
     def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield "as it was saved", functools.partial(use, cls, right)
-        for number in range(count):
+        for number, leaf in enumerate(which * count):
             rng = random.Random(f"{name} {seed} {number}")
             copy = folder / "changed"
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(right, copy)
             try:
-                what = change_context(copy, rng)
+                what = change_context(copy, rng, leaf)
             except (ValueError, OverflowError):  # it cannot be written so
                 continue
             yield f"{name} {number}: {what}", functools.partial(use, cls, copy)
@@ -101,8 +105,8 @@ def fuzzed(name: str, folder: Path, count: int, seed: int) -> list[Verdict]:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_what_a_changed_leaf_does(name: str, tmp_path: Path) -> None:
-    found = fuzzed(name, tmp_path, 12, seed=1)
-    assert found[0].kind == "answered" and len(found) > 8
+    found = fuzzed(name, tmp_path, 2, seed=1, each=True)
+    assert found[0].kind == "answered" and len(found) > 30
     assert not faults(found, PEAK), told(faults(found, PEAK))
     assert any(one.kind == "refused" for one in found)
 
@@ -322,6 +326,11 @@ def test_what_a_changed_linear_state_does(tmp_path: Path) -> None:
 
     found = judged(cases(), ROOM)
     assert found[0].kind == "answered" and not faults(found, PEAK), told(faults(found, PEAK))
+
+
+def test_a_check_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_offload_cache.predictors.kept_choice.is_tensor", lambda *_, **__: True)
+    assert faults(fuzzed("disk-swap", tmp_path, 2, seed=1, each=True), PEAK)
 
 
 def test_names_of_objects_follow_from_their_bytes() -> None:

@@ -73,6 +73,21 @@ def test_a_read_that_fails_marks_the_entry(tmp_path: Path, cls: Any) -> None:
     assert not list(path.glob("*.damaged"))
 
 
+def test_memory_that_is_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator raises a RuntimeError, as a tensor of a wrong shape would."""
+    library, tokens = ContextLibrary(tmp_path / "library"), ids()
+    path = keep(library, tokens)
+    expected = ask(library, tokens)
+    with prefilled(DiskSwapCache, tokens) as cache:
+        layer = type(cache.layers[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(layer, "restore", lambda *_: torch.empty(2**50, dtype=torch.uint8))
+        with pytest.warns(UserWarning, match="is passed over: the context does not fit into memory"):
+            assert library.open(prompt(tokens), model(), **OPEN) is None
+    assert [entry.damage for entry in library.entries()] == [None] and not list(path.glob("*.damaged"))
+    assert ask(library, tokens) == expected
+
+
 @pytest.mark.parametrize("fork", [False, True])
 def test_forks_mark_it_too(tmp_path: Path, fork: bool) -> None:
     library, tokens = ContextLibrary(tmp_path / "library"), ids()

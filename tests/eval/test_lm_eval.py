@@ -449,7 +449,8 @@ def test_what_decides_how_a_model_is_loaded_needs_a_name() -> None:
 
 
 def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
-    for wrong in ({"cache": "disc"}, {"num_selekted": 3}, {"memory": "a lot"}, {"cache": "dynamic", "memory": "1/2"}):
+    for wrong in ({"cache": "disc"}, {"num_selekted": 3}, {"memory": "a lot"}, {"cache": "dynamic", "memory": "1/2"},
+                  {"dtype": "flot16"}):  # fmt: skip
         with pytest.raises(ConfigError):
             OffloadLM("there is no such model", **wrong)
 
