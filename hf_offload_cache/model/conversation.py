@@ -178,12 +178,15 @@ class ModelState:
             return found
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
+        walked: dict[int, tuple[Any, ...]] = {}  # every block has the configuration
         for path, module in model.named_modules():
             names = _mentioned(_class_of(module), home)
             for name, value in vars(module).items():
                 key = f"{path}.{name}".lstrip(".")
                 if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
-                    found[key] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
+                    if id(value) not in walked:
+                        walked[id(value)] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
+                    found[key] = walked[id(value)]
             rotary = hasattr(module, "rope_type")  # "longrope" writes its frequencies at each forward
             for name, value in (*vars(module).items(), *module._buffers.items()):
                 key, tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)

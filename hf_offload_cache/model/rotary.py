@@ -53,7 +53,7 @@ def stretch(model: Any) -> float:
         for module in model.modules()
         for kind, layers in _kinds_of(module)
     ]
-    return max(1.0, min(factors, default=1.0))
+    return max(factors, default=1.0)
 
 
 def _parameters(config: Any, layers: str) -> dict[str, Any]:
