@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.prefill import piece_size, prefill
 from ..errors import ConfigError
+from ..model.rotary import stretch
 from ..report.cache_report import CacheReport
 from .prefill import prefilled_tokens
 
@@ -60,9 +61,11 @@ class Answer:
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises `PromptTooLongError` where prompt and answer do not fit the model's positions (if it says how many)."""
+    """Raises `PromptTooLongError` where prompt and answer do not fit the model's positions (if it says how many), of
+    which a "dynamic" rotary embedding makes more."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
+    positions = None if positions is None else int(positions * stretch(model))
     if positions is not None and prompt_tokens + max_new_tokens > positions:
         raise PromptTooLongError(
             f"the prompt has {prompt_tokens:,} tokens and the answer may have {max_new_tokens:,}, together "

@@ -68,6 +68,7 @@ class LayersOf:
         if not any(isinstance(one, torch.Tensor) for held in states.values() for one in held.values()):
             return
         twin = None if self._seen is None or layer_idx >= len(self._seen) else self._seen[layer_idx]
+        growing = not type(twin).__module__.startswith("transformers.cache_utils")  # a model's own: entries a token
         for part, held in states.items():
             usual: Any = getattr(twin, part, None)
             for place, one in held.items() if isinstance(usual, dict) else ():
@@ -76,6 +77,10 @@ class LayersOf:
                     width = states.get("conv_states", {}).get(place)
                     fits = isinstance(width, torch.Tensor) and width.ndim > 1 and one == width.shape[-1]
                     fits = fits or (width is None and one == other)
+                elif growing:
+                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+                    fits = not isinstance(one, torch.Tensor) or (one.ndim > 1 and len(one) == rows)
+                    fits = fits and (not both or (one.ndim == other.ndim and one.shape[2:] == other.shape[2:]))
                 elif isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
                     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
                     last = -1 if part == "conv_states" else None

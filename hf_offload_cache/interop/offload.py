@@ -138,7 +138,10 @@ def offload_all(
         yield None
         way.done._note_plain()
 
-    with plain_caches(way.note_unseen, way.within), every_generate(make, way.within):
+    def told(model: Any, what: str) -> None:
+        way.note_unseen(model, f"{what}; offload(model) gives that loop another" if has_own_loop(model) else what)
+
+    with plain_caches(told, way.within), every_generate(make, way.within):
         yield way.done
 
 

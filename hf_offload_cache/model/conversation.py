@@ -111,6 +111,7 @@ class ModelState:
         ran = None if self._ran is None else self._ran()
         if self.unfollowed and continues and ran is not conversation:
             self.refuse("another conversation has run since, and its values are there now: let one end before the next")
+        self._keep_running()
         self._ran = weakref.ref(conversation)
         if self.slots:
             self._note_others()
@@ -123,8 +124,9 @@ class ModelState:
             self._left = dict(conversation.values)
 
     def end(self, conversation: Conversation) -> None:
-        """Store for `conversation` the values that the model's code has left."""
-        if self.slots:
+        """Store for `conversation` the values that the model's code has left. If another thread's conversation has
+        begun since, they were stored then, and the values on the model belong to that one."""
+        if self.slots and self._ran is not None and self._ran() is conversation:
             found = {slot.key: slot.get() for slot in self.slots}
             for key, value in found.items():
                 if not _is_followed(value):
@@ -133,16 +135,21 @@ class ModelState:
 
     def turn_to_others(self) -> None:
         """Restore the values of code that runs the model without a cache of this library."""
-        self._ran = None
-        if self._left is not None:
-            with self.lock:
-                self._note_others()
-                self._put(self._others)
-                self._left = None
+        if self._left is None:
+            self._ran = None
+            return
+        with self.lock:
+            self._keep_running()
+            self._ran = None
+            self._note_others()
+            self._put(self._others)
+            self._left = None
 
-    def is_others(self, key: str, value: Any) -> bool:
-        """Whether this value is also that of other callers and of the model as constructed."""
-        return self._others.get(key, _ABSENT) is value
+    def _keep_running(self) -> None:
+        """Store the values of the conversation that ran last, if its forward is still under way in another thread."""
+        ran = None if self._ran is None else self._ran()
+        if ran is not None and ran.is_running:
+            self.end(ran)
 
     def _note_others(self) -> None:
         left = {} if self._left is None else self._left
@@ -171,20 +178,32 @@ class ModelState:
             return found
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
+        walked: dict[int, tuple[Any, ...]] = {}  # every block has the configuration
         for path, module in model.named_modules():
             names = _mentioned(_class_of(module), home)
             for name, value in vars(module).items():
                 key = f"{path}.{name}".lstrip(".")
                 if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
-                    found[key] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
+                    if id(value) not in walked:
+                        walked[id(value)] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
+                    found[key] = walked[id(value)]
+            rotary = hasattr(module, "rope_type")  # "longrope" writes its frequencies at each forward
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                key, tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)
+                if tensor and name in names and key not in followed and not (rotary and value.is_floating_point()):
+                    found[key] = (value, None if value.is_inference() else value._version)
         return found
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
-        """Note the objects that have changed since `contents` was called and now hold tensors."""
+        """Note what has changed since `contents` was called: an object that has other tensors or numbers now, or a
+        tensor that was written to. A tensor that another one replaced does not count: tables of positions grow so."""
         for key, now in self.contents().items():
             old = before.get(key, ())
-            same = len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True))
-            if not same and any(isinstance(one, torch.Tensor) for one in now):
+            if isinstance(now[0], torch.Tensor):
+                changed = len(old) == 2 and now[0] is old[0] and now[1] != old[1]
+            else:
+                changed = any(isinstance(one, torch.Tensor | int | float) for one in _new(now, old))
+            if changed:
                 self.unfollowed.setdefault(key, type(now[0]).__name__)
 
 
@@ -207,6 +226,11 @@ class Conversation:
     def forget(self) -> None:
         """Reset the state, because the cache is empty again."""
         self.values, self._settled, self._prepared, self._running, self._watched = None, None, False, 0, 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward is under way."""
+        return self._running > 0
 
     def _continue(self, held: int) -> None:
         if not held:
@@ -250,8 +274,8 @@ class Conversation:
                 self._before, self._watched = None, self._watched + 1
 
     def fail(self) -> None:
-        """Call if the forward raised."""
-        self._running, self._before = max(0, self._running - 1), None
+        """Call if the forward raised, or if a prepared forward does not run."""
+        self._running, self._before, self._prepared = max(0, self._running - 1), None, False
 
     def check(self) -> None:
         """Raise `UnsupportedModelError` if the model stores state that cannot be saved or copied to a twin."""
@@ -281,11 +305,7 @@ class Conversation:
         self.check()
         held = {} if self._settled is None else self._settled
         new = {slot.key: slot.begins for slot in self._state.slots}
-        return {
-            key: value
-            for key, value in held.items()
-            if value is not _ABSENT and value is not new[key] and not self._state.is_others(key, value)
-        }
+        return {key: value for key, value in held.items() if value is not _ABSENT and value is not new[key]}
 
     def restore(self, tree: Any, batch: int) -> None:
         """Continue with the state captured for `batch` sequences. Raises `ContextMismatchError` for state that this
@@ -337,14 +357,16 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
         by_length = state_by_length(module)
         names = _written_to_self(cls, home) | (anywhere & own.keys())
         for name in sorted(names | by_length):
-            held = any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))
-            value = own.get(name, _ABSENT)
+            buffer = own["_buffers"].get(name, _ABSENT)
+            table = buffer is not None and not (isinstance(buffer, torch.Tensor) and not buffer.is_floating_point())
+            held = name in own["_parameters"] or name in own["_modules"] or (buffer is not _ABSENT and table)
+            value = own.get(name, buffer)
             if name not in by_length:
                 unlike = isinstance(value, bool) or not _is_followed(value)
                 default = inspect.getattr_static(cls, name, None)  # of a class: not a method or a property
                 if held or unlike or name in _OF_MODULES or not _is_followed(default):
                     continue
-            begins = None if name in _none_at_first(cls) else _ABSENT
+            begins = None if name in _none_at_first(cls) or buffer is None else _ABSENT
             key = f"{path}.{name}".lstrip(".")
             yield _Slot(key, weakref.ref(module), name, begins, has_rows=name not in by_length)
 
@@ -423,6 +445,14 @@ def _none_at_first(cls: type) -> frozenset[str]:
 def _may_hold_tensors(value: Any) -> bool:
     plain = value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device))
     return not plain and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not callable(value)
+
+
+def _new(now: tuple[Any, ...], old: tuple[Any, ...]) -> list[Any]:
+    """What is among `now` and was not among `old` objects."""
+    if len(now) == len(old):
+        return [one for one, other in zip(now, old, strict=True) if one is not other]
+    known = {id(one) for one in old}
+    return [one for one in now if id(one) not in known]
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:

@@ -86,10 +86,10 @@ class Geometry:
             )
         text = inner.config.get_text_config(decoder=True)
         seen = DynamicCache(config=inner.config)
-        growth = [0] * len(seen.layers)
+        longer: tuple[list[Any], ...] = ()
         stated = stated_shape(text)
         try:
-            seen, growth = _probe(_Kind.of(inner, rows_of_ids(inner)))
+            seen, longer = _probe(_Kind.of(inner, rows_of_ids(inner)))
         except Exception as error:  # a model may fail in any way on tensors without data
             if stated is None:
                 raise UnsupportedModelError(
@@ -100,7 +100,7 @@ class Geometry:
         offloaded: list[LayerShape] = []
         kept: list[KeptLayer] = []
         item = inner.dtype.itemsize
-        for layer, grows in zip(seen.layers, growth, strict=True):
+        for layer_idx, layer in enumerate(seen.layers):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             shape = stated
             if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
@@ -114,8 +114,7 @@ class Geometry:
                 entry = shape.num_key_heads * shape.key_dim
                 entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
                 kept.append(KeptLayer(0, entry * item, window and max(1, window - 1)))
-            others, growing = _bytes(_others(layer), item), -(-grows * item // _PROBED.itemsize)
-            kept += [_linear_states(layer, item), KeptLayer(others, growing)]
+            kept += [_linear_states(layer, item), _others_kept([layers[layer_idx] for layers in longer], item)]
         kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         device = getattr(inner, "device", torch.device("cpu")).type
@@ -178,14 +177,15 @@ class _Kind:
 
 _PROBED = torch.bfloat16
 """Type of a twin's weights, whatever the model's: on the meta device some kernels know no other."""
-_TOKENS = 255
-"""Of the longer of two probes: as many as leave most behind in buffers that are emptied at powers of two."""
+_TOKENS = 127, 255
+"""Lengths of two longer probes. Both leave as much as possible in buffers that are emptied at powers of two, so that the
+line through their sizes is an upper bound."""
 
 
 @functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
-def _probe(kind: _Kind) -> tuple[Any, list[int]]:
-    """The `DynamicCache` that one token leaves in a twin on the meta device, which must not be changed; and the bytes
-    per token by which each layer's state besides keys and values grows."""
+def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
+    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed. If layers keep more than
+    keys, values and linear states, also the layers after `_TOKENS` tokens."""
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
@@ -198,12 +198,8 @@ def _probe(kind: _Kind) -> tuple[Any, list[int]]:
             return cache
 
         short = filled(1)
-        growth = [0] * len(short.layers)
-        others = [_bytes(_others(layer), _PROBED.itemsize) for layer in short.layers]
-        if any(others):
-            longer = (_bytes(_others(layer), _PROBED.itemsize) for layer in filled(_TOKENS).layers)
-            growth = [-(-max(0, many - one) // (_TOKENS - 1)) for one, many in zip(others, longer, strict=True)]
-    return short, growth
+        longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(_has_others, short.layers)) else ()
+    return short, longer
 
 
 def rows_of_ids(model: Any) -> int:
@@ -272,6 +268,19 @@ def _linear_states(layer: Any, item: int) -> KeptLayer:
 def _others(layer: Any) -> dict[str, Any]:
     """What a layer holds besides keys, values and linear states: an indexer's keys, say."""
     return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", *_STATES)}
+
+
+def _has_others(layer: Any) -> bool:
+    return any(tensor.numel() for tensor in tensors_in(_others(layer)))
+
+
+def _others_kept(longer: list[Any], item: int) -> KeptLayer:
+    """Upper bound on those of one sequence, from the layer after each of `_TOKENS` tokens."""
+    if not longer:
+        return KeptLayer()
+    (short, long), (some, many) = _TOKENS, (_bytes(_others(layer), item) for layer in longer)
+    growth = -(-max(0, many - some) // (long - short))
+    return KeptLayer(max(0, many - growth * long), growth)
 
 
 def _bytes(tree: Any, item: int) -> int:

@@ -133,7 +133,11 @@ def generate_with(
         changed["cache_implementation"] = None
     if asked("use_cache") is False:
         changed["use_cache"] = True
-    found = method(*args, **{**kwargs, **changed})
+    try:
+        found = method(*args, **{**kwargs, **changed})
+    except BaseException:
+        cache.fail_step()  # what was prepared for a step that does not run
+        raise
     theirs = getattr(found, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(

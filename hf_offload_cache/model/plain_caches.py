@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,8 +40,12 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
         finally:
             within.now = before
 
+    latest = _Latest()
+
     def look(cache: Any) -> None:
-        if not within.now and not isinstance(cache, Attachable) and (found := _maker()) is not None:
+        if within.now or isinstance(cache, Attachable) or latest.has_another_half(cache):
+            return
+        if (found := _maker()) is not None:
             tell(*found)
 
     def wrap_init(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +68,33 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
         replaced_method(GenerationMixin, "init_continuous_batching", wrap_continuous),
     ):
         yield
+
+
+class _Latest(threading.local):
+    """The latest cache that was made in this thread, and where."""
+
+    cache: Any = staticmethod(lambda: None)
+    """A reference to it."""
+    frame = 0
+    instruction = -1
+
+    def has_another_half(self, cache: Any) -> bool:
+        """Whether `cache` is made by the same call as the latest one, behind it: a decoder with cross-attention makes
+        two."""
+        made: Any = sys._getframe(1)
+        while made is not None and _constructs(made, cache):
+            made = made.f_back
+        frame, instruction = (0, -1) if made is None else (id(made), made.f_lasti)
+        half = self.cache() is not None and frame == self.frame and instruction > self.instruction
+        self.cache, self.frame, self.instruction = weakref.ref(cache), frame, instruction
+        return half
+
+
+def _constructs(frame: Any, cache: Any) -> bool:
+    """Whether a frame is of this package's wrappers, or of the constructors of `cache`."""
+    if frame.f_globals.get("__package__") == __package__:
+        return True
+    return "self" in frame.f_code.co_varnames and frame.f_locals.get("self") is cache
 
 
 def _maker() -> tuple[PreTrainedModel, str] | None:

@@ -45,16 +45,31 @@ def state_by_length(module: torch.nn.Module) -> set[str]:
     }
 
 
+def stretch(model: Any) -> float:
+    """How many times as long as its configuration's positions a text may be: the factor of "dynamic" embeddings, or 1.
+    """
+    factors = [
+        float(_parameters(module.config, layers).get("factor") or 1) if _by_length(kind) == "dynamic" else 1.0
+        for module in model.modules()
+        for kind, layers in _kinds_of(module)
+    ]
+    return max(factors, default=1.0)
+
+
+def _parameters(config: Any, layers: str) -> dict[str, Any]:
+    """Of the rotary embedding for a type of layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = given.get(layers, given) if layers else given
+    return found
+
+
 def _limits(model: Any) -> Iterator[tuple[str, int]]:
     """Each kind that depends on the length, and the positions up to which it does not."""
     for module in model.modules():
         for kind, layers in _kinds_of(module):
             if (by := _by_length(kind)) is not None:
-                config = module.config
-                given = getattr(config, "rope_parameters", None) or {}
-                given = given.get(layers, given) if layers else given
-                limit = given.get("original_max_position_embeddings") if by == "longrope" else None
-                yield by, int(limit or config.max_position_embeddings)
+                given = _parameters(module.config, layers) if by == "longrope" else {}
+                yield by, int(given.get("original_max_position_embeddings") or module.config.max_position_embeddings)
 
 
 def reason_against_pieces(model: Any, first: int, total: int) -> str | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from harness import prompt
-from rope_models import long_rope
+from rope_models import dynamic_rope, long_rope
 from transformers import DynamicCache
 from words import words
 
+from hf_offload_cache.console.answer import PromptTooLongError, check_length
 from hf_offload_cache.console.main import main
 from hf_offload_cache.console.prompt import build_prompt
 
@@ -65,3 +66,17 @@ def test_a_chunk_size_that_does_not_matter_is_taken(folder: Path, tmp_path: Path
     for length, chunk in ((1000, "100"), (1500, "1300"), (1500, "5000")):
         code, (ours,) = asked(folder, tmp_path, length, "--prefill-chunk", chunk)
         assert (code, ours["text"]) == (0, expected(folder, tmp_path))
+
+
+def test_dynamic_positions_reach_as_far_as_their_factor(folder: Path, tmp_path: Path) -> None:
+    """Four times the positions of the configuration, as `DynamicCache` runs it; both answers are of one forward."""
+    model = dynamic_rope(400)
+    check_length(model, 1590, 10)
+    with pytest.raises(PromptTooLongError, match="together 1,601, but the model has 1,600 positions"):
+        check_length(model, 1591, 10)
+    with pytest.raises(PromptTooLongError, match="the model has 4,096 positions"):
+        check_length(long_rope(400), 4090, 10)
+    model.save_pretrained(tmp_path / "dynamic")
+    words().save_pretrained(tmp_path / "dynamic")
+    code, (dynamic, ours) = asked(tmp_path / "dynamic", tmp_path, 1300, "--compare")
+    assert code == 0 and dynamic["prompt_tokens"] > 1300 and dynamic["text"] == ours["text"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_offload_cache import (
     DiskSwapCache,
     SpecCache,
     offload,
+    offload_all,
     publish_context,
 )
 from hf_offload_cache.errors import BudgetError, ConfigError, PromptError
@@ -58,6 +60,21 @@ def test_requests_are_offloaded(name: str, cache: str, tmp_path: Path) -> None:
     assert done.requests == 1 and done.requests_left_plain == 0
     assert done.report is not None and done.report.tokens > 0
     assert "generate" not in vars(own.model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offload_all_sees_what_generates_in_a_loop_of_its_own(name: str) -> None:
+    """CSM's goes through transformers' method. MusicGen's does not, and the warning says what to do."""
+    own = coded(name)
+    with offload_all(exact=True, engine="memory") as done, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own.generate(own.prompt(1, LENGTH))
+    told = [str(one.message) for one in caught if "keeps its own cache" in str(one.message)]
+    if name == "csm":
+        assert not told and (done.requests, done.requests_left_plain) == (1, 0)
+    else:
+        assert "a loop of its own" in told[0] and "offload(model) gives that loop another" in told[0]
+        assert (done.requests, done.requests_left_plain) == (0, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

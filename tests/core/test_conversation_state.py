@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mrope_models import MODELS, together, with_a_picture
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
-from hf_offload_cache.errors import UnsupportedModelError
+from hf_offload_cache.errors import PromptError, UnsupportedModelError
 
 FIELDS: dict[str, Any] = {**SMALL, "exact": True, "engine": "memory"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -283,3 +284,147 @@ def test_objects_and_defaults_of_classes(tmp_path: Path) -> None:
         model(ids[:, :1], past_key_values=one)
         assert model.offset == offset
     assert "offset" not in vars(model)
+
+
+def test_a_number_that_others_left_on_the_model_is_saved(tmp_path: Path) -> None:
+    """The same one: their conversation begins with the same prompt."""
+    model, ids = llama(Counting), torch.arange(5, 60)[None]
+    with torch.no_grad():
+        model(ids, past_key_values=DynamicCache(config=model.config))
+        with DiskSwapCache(model, **FIELDS) as cache:
+            model(ids, past_key_values=cache)
+            cache.save(tmp_path / "context")
+            expected = model(ids[:, :1], past_key_values=cache).logits
+        other = llama(Counting)
+        with DiskSwapCache.open(tmp_path / "context", other) as cache:
+            found = other(ids[:, :1], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_prompt_that_is_refused_changes_no_positions() -> None:
+    """Its positions were made before it was compared with what is held."""
+    given, model, plain = with_a_picture("qwen2_vl"), fresh("qwen2_vl"), fresh("qwen2_vl")
+    theirs = DynamicCache(config=plain.config)
+    ids = first(plain, theirs, given)
+    with DiskSwapCache(model, **FIELDS) as cache, torch.no_grad():
+        first(model, cache, given)
+        with pytest.raises(PromptError, match="differs from what the cache holds"):
+            first(model, cache, with_a_picture("qwen2_vl", 120, 60, 16, 11))
+        expected = plain(ids[:, -1:], past_key_values=theirs).logits
+        found = model(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["two of ours", "one of transformers' own"])
+def test_threads_do_not_take_each_others_positions(ours: bool) -> None:
+    """Another conversation runs while a prompt is under way."""
+    model = fresh("qwen2_vl")
+    prompts = [with_a_picture("qwen2_vl"), with_a_picture("qwen2_vl", 50, 30, 16, 11)]
+    began, goes_on = threading.Event(), threading.Event()
+    other = DiskSwapCache(model, **FIELDS) if ours else DynamicCache(config=model.config)
+    answers: list[torch.Tensor] = []
+    with DiskSwapCache(model, **FIELDS) as cache:
+        thread = threading.Thread(target=lambda: answers.append(first(model, cache, prompts[0])))
+
+        def wait(*_: Any) -> None:
+            if threading.current_thread() is thread:
+                began.set()
+                assert goes_on.wait(60)
+
+        hook = model.model.language_model.layers[1].register_forward_pre_hook(wait)
+        thread.start()
+        assert began.wait(60)
+        theirs = first(model, other, prompts[1])
+        goes_on.set()
+        thread.join()
+        hook.remove()
+        assert then(model, cache, answers[0]) == uninterrupted("qwen2_vl", prompts[0])
+        assert then(model, other, theirs) == uninterrupted("qwen2_vl", prompts[1])
+    getattr(other, "close", lambda: None)()
+
+
+class Buffered(LlamaForCausalLM):
+    """Its positions begin where a buffer says."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("offset", None, persistent=False)
+
+    def note(self, offset: torch.Tensor) -> None:
+        self.offset = offset
+
+    def at(self) -> Any:
+        return self.offset
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = past_key_values.get_seq_length()
+        if not held:
+            self.note(input_ids.sum(1, keepdim=True) % 50)
+        places = torch.arange(held, held + input_ids.shape[1])[None] + self.at()
+        return super().forward(input_ids, past_key_values=past_key_values, position_ids=places * 2, **kwargs)
+
+
+def test_a_buffer_of_numbers_is_followed(tmp_path: Path) -> None:
+    """As any other attribute, and it belongs to the model again in the end."""
+    model, other, ids = llama(Buffered), llama(Buffered), torch.arange(5, 60)[None]
+    with DiskSwapCache(model, **FIELDS) as one, DiskSwapCache(model, **FIELDS) as two, torch.no_grad():
+        model(ids, past_key_values=one)
+        one.save(tmp_path / "context")
+        model(ids[:, 5:], past_key_values=two)
+        expected = model(ids[:, :1], past_key_values=one).logits
+        with DiskSwapCache.open(tmp_path / "context", other) as cache:
+            found = other(ids[:, :1], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert model.offset is None and "offset" in model._buffers
+
+
+class Overwritten(Buffered):
+    """It writes to a buffer in place."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("start", torch.zeros(1, 1, dtype=torch.long), persistent=False)
+
+    def note(self, offset: torch.Tensor) -> None:
+        self.start.copy_(offset)
+
+    def at(self) -> Any:
+        return self.start
+
+
+class Numbered(Buffered):
+    """It keeps a number in a dictionary."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.start: dict[str, int] = {}
+
+    def note(self, offset: torch.Tensor) -> None:
+        self.start["offset"] = int(offset)
+
+    def at(self) -> Any:
+        return self.start["offset"]
+
+
+class Configured(Numbered):
+    """It keeps a number in its configuration."""
+
+    def note(self, offset: torch.Tensor) -> None:
+        self.config.start = int(offset)
+
+    def at(self) -> Any:
+        return self.config.start
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(Overwritten, "start"), (Numbered, "start"), (Configured, "config")], ids=lambda value: str(value)
+)
+def test_numbers_that_cannot_be_followed_are_refused_by_name(cls: Any, name: str, tmp_path: Path) -> None:
+    model, ids, wanted = llama(cls), torch.arange(5, 60)[None], f"{cls.__name__} keeps '(model.)?{name}'"
+    with DiskSwapCache(model, **FIELDS) as one, DiskSwapCache(model, **FIELDS) as two, torch.no_grad():
+        model(ids, past_key_values=one)
+        with pytest.raises(UnsupportedModelError, match=wanted):
+            one.save(tmp_path / "context")
+        model(ids[:, 5:], past_key_values=two)
+        with pytest.raises(UnsupportedModelError, match=wanted):
+            model(ids[:, :1], past_key_values=one)

@@ -73,6 +73,21 @@ def test_a_longer_conversation_changes_nothing_of_another(cls: Any) -> None:
     assert model.model.rotary_emb.max_seq_len_cached == ORIGINAL
 
 
+def test_a_context_opens_as_saved_where_longer_texts_ran(tmp_path: Path) -> None:
+    """With a cache of transformers' own, which leaves the longest text's length on the model."""
+    model, used = KINDS["dynamic"](ORIGINAL), KINDS["dynamic"](ORIGINAL)
+    expected = turns(model, DynamicCache(config=model.config), (100, 260))
+    generate(used, DynamicCache(config=used.config), prompt(used, 1, 900), max_new_tokens=2)
+    model = KINDS["dynamic"](ORIGINAL)
+    ids = prompt(model, 1, 100)
+    with DiskSwapCache(model, **FIELDS) as cache:
+        first = generate(model, cache, ids, max_new_tokens=4)
+        cache.save(tmp_path / "context")
+    ids = torch.cat([first.tokens, prompt(model, 1, 260 - first.tokens.shape[1], seed=8)], 1)
+    with DiskSwapCache.open(tmp_path / "context", used) as cache:
+        assert_exact(expected, generate(used, cache, ids, max_new_tokens=4))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_size_is_refused_with_a_reason(kind: str) -> None:
     """By name, where the text is longer than the original positions, and in `offload`, and in a configuration."""

@@ -19,6 +19,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -224,3 +226,13 @@ def test_contexts_and_caches_that_do_not_end_in_turn_leave_nothing() -> None:
         cache.close()
         model.generate(ids, **GREEDY)
     assert done.requests == 1 and "generate" not in vars(model)
+
+
+def test_a_decoder_with_cross_attention_is_one_request() -> None:
+    """Its forward makes two caches. Several forwards are several requests, also where their caches stay."""
+    config = GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
+    model, ids = build(GPT2LMHeadModel, config), prompt(tiny("llama"), 1, 20)
+    for one in (model, tiny("llama")):
+        with offload(one, **FIELDS) as done, pytest.warns(UserWarning, match="keeps its own cache"):
+            outputs = [one(ids, use_cache=True) for _ in range(3)]
+        assert (done.requests_left_plain, len(outputs)) == (3, 3)
