@@ -178,14 +178,14 @@ class _Kind:
 _PROBED = torch.bfloat16
 """Type of a twin's weights, whatever the model's: on the meta device some kernels know no other."""
 _TOKENS = 127, 255
-"""Lengths of two longer probes. Both leave as much as possible in buffers that are emptied at powers of two, so that the
-line through their sizes is an upper bound."""
+"""Lengths of two longer probes. Both leave as much as possible in buffers that are emptied at powers of two, so the line
+through their sizes is an upper bound."""
 
 
 @functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
 def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
-    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed. If layers keep more than
-    keys, values and linear states, also the layers after `_TOKENS` tokens."""
+    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed. If layers keep more
+    than keys, values and linear states, also the layers after `_TOKENS` tokens."""
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
