@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ..config import OffloadConfig
@@ -37,6 +37,7 @@ class Search(Generic[Config]):
     max_batch: int
     fields: dict[str, Any]
     full_kv_bytes: int
+    _peaks: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
         """The configuration of `chosen` fields under the user's, with its limits. Raises `ConfigError`."""
@@ -44,7 +45,11 @@ class Search(Generic[Config]):
         return self.config_class.load(None, {**chosen, **self.fields, **limits})
 
     def peak(self, chosen: dict[str, Any]) -> int:
-        return self.peak_of(self.config(chosen))
+        """Bytes that `chosen` under the user's fields holds at most; planned once, whoever asks."""
+        key = repr(sorted({**chosen, **self.fields}.items()))
+        if key not in self._peaks:
+            self._peaks[key] = self.peak_of(self.config(chosen))
+        return self._peaks[key]
 
     def fits(self, chosen: dict[str, Any]) -> bool:
         return self.peak(chosen) <= self.memory

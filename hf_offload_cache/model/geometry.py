@@ -178,7 +178,7 @@ class _Kind:
 _PROBED = torch.bfloat16
 """Type of a twin's weights, whatever the model's: on the meta device some kernels know no other."""
 _TOKENS = 127, 255
-"""Lengths of two longer probes. Both leave as much as possible in buffers that are emptied at powers of two, so the line
+"""Lengths of two longer probes. Both leave as much as possible in buffers that empty at powers of two, so that the line
 through their sizes is an upper bound."""
 
 
