@@ -42,9 +42,9 @@ def manifest_in(folder_fd: int, place: str) -> Manifest:
 
 
 def check_digest(digest: object) -> None:
-    """Raise `ConfigError` unless `digest` has the form that `save` returns."""
+    """Raise `ConfigError` unless `digest` has the form that `save` and `publish_context` give."""
     if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
-        raise ConfigError(f"expect must be the 64 hexadecimal digits that save() returned, got {digest!r:.80}")
+        raise ConfigError(f"expect must be a digest of 64 hexadecimal digits, got {digest!r:.80}")
 
 
 def check_key(manifest: Manifest, key: bytes | None, place: str) -> None:

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from ..caches.disk_swap import DiskSwapCache
+from ..contexts.reader import check_digest
 from ..core.filling import Filling
 from ..core.offload_cache import OffloadCache
 from ..errors import (
     BudgetError,
     ConfigError,
     ContextError,
+    ContextMismatchError,
     CorruptRecordError,
     EncryptionKeyError,
     ObjectError,
@@ -58,6 +60,7 @@ def stream_context(
     into: type[OffloadCache] | OffloadCache = DiskSwapCache,
     *,
     key: KeySource | None = None,
+    expect: str | None = None,
     tokenizer: Any = None,
     path: str | Path | None = None,
     private: Iterable[tuple[int, int]] = (),
@@ -83,6 +86,8 @@ def stream_context(
         into: class of the cache, which is made with `path` and `fields`; or an empty cache of this model, for example
             from `for_budget`. It is closed if this raises after the manifest has arrived.
         key: an encrypted context's key: 32 bytes in a file, or a function that returns them.
+        expect: `digest` of the manifest that `publish_context` returned; None: any publication is accepted, also an
+            older one that somebody has put back.
         tokenizer: compared with the one that the context was published with.
         private: token ranges (start, stop) for which nothing is requested.
         sparse: computed tokens attend only to the blocks of keys that had most of the attention where the context was
@@ -93,17 +98,24 @@ def stream_context(
         options: options of the file system, or of aiohttp's session.
         on_progress: called with the table of cells, in this thread, when something is computed.
 
-    Raises `ConfigError` for arguments out of range, `ContextMismatchError` for another model, `ContextError` for an
-    invalid manifest, `EncryptionKeyError`, `ObjectError` with the store's answer if the manifest is not available, and
-    the errors of making the cache and prefilling.
+    Raises `ConfigError` for arguments out of range, `ContextMismatchError` for another model or digest, `ContextError`
+    for an invalid manifest, `EncryptionKeyError`, `ObjectError` with the store's answer if the manifest is not
+    available, and the errors of making the cache and prefilling.
     """
     begun, hidden = time.perf_counter(), list(private)
     check_arguments(into, migrations, stage, silence, hidden, path, fields)
+    if expect is not None:
+        check_digest(expect)
     ids = as_ids(input_ids)
     secret = None if key is None else load_key(key)
     place = str(url)
     link = functools.partial(transport_of, place, options, silence)
     manifest = _manifest(link, place, secret, silence)
+    if expect is not None and manifest.digest != expect:
+        raise ContextMismatchError(
+            f"{without_secrets(place)}: its digest is {manifest.digest} and expect is {expect}: an older or another "
+            "context was published there; give the digest of the manifest that publish_context returned"
+        )
     check_fingerprint(manifest.identity, model, tokenizer)
     cache = into if isinstance(into, OffloadCache) else into(model, path=path, **fields)
     try:

@@ -130,6 +130,11 @@ class StreamManifest(_Checked):
     def dumped(self) -> bytes:
         return self.model_dump_json().encode()
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, 64 hex digits, for `stream_context(expect=...)`. Each publication has its own."""
+        return hashlib.sha256(self.dumped()).hexdigest()
+
     @classmethod
     def parse(cls, data: bytes, place: str) -> StreamManifest:
         """Raises `ContextError` that names `place`."""

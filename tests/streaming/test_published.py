@@ -72,6 +72,20 @@ def expected(model: Any) -> torch.Tensor:
     return answers(model, DynamicCache(config=model.config))
 
 
+def test_an_older_publication_is_told_from_the_latest(tmp_path: Path) -> None:
+    """Somebody who can write to the store can put an earlier one back."""
+    published(tmp_path, chunk_tokens=128)
+    old = (tmp_path / "published" / NAME).read_bytes()
+    latest = published(tmp_path, chunk_tokens=128, overwrite=True).digest
+    with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path, expect=latest) as cache:
+        assert cache.get_seq_length() >= 128
+    (tmp_path / "published" / NAME).write_bytes(old)
+    with pytest.raises(ContextMismatchError, match=f"expect is {latest}: an older or another context was published"):
+        stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path, expect=latest)
+    with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits, got 'latest'"):
+        stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path, expect="latest")
+
+
 # --- stopping ------------------------------------------------------------------------------------------------------
 
 
