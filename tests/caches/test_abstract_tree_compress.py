@@ -17,7 +17,7 @@ from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig, verify
 from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
-from hf_offload_cache.errors import ConfigError
+from hf_offload_cache.errors import ConfigError, CorruptRecordError
 from hf_offload_cache.kernels.int4 import dequantised, quantise
 from hf_offload_cache.model.geometry import Geometry
 
@@ -174,7 +174,7 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
-    """And `verify` says it."""
+    """And `verify` says it. A save does not copy them: what was opened without replicas is saved complete."""
     model = long_model()
     with AbstractTreeCache(model, path=tmp_path, **{**FIELDS, "compress": 1.0}) as cache:
         feed(cache, prompt(model, 1, LENGTH))
@@ -191,7 +191,12 @@ def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
     for share in (1.0, "auto"):
         with AbstractTreeCache.open(tmp_path / "context", model, compress=share) as opened:
             assert torch.equal(follow(opened), expected)
-            opened.save(tmp_path / f"saved {share}")
+            if share == 1.0:  # where the disk is as fast without, none may have been read
+                with pytest.raises(CorruptRecordError, match="not what was written"):
+                    opened.save(tmp_path / "damaged")
+    with AbstractTreeCache.open(tmp_path / "context", model, compress=None) as plain:
+        plain.save(tmp_path / "saved")
+    assert verify(tmp_path / "saved").whole
 
 
 @pytest.mark.parametrize("look_ahead", [True, False])

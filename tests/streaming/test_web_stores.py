@@ -190,10 +190,16 @@ def test_an_object_is_asked_for_after_the_time_that_the_server_names(
     published: WebStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream_first(monkeypatch)
-    left = [503, 503]
-    published.reply = lambda asked: (
-        Reply(left.pop(), headers={"Retry-After": "0"}) if left and NAME not in asked.path else None
-    )
+    failed: set[str] = set()
+
+    def once(asked: Any) -> Reply | None:
+        """Two objects are refused, each once: a cell has two tries."""
+        if NAME in asked.path or asked.path in failed or len(failed) == 2:
+            return None
+        failed.add(asked.path)
+        return Reply(503, headers={"Retry-After": "0"})
+
+    published.reply = once
     report = streamed(f"{published.url}/ctx", tmp_path)
     assert report.lost == report.unavailable == 0 and report.streamed == report.cells
     published.reply = lambda asked: None if NAME in asked.path else Reply(503, headers={"Retry-After": "3600"})
