@@ -79,7 +79,7 @@ def shared_contexts(
         return PublishedContexts(place, recipe, level, options)
     try:
         if not Path(root).is_dir():
-            os.close(made_folder(Path(root)))
+            made_folder(Path(root)).close()
     except OSError as error:
         raise StoreError(error.errno, f"contexts {place!r}: the folder cannot be made: {error.strerror}") from error
     return SavedContexts(Path(root), recipe)

@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from .descriptor import open_descriptor
+
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Make `path` what `write` puts at the place it is given: a temporary file in the same folder.
@@ -28,11 +30,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink()
         raise
     if hasattr(os, "O_DIRECTORY"):  # the new name is the folder's content
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with open_descriptor(str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as folder:
             _sync_names(folder)
-        finally:
-            os.close(folder)
 
 
 def replace_bytes(folder_fd: int, name: str, data: bytes) -> None:
@@ -41,20 +40,17 @@ def replace_bytes(folder_fd: int, name: str, data: bytes) -> None:
     The file has mode 0600 whatever the umask. A link at `name` is replaced, not followed. Raises `OSError`.
     """
     temporary = _temporary(name)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(temporary, flags, 0o600, dir_fd=folder_fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        try:
+        with open_descriptor(temporary, flags, folder_fd=folder_fd) as file:
             os.fchmod(file, 0o600)  # the umask may have taken more
             left = memoryview(data)
             while left:
                 left = left[os.write(file, left) :]
             os.fsync(file)
-        finally:
-            os.close(file)
         os.replace(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # what went wrong is on its way out
             os.unlink(temporary, dir_fd=folder_fd)
         raise
     _sync_names(folder_fd)

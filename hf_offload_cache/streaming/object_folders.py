@@ -8,7 +8,6 @@ import errno
 import os
 import stat
 import threading
-import weakref
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..errors import DamagedObjectError
 from ..stores.atomic_file import replace_bytes
+from ..stores.descriptor import Descriptor, open_descriptor
 from .answers import Answer, of_error, place_error, received, too_large
 from .hub_commits import HubCommits
 from .places import file_system_of, is_web, join, local_folder
@@ -63,24 +63,21 @@ class LocalFolder:
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
-        self._fd: int | None = None
-        self._closing: weakref.finalize[..., LocalFolder] | None = None
+        self._folder: Descriptor | None = None
 
     def read(self, name: str, most: int) -> bytes:
         folder, place = self._opened(make=False), str(self._root / name)
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            found = open_descriptor(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd=folder)
         except OSError as error:
             if error.errno not in _LINK:
                 raise
             raise place_error(Answer.BROKEN, f"{place}: is a link", kind=DamagedObjectError) from error
-        try:
+        with found as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise place_error(Answer.BROKEN, f"{place}: is no regular file", kind=DamagedObjectError)
             with open(fd, "rb", closefd=False) as file:
                 return received(file.read(most + 1), place, most)
-        finally:
-            os.close(fd)
 
     def write(self, name: str, data: bytes) -> None:
         replace_bytes(self._opened(make=True), name, data)
@@ -89,49 +86,41 @@ class LocalFolder:
         """Do nothing: each write is complete when it returns."""
 
     def close(self) -> None:
-        if self._closing is not None:
-            self._closing()
-        self._fd = None
+        if self._folder is not None:
+            self._folder.close()
+        self._folder = None
 
     def _opened(self, *, make: bool) -> int:
-        if self._fd is None:
+        if self._folder is None:
             try:
-                self._fd = made_folder(self._root) if make else os.open(self._root, _FOLDER)
+                self._folder = made_folder(self._root) if make else open_descriptor(str(self._root), _FOLDER)
             except OSError as error:
                 if error.errno not in (*_LINK, errno.ENOTDIR):
                     raise
                 raise OSError(error.errno, f"{self._root} is a link or no folder: give a folder") from error
-            self._closing = weakref.finalize(self, os.close, self._fd)
-        return self._fd
+        return self._folder.fd
 
 
-def made_folder(folder: Path) -> int:
-    """A descriptor of a folder, which the caller closes. The folder and its parents are created if missing: 0700
-    whatever the umask. Raises `OSError`, also for a link."""
+def made_folder(folder: Path) -> Descriptor:
+    """A folder, open. The folder and its parents are created if missing: 0700 whatever the umask. Raises `OSError`,
+    also for a link."""
     try:
-        return os.open(folder, _FOLDER)
+        return open_descriptor(str(folder), _FOLDER)
     except FileNotFoundError:
         pass
     if not folder.parent.is_dir():
-        os.close(made_folder(folder.parent))
-    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+        made_folder(folder.parent).close()
+    with open_descriptor(str(folder.parent), os.O_RDONLY | os.O_DIRECTORY) as parent:
         try:
             os.mkdir(folder.name, 0o700, dir_fd=parent)
         except FileExistsError:  # another process was first
-            return os.open(folder.name, _FOLDER, dir_fd=parent)
+            return open_descriptor(folder.name, _FOLDER, folder_fd=parent)
         if os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask's doing
             os.chmod(folder.name, 0o700, dir_fd=parent)
-        made = os.open(folder.name, _FOLDER, dir_fd=parent)
-        try:
-            os.fchmod(made, 0o700)
-            os.fsync(parent)
-        except BaseException:
-            os.close(made)
-            raise
+        made = open_descriptor(folder.name, _FOLDER, folder_fd=parent)
+        os.fchmod(made.fd, 0o700)
+        os.fsync(parent)
         return made
-    finally:
-        os.close(parent)
 
 
 class WebFolder:
