@@ -207,7 +207,7 @@ class OffloadLM(HFLM):
 
     @property
     def cache_used(self) -> str:
-        """What the requests had: transformers' own cache is named where some, or all, had that."""
+        """Name of the cache that the requests used, including transformers' own if some or all of them used it."""
         if self.cache_name == DYNAMIC or not (self._plain or self.plain_requests):
             return self.cache_name
         if self._plain or self.plain_requests == self.requests:
