@@ -293,9 +293,9 @@ def test_an_older_context_is_not_the_expected_one(tmp_path: Path, cls: Any, fiel
 
 @pytest.mark.parametrize("wrong", ["", "0" * 63, "g" * 64, 5, b"0" * 64])
 def test_a_digest_that_is_none(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="expect must be the 64 hexadecimal digits"):
+    with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits"):
         DiskSwapCache.open(saved(tmp_path / "ctx"), model(), expect=wrong)
-    with pytest.raises(ConfigError, match="expect must be the 64 hexadecimal digits"):
+    with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits"):
         ContextLibrary(tmp_path / "library").find(prompt(ids()), model(), expect=[wrong])
 
 
