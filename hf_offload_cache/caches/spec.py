@@ -106,7 +106,10 @@ class SpecCache(SelectiveCache):
     def _guesses(self, step: Step, call: dict[str, Any], model_config: Any) -> bool:
         """Whether a guess is decoded beside the token of this step."""
         config = self.config
-        if self.selecting is None or not (config.speculative and config.chosen and self._can_guess) or self.recording:
+        selecting = self.selecting
+        if selecting is None or not selecting.worthwhile or self.recording:
+            return False
+        if not (config.speculative and config.chosen and self._can_guess):
             return False
         there = self._most_positions is None or step.history + 2 <= self._most_positions
         if not there or not step.selects or step.tokens != 1 or not may_guess(call, model_config):

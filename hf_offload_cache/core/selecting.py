@@ -41,6 +41,12 @@ class Selecting:
     widened: bool = False
     """See `widen`."""
 
+    worthwhile: bool = True
+    """Selecting takes less memory than the full KV. False: steps attend to everything."""
+
+    slot_share: float = 1.0
+    """Share of the slots that the configuration names which fit below the full KV."""
+
     version: int = 0
     """Changes whenever a budget may have: what was derived from one is good as long as it stays."""
 
@@ -65,7 +71,15 @@ class Selecting:
         slots = -(-round(share * config.reuse_capacity) // unit_size)
         if not slots:
             return 0
-        return min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
+        most = min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
+        return int(self.slot_share * most)
+
+    def limit(self, worthwhile: bool, slot_share: float) -> None:
+        """Set `worthwhile` and `slot_share` for the steps from now on."""
+        if slot_share != self.slot_share:
+            self.slot_share = slot_share
+            self.version += 1
+        self.worthwhile = worthwhile
 
     def widen(self, wide: bool) -> None:
         """Let steps from now on choose from up to twice as many units, as their layer's configuration says, or no
@@ -101,7 +115,7 @@ class Selecting:
         """The cache holds nothing any more."""
         self.padded = False
         self.shares = dict(self.given)
-        self.widened = False
+        self.widened, self.worthwhile, self.slot_share = False, True, 1.0
         self.version += 1
         self.generator.manual_seed(0)
         self.areas.reset()

@@ -42,6 +42,8 @@ class SelectiveCache(OffloadCache):
         self.look_ahead: LookAhead | None = None
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
         self._pace = Pace(settings.look_ahead)
+        self._geometry: Geometry | None = None
+        self._weighed = (0, 0)  # sequences and tokens of the latest plan
         self._queue_for = 0  # sequences whose writes the queue is short for
         self._selective: dict[int, SelectiveLayer] = {}
         if self.selecting is None:
@@ -102,7 +104,9 @@ class SelectiveCache(OffloadCache):
         step = self.shared.step
         if self.selecting is None or step is None:
             return changed
-        if not step.selects:
+        if step.selects:
+            self.weigh(step)
+        if not step.selects or not self.selecting.worthwhile:
             self.rest()
             return changed
         self.make_room(step)
@@ -113,6 +117,25 @@ class SelectiveCache(OffloadCache):
             with self.timeline.span("look ahead", 0):
                 first.prefetch_again()
         return changed
+
+    def weigh(self, step: Step) -> None:
+        """Compare what selecting takes with the full KV. With the default fields a cache uses no more memory than
+        `DynamicCache` would: slots are fewer, and where no slot would fit, steps attend to everything. The plan is made
+        anew when the context has grown by a sixteenth."""
+        usual = type(self.config)
+        own = self.config.num_selected, self.config.reuse_capacity
+        if self.config.memory is not None or own != (usual.num_selected, usual.reuse_capacity):
+            return
+        tokens = step.history + step.tokens
+        unit = max(128, 1 << max(0, tokens.bit_length() - 5))
+        size = step.sequences, -(-tokens // unit) * unit
+        if size == self._weighed:
+            return
+        model = self._model()
+        assert self.selecting is not None and model is not None
+        self._weighed, self._geometry = size, self._geometry or Geometry.of(model)
+        planned = self.plan(self._geometry, self.config, size[1], step.sequences)
+        self.selecting.limit(*planned.slots_within(self._geometry.full_kv_bytes(size[1] - unit, step.sequences)))
 
     def wants_blocks(self) -> bool:
         """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
@@ -199,6 +222,7 @@ class SelectiveCache(OffloadCache):
 
     def forget(self) -> None:
         super().forget()
+        self._weighed = (0, 0)
         if self.selecting is not None:
             self.selecting.reset()
 

@@ -169,7 +169,7 @@ class SelectiveLayer(LearningLayer):
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
         selecting, storage = self.selecting, self.shared.storage
         visible = None if call.mask is None else step.visible(call.mask)
-        if selecting is None or not self.can_choose():
+        if selecting is None or not selecting.worthwhile or not self.can_choose():
             return self.exact(call)
         if call.mask is not None and call.query.shape[2] == 1 and not step.changes(call.mask):
             call = replace(call, mask=None)
@@ -227,7 +227,8 @@ class SelectiveLayer(LearningLayer):
         return self.selecting is not None and self.selecting.widened
 
     def _sparse(self) -> bool:
-        return self.selecting is not None and self._filled and self.state == "tagged"
+        selecting = self.selecting
+        return selecting is not None and selecting.worthwhile and self._filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""

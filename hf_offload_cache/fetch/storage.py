@@ -144,7 +144,7 @@ class Storage:
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
             return
-        buffers = self._buffers(len(parts[0]) * store.record_bytes, device)
+        buffers = self._buffers(min(2, len(parts)), len(parts[0]) * store.record_bytes, device)
         size = store.record_bytes
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
         audited = store if self._audits and isinstance(store, FreezableStore) else None
@@ -174,10 +174,12 @@ class Storage:
         finally:
             self._audits = before
 
-    def _buffers(self, nbytes: int, device: torch.device) -> list[Staging]:
-        if not (self.stream_buffers and self.stream_buffers[0].fits(nbytes, device)):
+    def _buffers(self, count: int, nbytes: int, device: torch.device) -> list[Staging]:
+        """At least `count` buffers of at least `nbytes`. A history of one part needs one."""
+        if not all(buffer.fits(nbytes, device) for buffer in self.stream_buffers):
             self.release_stream_buffers()
-            self.stream_buffers = [Staging(nbytes, device, self.account, "stream buffers") for _ in range(2)]
+        while len(self.stream_buffers) < count:
+            self.stream_buffers.append(Staging(nbytes, device, self.account, "stream buffers"))
         return self.stream_buffers
 
     def release_stream_buffers(self) -> None:

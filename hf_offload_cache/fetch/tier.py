@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..memory.account import MemoryAccount
+from ..memory.account import SLOTS, MemoryAccount
 from ..memory.buffers import lasting_empty
 from .byte_rows import ByteRows
 from .policy import FirstIn, Policies
@@ -58,7 +58,7 @@ class SlotTier:
         dtype: torch.dtype,
         device: torch.device,
         account: MemoryAccount,
-        owner: str = "reuse slots",
+        owner: str = SLOTS,
         policy: Policies = FirstIn,
     ) -> None:
         self.capacity = capacity
@@ -77,7 +77,7 @@ class SlotTier:
 
     @staticmethod
     def planned(
-        capacity: int, payload_bytes: int, records: int, owner: str = "reuse slots", policy: Policies = FirstIn
+        capacity: int, payload_bytes: int, records: int, owner: str = SLOTS, policy: Policies = FirstIn
     ) -> dict[str, int]:
         """The most that a tier of `capacity` takes, for a store of `records`."""
         return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity, policy)}

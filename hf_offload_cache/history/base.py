@@ -145,6 +145,12 @@ def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Te
         rest = part[:, :, count:] if count < part.shape[2] else None
 
 
+def equal_parts(count: int, most: int) -> int:
+    """Size of the parts when `count` things are divided into the fewest parts of at most `most`, all but the last
+    equal. The two buffers of a short history then hold little more than it does."""
+    return -(-count // -(-count // most)) if count else most
+
+
 def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Everything before token `stop`, made of a history's blocks: as `History.whole`."""
     form, like = history.form, history.recent

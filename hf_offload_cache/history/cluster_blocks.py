@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..fetch.storage import Storage
-from .base import Block
+from .base import Block, equal_parts
 from .cluster_members import members
 from .cluster_pages import in_order
 from .clustered_entries import ClusteredEntries
@@ -17,11 +17,13 @@ from .clustered_entries import ClusteredEntries
 def cluster_blocks(
     own: ClusteredEntries, storage: Storage, device: torch.device, stop: int, step: int
 ) -> Iterator[Block]:
-    """What lies in pages and comes before token `stop`, `step` pages a row at a time, in the order of the records."""
+    """What lies in pages and comes before token `stop`, at most `step` pages a row at a time, in the order of the
+    records."""
     pages, form, rows = in_order(own.page_counts), own.form, len(own.page_counts)
     ids = own.pages.records(*pages)
     each = np.bincount(pages[0], minlength=rows)
     width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
+    step = equal_parts(width, step)
     columns = np.arange(width)
     # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
     which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]

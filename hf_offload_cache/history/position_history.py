@@ -15,7 +15,7 @@ from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import Store, aligned_empty, pinned_empty
 from ..stores.freezable import FreezableStore
-from .base import Block, Sealed, joined
+from .base import Block, Sealed, equal_parts, joined
 from .block_table import BlockTable
 from .captured_history import check_captured
 from .freezing import frozen
@@ -242,14 +242,14 @@ class PositionHistory:
     # --- out ---------------------------------------------------------------------------------------------------
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
-        """As `History.blocks`, in blocks of `block_tokens`, in order."""
+        """As `History.blocks`, in equal blocks of at most `block_tokens`, in order."""
         group, stop = self.form.group_size, self.length if stop is None else stop
         groups = min(self.units, -(-stop // group))
-        edges = range(0, groups, self._step)
-        ids = [self.table.ids[:, start : min(start + self._step, groups)].reshape(-1) for start in edges]
+        step = equal_parts(groups, self._step)
+        ids = [self.table.ids[:, start : min(start + step, groups)].reshape(-1) for start in range(0, groups, step)]
         flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
         done = 0
-        for records in self._storage.stream(self.store, flat, self._step * self.rows, self.device):
+        for records in self._storage.stream(self.store, flat, step * self.rows, self.device):
             entries = self._entries(records)[:, : stop - done]
             done += entries.shape[1]
             yield Block(*self.form.split(entries))

@@ -14,6 +14,8 @@ from ..report.text import size_text
 
 RECORDS = "records in memory"
 """The owner of what stores keep in host memory."""
+SLOTS = "reuse slots"
+"""The owner of the entries that stay after they were read."""
 
 
 class Spare(Protocol):

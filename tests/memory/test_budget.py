@@ -585,7 +585,7 @@ def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
 
 
 def test_slots_make_room_for_a_crop() -> None:
-    """One that goes back into what was sealed reads a part of it again."""
+    """One that goes back into what was sealed reads a part of it again, here when no byte is free."""
     model = tiny("llama")
     fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "group_size": 4}
     with DiskSwapCache.for_budget(model, "1/2", CONTEXT, **fields) as cache, torch.no_grad():
@@ -595,10 +595,13 @@ def test_slots_make_room_for_a_crop() -> None:
                 model(ids[:, :700], past_key_values=one)
                 for place in range(700, 720):
                     model(ids[:, place : place + 1], past_key_values=one)
+                account = one.storage.account
+                limit, account.limit = account.limit, account.current if one is cache else None
                 one.crop(-60)
+                account.limit = limit
                 said.append(model(ids[:, 720:721], past_key_values=one).logits)
         assert cache.get_seq_length() == 661 and torch.equal(*said)
-        assert cache.storage.account.pressed == 1
+        assert cache.storage.account.pressed > 0
         assert cache.report().peak_memory_bytes <= cache.report().memory_budget
 
 
