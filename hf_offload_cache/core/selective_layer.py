@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ..config import SelectiveConfig
-from ..errors import BudgetError
+from ..errors import BudgetError, not_whole
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.link import Link
@@ -266,5 +267,8 @@ class SelectiveLayer(LearningLayer):
         return {**super().capture(), "scaling": self.scaling}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        scaling = tree["scaling"]
+        if type(scaling) not in (int, float) or not math.isfinite(scaling):
+            raise not_whole(self.name, f"its scaling is {scaling!r:.80}")
         super().restore(tree, parts, device)
-        self.scaling = tree["scaling"]
+        self.scaling = scaling

@@ -301,7 +301,7 @@ class LearntKeys:
                 raise self._wrong("its keys of the first tokens are none of this model")
         for name in ("fitted_at", "longest_piece"):
             if type(tree[name]) is not int or tree[name] < 0:
-                raise self._wrong(f"{name} is {tree[name]!r}")
+                raise self._wrong(f"{name} is {tree[name]!r:.80}")
         self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
 
     def _wrong(self, what: str) -> ContextError:

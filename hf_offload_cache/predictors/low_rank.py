@@ -235,6 +235,8 @@ class LowRankPredictor:
                     self._name, f"its latest queries are {shown(queries)}, for {self.rows} sequences and "
                     f"{form.num_key_heads} key heads of {form.key_dim}"
                 )  # fmt: skip
+        if type(tree["measured_at"]) is not int or tree["measured_at"] < 0:
+            raise not_whole(self._name, f"measured_at is {tree['measured_at']!r:.80}")
         self._restore_latest(tree)
         self.learnt.restore(tree)
         self.latest_queries = queries if self.rules.measures_density else None  # the configuration decides
@@ -244,7 +246,7 @@ class LowRankPredictor:
     def _restore_latest(self, tree: dict[str, Any]) -> None:
         latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]
         right = all(part is None or is_tensor(part, (self.rows, None), torch.float32) for part in (latest, beyond))
-        right = right and since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
+        right = right and type(since) is int and since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
         if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
             raise not_whole(self._name, "importance of its groups")
         self._latest, self._beyond = (
