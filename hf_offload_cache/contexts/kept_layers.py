@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
-from .captured_trees import is_of_kind, not_whole, shortened
+from ..errors import not_whole
+from .captured_trees import is_of_kind, shortened
 
 _LATE = (torch.dtype, torch.device)
 """Kinds of what a new layer has not yet and one that holds something has; beside tensors."""

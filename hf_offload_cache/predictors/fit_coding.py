@@ -16,7 +16,7 @@ _MEASURED = 8
 """Components whose errors are measured at a time."""
 _SINKS = 16
 """First tokens, whose keys are unlike all others: they are no part of the mean, nor of what is approximated."""
-_OTHER_QUERIES = 1.0
+_OTHER_QUERIES_OF_CODES = 1.0
 """See `roots_of`."""
 _GAUSSIAN_STEPS = {8: 0.0308, 4: 0.3352, 2: 0.9957}
 """Uniform steps of least error for a normal distribution of deviation 1."""
@@ -50,7 +50,7 @@ def fit_coding(
     width = len(mean)
     roots = identity_roots(num_key_heads, width // num_key_heads, mean.device)
     if seen is not None:
-        roots = roots_of(query_moment(seen, num_key_heads), _OTHER_QUERIES)
+        roots = roots_of(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
     directions = scaled_directions(moment, roots, most_components(width))
     del moment
     measured = [_measured(sample, mean, some) for some in directions.split(_MEASURED, 1)]

@@ -10,7 +10,8 @@ from ..errors import not_whole
 from ..history.base import Sealed
 from ..memory.account import MemoryAccount
 from ..memory.plan import LayerPlan, Planned
-from .low_bit_copy import BLOCK, LowBitCopy, fitting_bytes
+from ..kernels.low_bit import BLOCK
+from .low_bit_copy import LowBitCopy, fitting_bytes
 from .low_bit_form import LowBitForm
 
 LOYALTY = 4
