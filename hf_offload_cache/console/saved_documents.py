@@ -27,7 +27,7 @@ def check_target(arguments: argparse.Namespace) -> None:
         raise OutputFileError(f"--save {str(target)!r} exists already: --overwrite replaces a context")
 
 
-def save(arguments: argparse.Namespace, cache: Any, tokenizer: Any) -> None:
+def save_document(arguments: argparse.Namespace, cache: Any, tokenizer: Any) -> None:
     try:
         cache.save(arguments.save, overwrite=arguments.overwrite, tokenizer=tokenizer)
     except FileExistsError as error:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..model.rotary import length_dependent, rotary_kinds
+from .layers import has_linear_state
 from .offload_layer import OffloadLayer
 
 _OF_TOKENS = ("position_ids", "cache_position")
@@ -27,7 +27,7 @@ def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
     keep = 0
     for layer in layers:
         known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
-        keep += isinstance(layer, LinearAttentionCacheLayerMixin) or not known
+        keep += has_linear_state(layer) or not known
     if keep:
         return f"{keep} of its layers cannot run two tokens and keep one"
     return length_dependent(model)

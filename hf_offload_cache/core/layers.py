@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from .hybrid_layer import hybrid
 from .offload_layer import OffloadLayer
@@ -26,3 +31,8 @@ def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared:
             continue
         place += 1
     return layers
+
+
+def has_linear_state(layer: Any) -> bool:
+    """Whether a layer keeps a state of linear attention, which every token changes."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)

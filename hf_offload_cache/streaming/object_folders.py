@@ -21,7 +21,8 @@ from .hub_commits import HubCommits
 from .places import file_system_of, is_web, join, local_folder
 from .web_client import WebClient
 
-Result = TypeVar("Result")
+Received = TypeVar("Received")
+
 _SILENCE = 60.0
 """Seconds without a byte after which a web server that takes objects counts as failed."""
 _SLOWEST = 32768
@@ -151,10 +152,10 @@ class WebFolder:
             self._thread.join()
             self._loop.close()
 
-    def _call(self, what: Coroutine[Any, Any, Result], size: int) -> Result:
+    def _call(self, what: Coroutine[Any, Any, Received], size: int) -> Received:
         seconds = _SILENCE + size / _SLOWEST
 
-        async def within() -> Result:
+        async def within() -> Received:
             return await asyncio.wait_for(what, seconds)
 
         future = asyncio.run_coroutine_threadsafe(within(), self._loop)
