@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import config_names
 from .attachable import Attachable
-from .config_names import Renamed
+from .config_names import Renamed, carries_ours, rename_attention, restore_attention, strip_attention
 from .conversation import Conversation, ModelState
 from .inner_model import inner_model, is_model
 from .method_on_model import MethodOnModel
@@ -139,7 +138,7 @@ def replaced(model: PreTrainedModel) -> bool:
 def intact(model: torch.nn.Module) -> bool:
     """Whether every config that carried our attention when the seams went on still does."""
     attachment = _ATTACHED.get(model) if is_model(model) else None
-    return attachment is None or all(config_names.carries_ours(config) for config, _ in attachment.renamed)
+    return attachment is None or all(carries_ours(config) for config, _ in attachment.renamed)
 
 
 def detach(model: Any) -> None:
@@ -155,7 +154,7 @@ def detach(model: Any) -> None:
 
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
-    config_names.rename(model, attachment.renamed, _renamed_now())
+    rename_attention(model, attachment.renamed, _renamed_now())
     assert attachment.state is not None
     for one in _running(model):
         hook_model(one, attachment.hooks, attachment.state.turn_to_others)
@@ -166,7 +165,7 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.block_hooks)
     unhook(attachment.hooks)
-    config_names.restore(attachment.renamed, _renamed_now())
+    restore_attention(attachment.renamed, _renamed_now())
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)
@@ -194,7 +193,7 @@ def _strip_copied(model: PreTrainedModel) -> None:
     """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
-    config_names.strip(model, _renamed_now())
+    strip_attention(model, _renamed_now())
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)

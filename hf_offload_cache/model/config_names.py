@@ -30,7 +30,7 @@ class AttentionName(str):
         return hash(str(self))
 
 
-def rename(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
+def rename_attention(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
     """Put our name on the configs of `model` and note each in `renamed`, as it is done.
 
     Nothing where a part of the model cannot set its implementation. `others` carry our name for other models: of a
@@ -48,7 +48,7 @@ def rename(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
             config._attn_implementation_internal = AttentionName(PREFIX + base)
 
 
-def restore(renamed: Renamed, others: Renamed) -> None:
+def restore_attention(renamed: Renamed, others: Renamed) -> None:
     """Give the configs their names back, but for those that `others` hold and those that the user has set since."""
     held = {id(config) for config, _ in others}
     for config, name in renamed:
@@ -56,7 +56,7 @@ def restore(renamed: Renamed, others: Renamed) -> None:
             config._attn_implementation_internal = name
 
 
-def strip(model: PreTrainedModel, others: Renamed) -> None:
+def strip_attention(model: PreTrainedModel, others: Renamed) -> None:
     """Take our name off the configs of a copy: nobody would restore it."""
     held = {id(config) for config, _ in others}
     for config in configs_of(model):
