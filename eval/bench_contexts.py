@@ -106,7 +106,7 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     """
     from transformers import DynamicCache
 
-    from hf_offload_cache.tuning.sample import bundled_text
+    from hf_offload_cache.tuning.grid import bundled_text
 
     model, tokenizer = _models(True)
     ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[:, :tokens]

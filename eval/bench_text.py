@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.core.prefill import piece_size
 from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.tuning.distance import distance
-from hf_offload_cache.tuning.sample import sample_ids
-from hf_offload_cache.tuning.turns import without_seams
+from hf_offload_cache.tuning.by_trial import distance
+from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.tuning.measure_caches import without_seams
 
 from .bench import machine
 from .contenders import synchronise

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from hf_offload_cache.console.answer import build_prompt, prefilled_tokens
 from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.console.prefill import prefilled_tokens
-from hf_offload_cache.console.prompt import build_prompt
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.registry import CACHES
-from hf_offload_cache.tuning.distance import distance, perplexity_over, uncertainty
-from hf_offload_cache.tuning.sample import sample_ids
+from hf_offload_cache.tuning.by_trial import distance, perplexity_over, uncertainty
+from hf_offload_cache.tuning.grid import sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils import is_optimum_quanto_available
 
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.tuning import compare_plans
+from hf_offload_cache.tuning import which_cache as compare_plans
 
 WIDER: dict[str, dict[str, Any]] = {
     f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}

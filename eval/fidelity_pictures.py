@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from hf_offload_cache.registry import CACHES
-from hf_offload_cache.tuning import compare_plans
+from hf_offload_cache.tuning import which_cache as compare_plans
 
 from .fidelity_contenders import WIDER
 from .fidelity_tables import Cell

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.sample import sample_ids
+from hf_offload_cache.tuning.grid import sample_ids
 
 from .bench_text import FIRST, SHORT, TOKENS, USUAL, Contender, text_rows
 from .needles import parse_setting

@@ -18,8 +18,8 @@ import numpy as np
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.offload_cache import OffloadCache
-from hf_offload_cache.core.pace import Pace
+from hf_offload_cache.core.cache import OffloadCache
+from hf_offload_cache.core.selective_cache import Pace
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 
 from .baselines.paged import PagedCache

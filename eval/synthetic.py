@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.core.layer import OffloadLayer
 from hf_offload_cache.model.attention_call import AttentionCall
 
 NOISE = 1.25

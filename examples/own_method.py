@@ -19,7 +19,7 @@ import torch
 from hf_offload_cache.config import SelectiveConfig
 from hf_offload_cache.core.selective_cache import SelectiveCache
 from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.history.packing import sealed_groups
+from hf_offload_cache.history.records import sealed_groups
 from hf_offload_cache.predictors.summaries import SummaryPredictor
 
 

@@ -12,44 +12,44 @@ from . import registry
 if TYPE_CHECKING:
     from .batch.ray_data import AnswerDocuments as AnswerDocuments
     from .batch.ray_data import answer_documents as answer_documents
-    from .caches.abstract_tree import AbstractTreeCache as AbstractTreeCache
-    from .caches.abstract_tree import AbstractTreeConfig as AbstractTreeConfig
-    from .caches.adapter import Adapter as Adapter
-    from .caches.cluster import ClusterCache as ClusterCache
-    from .caches.cluster import ClusterConfig as ClusterConfig
-    from .caches.disk_swap import DiskSwapCache as DiskSwapCache
-    from .caches.disk_swap import DiskSwapConfig as DiskSwapConfig
-    from .caches.spec import SpecCache as SpecCache
-    from .caches.spec import SpecConfig as SpecConfig
     from .config import OffloadConfig as OffloadConfig
     from .contexts.library import ContextLibrary as ContextLibrary
     from .contexts.verify import verify as verify
-    from .core.offload_cache import OffloadCache as OffloadCache
+    from .core.cache import OffloadCache as OffloadCache
     from .interop.chosen_cache import offload_cache as offload_cache
     from .interop.offload import offload as offload
     from .interop.offload import offload_all as offload_all
+    from .methods.abstract_tree.cache import AbstractTreeCache as AbstractTreeCache
+    from .methods.abstract_tree.cache import AbstractTreeConfig as AbstractTreeConfig
+    from .methods.cluster.cache import ClusterCache as ClusterCache
+    from .methods.cluster.cache import ClusterConfig as ClusterConfig
+    from .methods.disk_swap.adapter import Adapter as Adapter
+    from .methods.disk_swap.cache import DiskSwapCache as DiskSwapCache
+    from .methods.disk_swap.cache import DiskSwapConfig as DiskSwapConfig
+    from .methods.spec.cache import SpecCache as SpecCache
+    from .methods.spec.cache import SpecConfig as SpecConfig
     from .model.attach import detach as detach
-    from .report.cache_report import CacheReport as CacheReport
-    from .report.stream_report import StreamReport as StreamReport
+    from .report.report import CacheReport as CacheReport
+    from .report.report import StreamReport as StreamReport
     from .streaming.publish import publish_context as publish_context
     from .streaming.stream_context import stream_context as stream_context
     from .tuning.calibrate import calibrate as calibrate
-    from .tuning.calibrate_budgets import calibrate_budgets as calibrate_budgets
+    from .tuning.calibrate import calibrate_budgets as calibrate_budgets
     from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
     from .tuning.measure_caches import measure_caches as measure_caches
     from .tuning.tuner import tune as tune
 
 _HOME = {
-    "Adapter": "caches.adapter",
+    "Adapter": "methods.disk_swap.adapter",
     "AnswerDocuments": "batch.ray_data",
-    "CacheReport": "report.cache_report",
+    "CacheReport": "report.report",
     "ContextLibrary": "contexts.library",
-    "OffloadCache": "core.offload_cache",
+    "OffloadCache": "core.cache",
     "OffloadConfig": "config",
-    "StreamReport": "report.stream_report",
+    "StreamReport": "report.report",
     "answer_documents": "batch.ray_data",
     "calibrate": "tuning.calibrate",
-    "calibrate_budgets": "tuning.calibrate_budgets",
+    "calibrate_budgets": "tuning.calibrate",
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
     "measure_caches": "tuning.measure_caches",

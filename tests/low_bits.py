@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.kernels.low_bit import packed, unpacked
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
+from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
 
 CPU = torch.device("cpu")
 

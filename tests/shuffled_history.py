@@ -15,7 +15,7 @@ from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice, Extents
 from hf_offload_cache.history.base import Block, Sealed
 from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.stores.base import aligned_empty
 

@@ -22,7 +22,7 @@ ROOMS = (
     "interop",
     "streaming",
     "tuning",
-    "caches",
+    "methods",
     "core",
     "contexts",
     "predictors",
@@ -242,8 +242,8 @@ def test_what_runs_upwards_is_found(tmp_path: Path) -> None:
     package = made_up(
         tmp_path,
         {
-            "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .caches.one import One",
-            "caches/one.py": "from ..core.layer import Layer",
+            "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .methods.one import One",
+            "methods/one.py": "from ..core.layer import Layer",
             "core/layer.py": "def f():\n    from house import One\nfrom ..errors import Wrong\nimport house",
             "stores/base.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..core import layer",
             "errors.py": "",
@@ -251,14 +251,14 @@ def test_what_runs_upwards_is_found(tmp_path: Path) -> None:
     )
     assert upwards(package) == [
         "core/layer.py:4 imports __init__.py",
-        "core/layer.py:2 imports caches/one.py",
+        "core/layer.py:2 imports methods/one.py",
         "stores/base.py:3 imports core/layer.py",
     ]
 
 
 def test_other_packages_are_told_apart(tmp_path: Path) -> None:
     source = "def f():\n    from transformers.cache_utils import Cache\nimport os.path"
-    package = made_up(tmp_path, {"caches/a.py": source})
+    package = made_up(tmp_path, {"methods/a.py": source})
     assert sorted((one.line, one.imported) for one in package.foreign) == [(2, "transformers"), (3, "os")]
 
 

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.abstract_tree import AbstractTreeCache
-from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.config import OffloadConfig, SelectiveConfig
-from hf_offload_cache.core.planned import LayerKind
+from hf_offload_cache.core.plan import LayerKind
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.packing import sealed_groups
+from hf_offload_cache.history.records import sealed_groups
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, shares
+from hf_offload_cache.methods.abstract_tree.cache import AbstractTreeCache
+from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
+from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, shares
 from hf_offload_cache.predictors.base import Decision, Query
 from hf_offload_cache.predictors.sinks import largest
 

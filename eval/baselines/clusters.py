@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.cluster import ClusterCache, ClusterLayer
-from hf_offload_cache.caches.cluster_config import ClusterConfig
-from hf_offload_cache.history.cluster_history import ClusterHistory
-from hf_offload_cache.history.packing import places_within
-from hf_offload_cache.history.partition import Partition
+from hf_offload_cache.history.records import places_within
+from hf_offload_cache.methods.cluster.cache import ClusterCache, ClusterLayer
+from hf_offload_cache.methods.cluster.config import ClusterConfig
+from hf_offload_cache.methods.cluster.history import ClusterHistory
+from hf_offload_cache.methods.cluster.partition import Partition
 
 WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""

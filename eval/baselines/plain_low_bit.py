@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_offload_cache.caches.spec import SpecCache
-from hf_offload_cache.caches.spec_config import SpecConfig
-from hf_offload_cache.caches.spec_layer import SpecLayer
-from hf_offload_cache.core.offload_layer import OffloadLayer
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
+from hf_offload_cache.core.layer import OffloadLayer
+from hf_offload_cache.methods.spec.cache import SpecCache
+from hf_offload_cache.methods.spec.config import SpecConfig
+from hf_offload_cache.methods.spec.copy import LowBitForm
+from hf_offload_cache.methods.spec.layer import SpecLayer
 
 
 class PlainLowBitLayer(SpecLayer):

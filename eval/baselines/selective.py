@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_offload_cache.config import OffloadConfig, SelectiveConfig
-from hf_offload_cache.core.planned import LayerKind
+from hf_offload_cache.core.plan import LayerKind
 from hf_offload_cache.core.selective_cache import SelectiveCache
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice

@@ -16,7 +16,7 @@ from hf_offload_cache.fetch.fetcher import Fetched
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history.base import Block, Sealed
 from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.model.attention_call import AttentionCall
 
 from .loki import leading_directions

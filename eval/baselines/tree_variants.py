@@ -9,12 +9,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.abstract_tree import AbstractTreeCache
-from hf_offload_cache.caches.abstract_tree_layer import AbstractTreeLayer
 from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds
+from hf_offload_cache.methods.abstract_tree.cache import AbstractTreeCache
+from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
+from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, bounds, important_tokens
 from hf_offload_cache.predictors.base import Query
-from hf_offload_cache.predictors.chunk_tree import important_tokens
 
 from .all_keys import FixedChunksCache
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
-from hf_offload_cache.predictors.mixed_attention import MixedAttention
+from hf_offload_cache.methods.spec.attention import MixedAttention
+from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
 
 from .common import Rows, Study, judged, main
 

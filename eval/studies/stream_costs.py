@@ -13,11 +13,10 @@ import torch
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.core.filling import Filling
-from hf_offload_cache.streaming.active_blocks import BLOCK, ActiveBlocks, measure_active_blocks
-from hf_offload_cache.streaming.cost_network import CostNetwork, LayerCells
-from hf_offload_cache.streaming.costs import Line
-from hf_offload_cache.streaming.sparse_prefill import SparsePrefill
-from hf_offload_cache.tuning.sample import sample_ids
+from hf_offload_cache.streaming.computing_speed import CostNetwork, LayerCells
+from hf_offload_cache.streaming.plan import Line
+from hf_offload_cache.streaming.sparse_prefill import BLOCK, ActiveBlocks, SparsePrefill, measure_active_blocks
+from hf_offload_cache.tuning.grid import sample_ids
 
 from ..baselines.cost_models import Roofline
 from ..busy import busy

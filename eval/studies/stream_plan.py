@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
-from hf_offload_cache.streaming.greedy import potential_aware
-from hf_offload_cache.streaming.plan import Plan, bound, meet, staircase
+from eval.baselines.greedy import potential_aware
+from hf_offload_cache.streaming.plan import Costs, Line, Plan, attended_by_all, bound, meet, staircase
 
 from .common import Rows, Study, judged, main
 

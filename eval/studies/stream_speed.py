@@ -20,9 +20,8 @@ import torch
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.console.default_model import load_default_model
 from hf_offload_cache.streaming import stream_context as module
-from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
-from hf_offload_cache.streaming.plan import meet
-from hf_offload_cache.tuning.sample import sample_ids
+from hf_offload_cache.streaming.plan import Costs, Line, attended_by_all, meet
+from hf_offload_cache.tuning.grid import sample_ids
 
 from ..baselines.loaders import FromTheFront, SplitLoader, WholeChunks
 from ..bucket_server import TRACES, bucket_server, trace

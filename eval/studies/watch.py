@@ -12,12 +12,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.spec_layer import SpecLayer
-from hf_offload_cache.core.offload_cache import OffloadCache
-from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.core.cache import OffloadCache
+from hf_offload_cache.core.layer import OffloadLayer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.methods.spec.layer import SpecLayer
 from hf_offload_cache.model.attention_call import AttentionCall
 
 

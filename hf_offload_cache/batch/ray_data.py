@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ..config import parse_size
 from ..console.named_cache import check_fields, offloading_class
 from ..errors import BudgetError, ConfigError, PromptError, StoreError
-from ..interop.request_cache import FLOOR
+from ..interop.offload import FLOOR
 
 if TYPE_CHECKING:
     import pyarrow
     from ray.data import Dataset
 
-    from .document_answers import DocumentAnswers
+    from .documents import DocumentAnswers
 
 COLUMNS = (
     "answers", "context", "context_note", "document_tokens", "new_tokens", "seconds", "peak_memory_bytes",
@@ -101,8 +101,8 @@ class AnswerDocuments:
         device: str | None = None,
         **fields: Any,
     ) -> None:
-        from ..console.load_model import load
-        from .document_answers import Answering
+        from ..console.named_cache import load
+        from .documents import Answering
         from .recipe import Recipe
         from .shared_contexts import shared_contexts
 
@@ -136,7 +136,7 @@ class AnswerDocuments:
         import torch
 
         from ..console.answer import PromptTooLongError
-        from .document_answers import DocumentError
+        from .documents import DocumentError
 
         own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreError, torch.OutOfMemoryError)
         try:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contexts.configuration import fields_in_states
-from ..contexts.prefixes import model_digest, prefix_name
-from ..contexts.prompts import encode
-from ..core.offload_cache import OffloadCache
+from ..contexts.configuration import encode, fields_in_states
+from ..contexts.library import model_digest, prefix_name
+from ..core.cache import OffloadCache
 from ..errors import BudgetError
-from ..interop.request_cache import FLOOR, in_floor
+from ..interop.offload import FLOOR, in_floor
 from ..model.fingerprint import full_fingerprint
 from ..model.geometry import Geometry
 from ..stores.encryption import load_key

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ..contexts.listing import touch
-from ..core.offload_cache import OffloadCache
+from ..core.cache import OffloadCache
 from ..errors import (
     BudgetError,
     ConfigError,
@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..streaming.answers import Answer, of_error, without_secrets
 from ..streaming.codec import check_level
-from ..streaming.object_folders import made_folder
+from ..streaming.objects import made_folder
 from ..streaming.places import file_system_of, is_local, is_web, join
 from ..streaming.publish import publish_context
 from ..streaming.stream_context import ForeignManifestError, stream_context

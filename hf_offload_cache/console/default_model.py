@@ -3,21 +3,242 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
+import json
+import math
+import os
+import shutil
+import struct
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .unpacked_model import DamagedError, NoHomeError, check, keep, models_folder
+import xxhash
+
+from ..config import read_json
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..model.geometry import Geometry
+
+
+# The head of a GGUF file: its metadata and the shapes of its tensors. Numbers and texts alone: no weights
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> how `struct` calls it."""
+_STRING, _ARRAY = 8, 9
+_MOST_VALUES = 10**5
+"""Values or tensors that a head may claim to have."""
+_MOST_TEXT = 2**20
+"""Bytes of a text: names are short, and the longest value is a chat template."""
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """`values` are the metadata, lists (the vocabulary) left out; `shapes` the tensors', as the file has them."""
+
+    values: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises `OSError` where the file cannot be read, `ValueError` where it is no GGUF file of version 2 or 3."""
+    with open(path, "rb") as file:
+        try:
+            magic, version, num_tensors, num_values = struct.unpack("<4sIQQ", _read(file, 24))
+            if magic != b"GGUF" or version not in (2, 3) or max(num_tensors, num_values) > _MOST_VALUES:
+                raise ValueError(f"it begins with {magic!r}, version {version}")
+            values = {}
+            for _ in range(num_values):
+                name = _text(file)
+                value = _value(file, _number(file, "I"))
+                if value is not None:
+                    values[name] = value
+            shapes = {}
+            for _ in range(num_tensors):
+                name, dimensions = _text(file), _number(file, "I")
+                if dimensions > _MOST_DIMENSIONS:
+                    raise ValueError(f"a tensor has {dimensions:,} dimensions")
+                shapes[name] = tuple(_number(file, "Q") for _ in range(dimensions))
+                _read(file, 12)  # its type and its place
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"{str(path)!r} is no GGUF file of version 2 or 3: {error}") from error
+    return GgufHeader(values, shapes)
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    """The next value; None for a list, which is passed over."""
+    if kind == _STRING:
+        return _text(file)
+    if kind != _ARRAY:
+        return _number(file, _scalar(kind))
+    kind, count = _number(file, "I"), _number(file, "Q")
+    if kind == _STRING:
+        for _ in range(count):
+            _pass(file, _number(file, "Q"))
+    else:
+        _pass(file, count * struct.calcsize("<" + _scalar(kind)))
+    return None
+
+
+def _pass(file: BinaryIO, size: int) -> None:
+    """Read on behind the next `size` bytes."""
+    if size > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError("it ends too early")
+    file.seek(size, os.SEEK_CUR)
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a value is of the unknown type {kind}")
+    return _SCALARS[kind]
+
+
+def _text(file: BinaryIO) -> str:
+    return _read(file, _number(file, "Q")).decode("utf-8")
+
+
+def _number(file: BinaryIO, kind: str) -> Any:
+    return struct.unpack("<" + kind, _read(file, struct.calcsize("<" + kind)))[0]
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    if size > _MOST_TEXT:
+        raise ValueError(f"a value claims {size:,} bytes")
+    data = file.read(size)
+    if len(data) < size:
+        raise ValueError("it ends too early")
+    return data
+
+
+# A model kept unpacked in the user's cache folder, so that it is unpacked once and not at every start
+
+_LIST = "files.json"
+"""Name, bytes and xxh3 of every other file of a folder: what is not just this is damaged."""
+
+
+class DamagedError(ValueError):
+    """The folder is there, and is not what was written; the message says which file and why."""
+
+
+class NoHomeError(OSError):
+    """The system has no folder for a user's files."""
+
+
+def models_folder() -> Path:
+    """`$XDG_CACHE_HOME/hf_offload_cache/models`; if that variable is unset or relative, the folder is in ~/.cache.
+
+    Raises `NoHomeError` if the system does not know this user's home either.
+    """
+    stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not stated.is_absolute():
+        try:
+            stated = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise NoHomeError(f"user {os.getuid()} has no home: set XDG_CACHE_HOME or HOME to a folder") from error
+    return stated / "hf_offload_cache" / "models"
+
+
+def check(folder: Path) -> bool:
+    """Whether the folder is there; every byte of it is read. Raises `DamagedError`, and `OSError` where it may not be
+    read."""
+    if not folder.is_dir():
+        return False
+    try:
+        listed = read_json(folder / _LIST)
+        for name, (size, digest) in listed.items():
+            if (folder / name).stat().st_size != size:
+                raise DamagedError(f"{name} has {(folder / name).stat().st_size:,} bytes instead of {size:,}")
+            if _digest(folder / name) != digest:
+                raise DamagedError(f"{name} is not what was written")
+    except FileNotFoundError as error:
+        raise DamagedError(f"{Path(error.filename).name} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{_LIST} is not what was written") from error
+    return True
+
+
+def keep(folder: Path, write: Callable[[Path], object]) -> bool:
+    """Gives what `write` puts into the folder it is called with the name `folder`, in one step; what was there goes.
+
+    False, with nothing written, while another process is at it. Whoever looks sees all of it or nothing: a process
+    that dies half-way leaves a part that the next one removes. Whatever `write` raises leaves nothing; `OSError` where
+    the folder cannot be made or the disk is full.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder.with_name(f"{folder.name}.lock")) as alone:
+        if not alone:
+            return False
+        part = folder.with_name(f"{folder.name}.part")
+        _remove(part)
+        try:
+            part.mkdir()
+            write(part)
+            files = sorted(file for file in part.iterdir())
+            listed = {file.name: (file.stat().st_size, _digest(file)) for file in files}
+            (part / _LIST).write_text(json.dumps(listed, indent=1))
+            for file in (*files, part / _LIST, part):
+                _sync(file)
+            _remove(folder)
+            part.rename(folder)
+            _sync(folder.parent)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return True
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[bool]:
+    """Whether this is the only process here. The kernel takes the lock back when a process dies."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _digest(file: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with open(file, "rb") as opened:
+        while piece := opened.read(2**20):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 NAME = "SmolLM2-135M-Instruct"
 
@@ -71,7 +292,6 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
     Its `weight_bytes` are those of the parameters in `dtype` (None: `usual_dtype`). Raises `DefaultModelMissingError`.
     """
     from ..model.geometry import Geometry
-    from .gguf_header import read_header
 
     file = find_gguf()
     try:

@@ -4,24 +4,150 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .saved_documents import check_target, read_document, save_document, saved_ids
 from .arguments import (
+    OutputFileError,
     add_cache_argument,
     add_field_argument,
     add_model_arguments,
     check_writable,
+    new_console,
     positive,
+    printable,
+    read_text,
     write_json,
 )
-from .terminal import new_console, printable
 
 if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
     from .answer import Answer
+
+
+# A bar on stderr while a prompt is prefilled
+
+class PrefillBar:
+    """A bar on stderr while the prompt is prefilled; gone before the first text, which goes to stdout."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # stdout is the answer's alone; a stderr that is no terminal gets no bar
+        self._bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        )
+        # generate runs the last tokens of the prompt itself
+        self._task = self._bar.add_task("prefill, tokens", total=total)
+
+    def __enter__(self) -> PrefillBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def update(self, tokens_done: int) -> None:
+        self._bar.update(self._task, completed=tokens_done)
+
+    def print_text(self, text: str) -> None:
+        self._remove()
+        print(text, end="", flush=True)
+
+    def _remove(self) -> None:
+        if self._bar.live.is_started:  # stopping twice prints an empty line
+            self._bar.stop()
+
+
+# Where `generate` has its document from, and where it keeps it: a file of text, a saved context
+
+class PromptFileError(OSError):
+    """The prompt file is missing, unreadable, empty or not UTF-8 text."""
+
+
+def check_target(arguments: argparse.Namespace) -> None:
+    """Before minutes of work; nothing is created or changed."""
+    target = arguments.save
+    if not target.parent.is_dir():
+        raise OutputFileError(f"--save {str(target)!r} cannot be made: there is no folder {str(target.parent)!r}")
+    if os.path.lexists(target) and not arguments.overwrite:
+        raise OutputFileError(f"--save {str(target)!r} exists already: --overwrite replaces a context")
+
+
+def save_document(arguments: argparse.Namespace, cache: Any, tokenizer: Any) -> None:
+    try:
+        cache.save(arguments.save, overwrite=arguments.overwrite, tokenizer=tokenizer)
+    except FileExistsError as error:
+        raise OutputFileError(f"--save: {error}") from error
+    print(f"saved {cache.tokens:,} tokens in {arguments.save}", file=sys.stderr)
+
+
+def saved_ids(arguments: argparse.Namespace) -> torch.Tensor:
+    """The tokens of the context, (1, T). Raises `ContextError`, `EncryptionKeyError`."""
+    import torch
+
+    from ..contexts.library import read_ids
+    from ..contexts.reader import read_manifest
+    from ..errors import ConfigError
+    from ..stores.encryption import load_key
+
+    manifest = read_manifest(arguments.context)
+    key = None if arguments.key is None else load_key(arguments.key)
+    ids = torch.from_numpy(read_ids(arguments.context, manifest, key))
+    if ids.shape[0] != 1 or bool((ids < 0).any()):
+        raise ConfigError(
+            f"--context {str(arguments.context)!r} has several sequences, padding or embeddings, and must hold the "
+            "tokens of one document: open it in Python"
+        )
+    return ids
+
+
+def read_document(path: Path) -> str:
+    """The text of a prompt file. Raises `PromptFileError`."""
+    text = read_text(path, "--prompt-file", PromptFileError)
+    if not text.strip():
+        raise PromptFileError(f"--prompt-file {str(path)!r} has no text ({len(text):,} characters)")
+    return text
+
+
+# Answers to one question, side by side
+
+def comparison(answers: Sequence[Answer]) -> Any:
+    """The answers as columns of one table."""
+    from rich.table import Table
+
+    from ..report.report import share_text, size_text
+
+    table = Table(title=f"{answers[0].prompt_tokens:,} tokens of prompt", show_lines=False)
+    table.add_column("", style="bold")
+    for answer in answers:
+        table.add_column(answer.cache, overflow="fold")
+    reports = [answer.report for answer in answers]
+    peaks = [answer.report.peak_memory_bytes if answer.report else answer.memory_bytes for answer in answers]
+    rates = [answer.tokens_per_second for answer in answers]
+    rows: dict[str, list[str]] = {
+        "answer": [answer.text for answer in answers],
+        "KV memory": [size_text(answer.memory_bytes) for answer in answers],
+        "KV memory, peak": [size_text(peak) for peak in peaks],
+        "memory budget": [size_text(r.memory_budget) if r and r.memory_budget else "-" for r in reports],
+        "on disk": [size_text(answer.disk_bytes) for answer in answers],
+        "tokens/s, decode": [f"{rate:.1f}" if rate else "-" for rate in rates],
+        "time to first token": [f"{answer.first_token_seconds:.1f} s" for answer in answers],
+        "hit rate, before prefetch": [share_text(r.hit_rate) if r else "-" for r in reports],
+        "hit rate, when asked": [share_text(r.prefetch_hit_rate) if r else "-" for r in reports],
+        "time waited": [f"{r.stall_seconds:.3f} s" if r else "-" for r in reports],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
 
 _ARGUMENT_NAMES = {
     "max_context": "the document's length or --max-new-tokens", "max_batch": "", "encryption_key": "--key",
@@ -64,15 +190,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from ..contexts.prefixes import is_damage
+    from ..contexts.library import is_damage
     from ..errors import ContextError, StoreError
     from ..stores.encryption import load_key
-    from . import load_model, named_cache
-    from .answer import check_length, generate_answer
-    from .prefill import prefilled_tokens
-    from .prefill_bar import PrefillBar
-    from .prompt import build_prompt, document_part, question_part
-    from .side_by_side import comparison
+    from . import named_cache
+    from .answer import build_prompt, check_length, document_part, generate_answer, prefilled_tokens, question_part
 
     fields = dict(arguments.fields)
     if arguments.trace is not None:
@@ -86,7 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
         load_key(arguments.key)
     console = new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
     if text is not None and arguments.save is None:
         held, input_ids = 0, build_prompt(tokenizer, text, arguments.question)
     else:

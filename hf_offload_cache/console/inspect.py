@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import age, cell, printable, stdout_console
+from .arguments import age, cell, printable, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.listing import Entry
@@ -94,7 +94,7 @@ def _values(entry: Entry) -> dict[str, Any]:
 def _print(values: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     def model(name: str) -> str:
         return values["identity"].get(name, "?")
@@ -130,10 +130,10 @@ def _text(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     """The text of each sequence, padding left out, embeddings as \"[...]\"."""
     import numpy as np
 
-    from ..contexts.prefixes import read_ids
+    from ..contexts.library import read_ids
     from ..model.fingerprint import tokenizer_digest
     from ..stores.encryption import load_key
-    from .load_model import load_tokenizer
+    from .named_cache import load_tokenizer
 
     assert entry.manifest is not None
     key = None if arguments.key is None else load_key(arguments.key)

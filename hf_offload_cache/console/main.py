@@ -15,10 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
 from . import generate, inspect, plan, run, streaming, tune, verify
+from . import generate as documents
 from . import manage as contexts
-from . import saved_documents as documents
-from .arguments import OutputFileError
-from .terminal import PROGRAM, NobodyReads, OutputError, complain, flush, nobody_reads, say
+from .arguments import PROGRAM, NobodyReads, OutputError, OutputFileError, complain, flush, nobody_reads, say
 
 _VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
 """Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
@@ -95,7 +94,7 @@ def _expected() -> tuple[type[Exception], ...]:
     """The errors that are a user's to mend: those this library names. Others keep their traceback."""
     from .answer import PromptTooLongError
     from .default_model import DefaultModelMissingError
-    from .load_model import ModelLoadError
+    from .named_cache import ModelLoadError
 
     named = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     own = (documents.PromptFileError, tune.SampleFileError, OutputFileError, OutputError, DefaultModelMissingError)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import age, cell, complain, printable, stdout_console
+from .arguments import age, cell, complain, printable, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.listing import Entry
@@ -78,7 +78,7 @@ def _values(entry: Entry) -> dict[str, Any]:
 def _print(found: list[Entry], total: int) -> None:
     from rich.table import Table
 
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     table = Table(box=None, pad_edge=False)
     for name in ("context", "cache", "model", "tokens", "on disk", "freed by rm", "used", ""):
@@ -126,7 +126,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 def _evict(arguments: argparse.Namespace) -> int:
     from ..config import parse_size
     from ..contexts.listing import evict
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     done = evict(arguments.folder, parse_size(arguments.max_bytes, "--max-bytes"), wipe=arguments.wipe)
     for entry, freed in done.removed:
@@ -138,6 +138,6 @@ def _evict(arguments: argparse.Namespace) -> int:
 
 
 def _say(path: Path, freed: int, note: str = "") -> None:
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     print(printable(f"removed {path}, which freed {size_text(freed)}{note}"))

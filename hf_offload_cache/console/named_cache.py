@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +15,118 @@ from ..errors import ConfigError
 from ..registry import CACHES, cache_class, name_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..model.geometry import Geometry
+
+
+# A model by name: loaded, or only its tokenizer, or only what of it decides memory
+
+class ModelLoadError(OSError):
+    """The named model or its tokenizer cannot be loaded; nothing was kept."""
+
+
+def load(
+    name: str | None = None, dtype: str = "auto", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model (hub name or folder; None: the embedded default) and its tokenizer, in evaluation mode.
+
+    `device` None: CUDA where there is one, else the CPU. Raises `DefaultModelMissingError`, `ModelLoadError`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .default_model import load_default_model, usual_dtype
+
+    model: Any  # transformers' own hints know neither `to(device)` nor `generate`
+    device = str(_device(device))
+    if name is None:
+        model, tokenizer = load_default_model(usual_dtype(device) if dtype == "auto" else getattr(torch, dtype))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+        except Exception as error:  # of a type that each format and each model's own code decides
+            raise ModelLoadError(f"cannot load {_named(name)} as a causal language model: {_reason(error)}") from error
+    try:
+        return model.to(device).eval(), tokenizer
+    except RuntimeError as error:
+        raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
+
+
+def _device(name: str | None) -> torch.device:
+    """The device with that name; None: CUDA if available, else the CPU. Raises `ModelLoadError` for a device that is
+    missing or cannot store numbers."""
+    import torch
+
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(usual if name is None else name)
+        torch.zeros(1, dtype=torch.float32, device=device).tolist()
+    except Exception as error:  # of a type that each kind of device decides
+        reason = re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
+        raise ModelLoadError(f"device {name!r} cannot be used here: {reason}; leave it out for {usual!r}") from error
+    return device
+
+
+def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that `load` would load, which is not read. Raises as `load`."""
+    from transformers import AutoTokenizer
+
+    from .default_model import DefaultModelMissingError, load_default_tokenizer
+
+    try:
+        return load_default_tokenizer() if name is None else AutoTokenizer.from_pretrained(name)
+    except DefaultModelMissingError:
+        raise
+    except Exception as error:
+        place = "the default model" if name is None else _named(name)
+        raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
+
+
+def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
+    """What of the model `load` would load decides memory. Reads the configuration, and of weights at most their files'
+    sizes. Raises `DefaultModelMissingError`, `ModelLoadError`,
+    `UnsupportedModelError`.
+    """
+    import torch
+
+    where = _device(device).type
+    if name is None:
+        from .default_model import default_geometry
+
+        return default_geometry(None if dtype == "auto" else getattr(torch, dtype), where)
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..model.geometry import Geometry
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+            model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
+    except Exception as error:
+        raise ModelLoadError(f"cannot read the configuration of {_named(name)}: {_reason(error)}") from error
+    geometry = dataclasses.replace(Geometry.of(model), device=where)
+    files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
+    return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
+
+
+def _named(name: str) -> str:
+    """A model for a message."""
+    path = Path(name)
+    kind = "folder" if path.is_dir() else "file" if path.exists() else "hub name (and no folder of that name exists)"
+    return f"the {kind} {name!r}"
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, and of which kind it is where that is not said by itself."""
+    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+
 
 DYNAMIC = "dynamic"
 """transformers' own `DynamicCache`, which keeps everything in memory and has no fields."""

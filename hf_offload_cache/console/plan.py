@@ -13,14 +13,62 @@ from .arguments import (
     add_field_argument,
     add_model_arguments,
     check_writable,
+    new_console,
     positive,
     write_json,
 )
-from .terminal import new_console
 
 if TYPE_CHECKING:
     from ..config import OffloadConfig
     from ..memory.plan import MemoryPlan
+    from ..tuning.which_cache import Cell, Chosen, ComparedPlan
+
+
+# What each cache of the registry would hold in the same memory, as a table
+
+def comparison_of_plans(plans: list[ComparedPlan], title: str) -> Any:
+    """A column a plan; of a cache that has several, how many tokens a step of the others attends to."""
+    from rich.table import Table
+
+    from ..report.report import size_text
+
+    table = Table(title=title)
+    table.add_column("", style="bold")
+    for one in plans:
+        wider = "" if one.num_selected is None else f"\n{one.num_selected:,} tokens"
+        table.add_column(f"{one.name}{wider}", justify="right")
+
+    def row(name: str, *cells: str) -> None:
+        table.add_row(name, *cells)
+
+    def size(one: ComparedPlan, name: str) -> str:
+        return "-" if one.plan is None else size_text(getattr(one.plan, name))
+
+    row("fits", *("yes" if one.plan is not None else "no" for one in plans))
+    row("held in prefill", *(size(one, "prefill_bytes") for one in plans))
+    row("held in decoding", *(size(one, "decode_bytes") for one in plans))
+    shares = ("-" if one.plan is None else one.plan.share.removesuffix(" of the full KV") or "-" for one in plans)
+    row("of the full KV", *(share.removesuffix(" the full KV") for share in shares))
+    row("on disk", *(size(one, "disk_bytes") for one in plans))
+    row("in host memory, beside", *(size(one, "host_bytes") for one in plans))
+    row("tokens attended, as they are", *("-" if one.attended is None else f"{one.attended:,}" for one in plans))
+    reads = ("-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans)
+    row("read a step, if nothing is in memory", *reads)
+    return table
+
+
+def recommended(
+    plans: list[ComparedPlan], cells: list[Cell], memory: float, context: int
+) -> dict[str, Chosen]:
+    """Of plans that fit the one to take, by what is wanted: each goal for a long prompt, and fidelity for long outputs.
+
+    `cells` and `memory`, a share, as `which_cache` takes them.
+    """
+    from ..tuning.which_cache import which_cache
+
+    wanted = {"fidelity": ("fidelity", "long-prompt"), "speed": ("speed", "long-prompt"),
+              "fidelity of long outputs": ("fidelity", "long-output")}  # fmt: skip
+    return {name: which_cache(plans, cells, memory, context, *both) for name, both in wanted.items()}
 
 
 def add(verbs: Any) -> None:
@@ -54,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..errors import ConfigError
     from ..memory.machine import free_disk, free_memory
     from ..stores.engines import choose_engine
-    from . import load_model, named_cache
+    from . import named_cache
 
     folder = tempfile.gettempdir() if arguments.path is None else arguments.path
     named_cache.check_folder(folder)
@@ -69,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.cache or named_cache.default_for(None)
     cls = named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory)
-    geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device)
     if fields.get("engine", "auto") == "auto":
         fields["engine"] = choose_engine("auto", folder)[0]
     full = geometry.full_kv_bytes(arguments.context, arguments.batch)
@@ -103,16 +151,13 @@ def _compare(arguments: argparse.Namespace, fields: dict[str, Any], folder: str)
     from ..memory.machine import free_disk, free_memory
     from ..registry import cache_class
     from ..stores.engines import choose_engine
-    from ..tuning.compare_plans import compare_plans
-    from ..tuning.measured_model import shape_of
-    from ..tuning.which_cache import measured_caches
-    from . import load_model
-    from .plans_side_by_side import comparison_of_plans, recommended
+    from ..tuning.which_cache import compare_plans, measured_caches, shape_of
+    from . import named_cache
 
     if arguments.cache is not None:
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
     OffloadConfig.load(None, dict(fields))
-    geometry = load_model.load_geometry(arguments.model, arguments.dtype, arguments.device)
+    geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device)
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     if fields.get("engine", "auto") == "auto":
         fields["engine"] = choose_engine("auto", folder)[0]
@@ -160,7 +205,7 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     table = Table(title=f"{arguments.batch} x {arguments.context:,} tokens")
     table.add_column("", style="bold")

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import saved_documents as documents
-from .arguments import add_cache_argument, add_field_argument, add_model_arguments, port, positive
-from .terminal import new_console
+from . import generate as documents
+from .arguments import add_cache_argument, add_field_argument, add_model_arguments, new_console, port, positive
 
 if TYPE_CHECKING:
     from ..streaming.cells import Cells
@@ -75,12 +74,12 @@ def _range(text: str) -> tuple[int, int]:
 def publish(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
-    from ..report.text import size_text
+    from ..report.report import size_text
     from ..streaming.publish import publish_context
-    from . import load_model
+    from . import named_cache
 
     console = new_console(stderr=True)
-    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
     bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
     try:
         with bar:
@@ -107,15 +106,14 @@ def stream(arguments: argparse.Namespace) -> int:
     import torch
 
     from ..streaming.stream_context import stream_context
-    from . import load_model, named_cache
-    from .answer import check_length, generate_answer
-    from .prompt import document_part, question_part
+    from . import named_cache
+    from .answer import check_length, document_part, generate_answer, question_part
 
     name, fields = arguments.cache or named_cache.default_for(None), dict(arguments.fields)
     named_cache.check_fields(name, fields, arguments.path)
     cls, console = named_cache.offloading_class(name), new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
     ids = torch.cat([document_part(tokenizer, text), question_part(tokenizer, arguments.question)], 1)
     check_length(model, ids.shape[1], arguments.max_new_tokens)
     started = time.perf_counter()

@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_cache_argument, add_field_argument, add_model_arguments, check_writable, positive, read_text
-from .terminal import new_console
+from .arguments import (
+    add_cache_argument,
+    add_field_argument,
+    add_model_arguments,
+    check_writable,
+    new_console,
+    positive,
+    read_text,
+)
 
 
 class SampleFileError(OSError):
@@ -44,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out, "--out")
 
 
-    from ..tuning.tunable import tunable
-    from ..tuning.tuner import tune
-    from . import load_model, named_cache
+    from ..tuning.tuner import tunable, tune
+    from . import named_cache
 
     named_cache.check_folder(arguments.path)
     if arguments.compare:
@@ -54,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     measured = tunable(arguments.cache or named_cache.default_for(None))
     console = new_console(stderr=True)
     console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
     tuned = tune(
         model, tokenizer, cache=measured, memory=arguments.memory, max_context=arguments.context,
         max_batch=arguments.batch, texts=text, path=arguments.path, quick=arguments.quick, **dict(arguments.fields),
@@ -74,13 +80,13 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
 
     from ..errors import ConfigError
     from ..tuning.measure_caches import measure_caches
-    from . import load_model
+    from . import named_cache
     from .arguments import write_json
 
     for name, given in (("--cache", arguments.cache is not None), ("--batch", arguments.batch != 1)):
         if given:
             raise ConfigError(f"{name} and --compare: all caches are measured, of one sequence: leave one of both out")
-    model, tokenizer = load_model.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
     quick: dict[str, Any] = {"samples": 1, "steps": 24} if arguments.quick else {}
     found = measure_caches(
         model, tokenizer, memory=arguments.memory, max_context=arguments.context, texts=text, path=arguments.path,

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import cell, new_console, stdout_console
+from .arguments import cell, new_console, stdout_console
 
 if TYPE_CHECKING:
-    from ..contexts.findings import VerifyResult
+    from ..contexts.verify import VerifyResult
 
 _KEYS = """\
 --json prints one object: path, whole (true or false), files, records and bytes (that were read), findings: each with
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print(result: VerifyResult) -> None:
     from rich.table import Table
 
-    from ..report.text import size_text
+    from ..report.report import size_text
 
     console = stdout_console()
     if result.findings:

@@ -16,7 +16,7 @@ import torch
 from ..config import OffloadConfig
 from ..memory.account import MemoryAccount
 from ..model.geometry import Geometry
-from ..stores.freezable import FreezableStore
+from ..stores.base import FreezableStore
 
 
 @runtime_checkable

@@ -2,15 +2,282 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ContextError
-from .file_system import FILE_SYSTEM, FOLDER, FileSystem, reported, sync_folder
-from .removal import is_temporary, sweep_open
-from .saver import Saver
+from ..stores.descriptor import Descriptor
+from .data_files import MANIFEST_NAME, survey
+from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported, sync_folder, try_lock
+from .removal import discard, is_temporary, sweep_open, temporary_name, twice
+
+# Replacing a context where two directories cannot exchange names: the old one takes the new one's files in
+
+class Replacement:
+    """The steps, in order: `move_data`, `move_manifest`, `remove_old`. The manifest decides which context it is.
+
+    Data files are named by digests: one that both contexts have is the same file, and replaced by its twin. The
+    manifest moves last, and a sweeper removes it first: what has it has all the data files.
+
+    Args:
+        new_fd, old_fd: the new context's directory, complete, and the old one's. The caller closes them.
+    """
+
+    def __init__(self, file_system: FileSystem, new_fd: int, old_fd: int) -> None:
+        self._file_system = file_system
+        self._new_fd = new_fd
+        self._old_fd = old_fd
+        self._before = survey(file_system, old_fd)[0]
+        self._new = survey(file_system, new_fd)[0]
+
+    def move_data(self) -> None:
+        """Let the old directory hold the data files of both contexts. After any error it is as before."""
+        try:
+            for name in self._new:
+                if name != MANIFEST_NAME:
+                    self._move(name)
+            sync_folder(self._file_system, self._old_fd)
+        except BaseException as error:
+            self._take_back(error)
+            raise
+
+    def move_manifest(self, note: str) -> None:
+        """From here on it is the new context. `note` goes to an error that comes after that; before, all is undone."""
+        try:
+            self._move(MANIFEST_NAME)
+            sync_folder(self._file_system, self._old_fd)
+        except BaseException as error:
+            if self._is_new():
+                error.add_note(note)
+            else:
+                self._take_back(error)
+            raise
+
+    def remove_old(self) -> OSError | None:
+        """Remove what the new manifest does not name, unless another saver has come since. The error if that fails."""
+        try:
+            twice(self._remove_old)
+        except OSError as error:
+            return error
+        return None
+
+    def _remove_old(self) -> None:
+        if self._is_new():
+            self._unlink([name for name in self._before if name not in self._new])
+
+    def _move(self, name: str) -> None:
+        self._file_system.rename(name, name, self._new_fd, self._old_fd)
+
+    def _is_new(self) -> bool:
+        try:
+            there = self._file_system.stat(MANIFEST_NAME, self._old_fd)
+        except FileNotFoundError:  # being removed
+            return False
+        return MANIFEST_NAME in self._new and os.path.samestat(there, self._new[MANIFEST_NAME])
+
+    def _take_back(self, error: BaseException) -> None:
+        try:
+            twice(lambda: self._unlink([name for name in self._new if name not in self._before]))
+        except OSError as left:
+            error.add_note(f"data files that no manifest names were left in the old context: {left}")
+
+    def _unlink(self, names: list[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._file_system.unlink(name, self._old_fd)
+
+
+# The steps by which a directory that was filled takes the place of a context, and the ways back from each
+
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
+"""What exchanging fails with where the kernel, the file system or a sandbox has no such call."""
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+"""What giving a directory a name fails with when that belongs to anything but an empty directory."""
+
+
+class Saver:
+    """A temporary directory that is to become `target`.
+
+    Call `make`, `check_filled`, `switch`, in this order; `go_back` after an error; `clean_up` in any case.
+
+    Args:
+        parent_fd: open descriptor of the directory that contains `target`; the caller closes it.
+
+    Attributes:
+        fd: its descriptor, which has the lock that keeps sweepers away; -1: none yet.
+        left: files that could not be removed, and the reasons.
+    """
+
+    def __init__(self, target: Path, parent_fd: int, overwrite: bool, file_system: FileSystem) -> None:
+        self._target = target
+        self._parent_fd = parent_fd
+        self._overwrite = overwrite
+        self._file_system = file_system
+        self._name: str | None = None
+        self._exchanges = False
+        self._new: Descriptor | None = None
+        self._old: Descriptor | None = None
+        self.left: list[str] = []
+
+    @property
+    def fd(self) -> int:
+        return -1 if self._new is None else self._new.fd
+
+    def make(self) -> None:
+        """Make the temporary directory. Raises `OSError`."""
+        for _ in range(ATTEMPTS):
+            self._name = temporary_name()
+            try:
+                self._file_system.mkdir(self._name, self._parent_fd)
+            except FileExistsError:
+                self._name = None
+                continue
+            try:
+                self._new = self._open_made(self._name)
+            except FileNotFoundError:  # swept since
+                continue
+            self._file_system.fchmod(self.fd, 0o700)
+            locked = try_lock(self._file_system, self.fd)
+            if locked is not False and self._leads_to(self._name):
+                return
+            self._new.close()  # a sweeper was faster than the lock: it removes this one
+            self._new = None
+        raise OSError(errno.EBUSY, "other processes keep removing the temporary folder")
+
+    def _open_made(self, name: str) -> Descriptor:
+        try:
+            return self._open(name)
+        except PermissionError:  # the umask took the owner's rights
+            self._file_system.chmod_folder(name, self._parent_fd)
+            return self._open(name)
+
+    def check_filled(self) -> None:
+        """Raise `ContextError` when the temporary directory does not hold a context."""
+        ours, foreign = survey(self._file_system, self.fd)
+        if foreign or MANIFEST_NAME not in ours:
+            wrong = f"holds {foreign[0]!r}, which no context may hold" if foreign else f"has no {MANIFEST_NAME!r}"
+            raise ContextError(f"what was to be saved to {str(self._target)!r} {wrong}: nothing was saved")
+
+    def check_target(self) -> bool:
+        """True: a context that may be replaced; False: nothing, or an empty directory. Raises `FileExistsError`."""
+        return self._is_context(self._target.name)
+
+    def _is_context(self, name: str) -> bool:
+        for _ in range(ATTEMPTS):
+            try:
+                found = self._open(name)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                if error.errno in NO_FOLDER:
+                    raise self._refusal("is a file or a link, not a folder: choose another name") from error
+                raise
+            with found as fd:
+                ours, foreign = survey(self._file_system, fd)
+                if leads_to(self._file_system, name, self._parent_fd, fd):
+                    break  # else it was on its way out, and half empty
+        if foreign:
+            raise self._refusal(f"holds {foreign[0]!r}, which is not of a context: move it, or choose another name")
+        if ours and MANIFEST_NAME not in ours:
+            raise self._refusal(f"has no {MANIFEST_NAME!r}, so it is not a context: remove it, or choose another name")
+        if ours and not self._overwrite:
+            raise self._refusal("holds a context: give overwrite=True to replace it, or choose another name")
+        return bool(ours)
+
+    def _refusal(self, why: str) -> FileExistsError:
+        return FileExistsError(errno.EEXIST, f"{str(self._target)!r} {why}")
+
+    def switch(self) -> None:
+        """Let `target` be what was filled, and make sure of that on the disk. Raises `OSError`."""
+        for _ in range(ATTEMPTS):
+            if self._switch_now():
+                return
+        raise OSError(errno.EBUSY, "other processes keep replacing it")
+
+    def _switch_now(self) -> bool:
+        """One attempt; False: another process made or removed `target` between two steps."""
+        assert self._name is not None
+        if not self.check_target():
+            self._exchanges = False
+            try:
+                self._file_system.rename(self._name, self._target.name, self._parent_fd)
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    return False
+                raise
+        else:
+            try:
+                self._keep_old(self._open(self._target.name))
+            except FileNotFoundError:
+                return False
+            self._exchanges = True
+            try:
+                self._file_system.exchange(self._name, self._target.name, self._parent_fd)
+            except OSError as error:
+                if error.errno in _NO_EXCHANGE:
+                    return self._move_in()
+                if error.errno == errno.ENOENT and self._leads_to(self._name):
+                    return False
+                raise
+            self._is_context(self._name)  # what came out: if it is not what was there before, back with it
+        sync_folder(self._file_system, self._parent_fd)
+        return True
+
+    def _keep_old(self, old: Descriptor) -> None:
+        """Keep sweepers from the old context: it has a temporary name while there may be a way back."""
+        if self._old is not None:
+            self._old.close()
+        self._old = old
+        try_lock(self._file_system, old.fd)
+
+    def _move_in(self) -> bool:
+        """Let the old directory hold the new context, where names cannot be exchanged. False as for `_switch_now`."""
+        assert self._old is not None
+        try_lock(self._file_system, self._old.fd, wait=True)
+        if not leads_to(self._file_system, self._target.name, self._parent_fd, self._old.fd):
+            return False
+        replacement = Replacement(self._file_system, self.fd, self._old.fd)
+        replacement.move_data()
+        replacement.move_manifest(f"{str(self._target)!r} is the new context nevertheless")
+        left = replacement.remove_old()
+        if left is not None:
+            self.left.append(f"data files of the context that was replaced: {left}")
+        return True
+
+    def go_back(self, error: BaseException) -> None:
+        """Undo the switch if it was made; a note in `error` says when that is not possible."""
+        try:
+            if self.fd < 0 or not self._leads_to(self._target.name):
+                return
+            assert self._name is not None
+            if self._exchanges:
+                self._file_system.exchange(self._name, self._target.name, self._parent_fd)
+            else:
+                self._file_system.rename(self._target.name, self._name, self._parent_fd)
+        except OSError as failed:
+            error.add_note(f"{str(self._target)!r} is the new context nevertheless: going back failed, {failed}")
+
+    def clean_up(self) -> None:
+        """Remove what has the temporary name, the new context or the old one, and let go of it."""
+        try:
+            if self._name is not None:
+                discard(self._file_system, self._parent_fd, self._name)
+        except (OSError, ContextError) as error:
+            self.left.append(f"{self._name}: {error}")
+        finally:
+            for folder in (self._new, self._old):
+                if folder is not None:
+                    folder.close()
+
+    def _open(self, name: str) -> Descriptor:
+        return self._file_system.open(name, FOLDER | os.O_NOFOLLOW, self._parent_fd)
+
+    def _leads_to(self, name: str) -> bool:
+        return leads_to(self._file_system, name, self._parent_fd, self.fd)
 
 
 def publish(

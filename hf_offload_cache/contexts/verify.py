@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,14 +17,60 @@ from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
 from ..stores.named import NamedFile
 from ..stores.record_file import drop_pages
-from .captured_trees import token_ids
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
-from .findings import Finding, Kind, VerifyResult
 from .folder import reading
 from .listing import expected_sizes, marked
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
+from .open import token_ids
 from .reader import ContextReader, check_key, manifest_in, most_of_cache
+
+# What `verify` says about a context
+
+Kind = Literal["damaged", "missing", "marked", "foreign", "exposed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a context.
+
+    Attributes:
+        kind: "damaged": not as it was written. "missing": no longer present. "marked": a read through a library found
+            damage, which may be undone since. "foreign": of no context, or not of this one. "exposed": others may read
+            it.
+        file: its name in the context; "." the directory itself.
+        part: the part it belongs to: "manifest", "cache", "layer 3"; empty if it belongs to none.
+        records: numbers of the layer's damaged records, as read errors name them; all of them, or the first million of
+            a file that cannot be checked at all.
+        problem: description of the fault.
+    """
+
+    kind: Kind
+    file: str
+    part: str
+    problem: str
+    records: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What `verify` read, and what it found; in the order of the manifest, then of the names."""
+
+    path: str
+    findings: tuple[Finding, ...]
+    files: int
+    """Files that were read."""
+    records: int
+    """Records that were checked."""
+    bytes: int
+    """Bytes that were read."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything that was written is present and unchanged; the context may still be marked, exposed, or
+        contain foreign files."""
+        return not any(finding.kind in ("damaged", "missing") for finding in self.findings)
+
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of records that are read and checked at once."""

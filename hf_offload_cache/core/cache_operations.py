@@ -10,15 +10,15 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..config import OffloadConfig
-from ..contexts.kept_layers import crops_all, select_kept_rows
+from ..contexts.open import crops_all, select_kept_rows
 from ..errors import StoreError, UnsupportedModelError
 from ..memory.storages import storage_bytes
 from ..model.conversation import Conversation
-from .continuation import check_planned
 from .kept_state import check_recorded, kept_state, settle
-from .offload_layer import OffloadLayer
+from .layer import OffloadLayer
 from .read_only import Layers, refuse_layers
 from .shared import Shared
+from .step import check_planned
 from .token_log import TokenLog
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import torch
 from ..errors import ContextError, PromptError
 from ..model.attention_call import AttentionCall
 from ..model.geometry import unknown_shapes
-from ..model.rotary import length_dependent
+from ..model.look_ahead import length_dependent
+from .cache import OffloadCache
 from .forward_ended import ForwardEnded
-from .offload_cache import OffloadCache
-from .offload_layer import OffloadLayer, Output
+from .layer import OffloadLayer, Output
 from .selective_cache import SelectiveCache
 from .selective_layer import SelectiveLayer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..contexts.kept_layers import capture_kept
+from ..contexts.open import capture_kept
 from ..memory.storages import without_views
-from .offload_layer import OffloadLayer
+from .layer import OffloadLayer
 from .step import MOST_CANDIDATES
 
 _LINEAR = ("conv_states", "recurrent_states")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..model.rotary import reason_against_pieces
+from ..model.look_ahead import reason_against_pieces
 
 if TYPE_CHECKING:
     import torch

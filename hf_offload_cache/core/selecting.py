@@ -13,7 +13,7 @@ from ..errors import ContextError
 from ..fetch.areas import Areas
 from ..fetch.choice import Choice
 from ..fetch.storage import Storage
-from ..memory.buffers import Workspace
+from ..memory.account import Workspace
 from ..predictors.sinks import sink_units
 
 

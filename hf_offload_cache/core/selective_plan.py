@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..config import OffloadConfig, SelectiveConfig
 from ..fetch.areas import Areas, records_soon
 from ..fetch.tier import SlotTier
-from ..history.packing import latest_tokens, sealed_groups
+from ..history.records import latest_tokens, sealed_groups
 from ..memory.plan import LayerPlan, Planned
 from ..predictors.sinks import sink_units
-from .offload_layer import OffloadLayer
-from .planned import LayerKind
+from .layer import OffloadLayer
+from .plan import LayerKind
 from .selecting import most_slots
 
 

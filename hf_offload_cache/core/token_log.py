@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory.account import MemoryAccount
-from ..memory.buffers import lasting_empty
+from ..memory.account import MemoryAccount, lasting_empty
 
 _PART = 2048
 """Ids a row that are moved at a time, when rows change places."""

@@ -8,18 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from .area_reads import AreaReads
-from .areas import Areas, records_soon
-from .byte_rows import ByteRows
-from .choice import Choice, Extents
-from .early_look import EarlyLook
-from .fetched import Fetched, Source, valid_entries
-from .link import Link
-from .missing import Missing
+from .areas import Areas, ByteRows, Filled, records_soon
+from .choice import Choice, Extents, Fetched, Source, valid_entries
 from .placing import distinct, importance_of, keep, keep_in, kept_of, take_resident
+from .reads import AreaReads, EarlyLook, Missing
+from .replica_link import Link
 from .storage import Storage
 from .tier import Tier
-from .view import Filled
 
 
 class Fetcher:

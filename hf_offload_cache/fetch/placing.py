@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .areas import Areas
-from .byte_rows import ByteRows
-from .fetched import Fetched, Source, kept_entries
+from .areas import Areas, ByteRows, View
+from .choice import Fetched, Source, kept_entries
 from .tier import Tier
-from .view import View
 
 Found = list[tuple[Tier, np.ndarray]]
 """The tiers, nearest first, and in which slot of each the records lie (-1: in none)."""

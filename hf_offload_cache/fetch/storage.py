@@ -17,19 +17,16 @@ from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
 from ..memory.account import RECORDS, MemoryAccount
 from ..report.counters import Counters
-from ..report.timeline import NO_TIMELINE, Timeline
-from ..report.trace import Trace
-from ..stores.base import Store
+from ..report.trace import NO_TIMELINE, Timeline, Trace
+from ..stores.base import FreezableStore, Store
+from ..stores.deadline import Process
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import choose_engine, open_store
-from ..stores.freezable import FreezableStore
 from ..stores.layered import LayeredStore
-from ..stores.mapped_table import MappedTable
-from ..stores.process import Process
+from ..stores.mapped import MappedTable
 from ..stores.uring.ring import Ring
-from .prefetcher import Prefetcher
-from .staging import Staging
-from .ticket import Ticket
+from .areas import Staging
+from .prefetcher import Prefetcher, Ticket
 
 
 class Storage:

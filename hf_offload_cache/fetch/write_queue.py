@@ -14,12 +14,64 @@ import torch
 
 from ..errors import CacheClosedError, StoreError
 from ..memory.account import MemoryAccount
-from ..report.timeline import Timeline
-from ..stores.base import Store
-from ..stores.checks import describe
+from ..report.trace import Timeline
+from ..stores.base import Store, describe, runs
 from ..stores.deadline import Deadline, has_passed, seconds_left
-from .workers import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
-from .write_batch import StoreWrites, WriteBatch, copy_rows
+from .reader_pool import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
+
+# What waits to be written: batches, and those of one store
+
+class WriteBatch:
+    """What was given to one `WriteQueue.add`.
+
+    Attributes:
+        started: the thread has begun to write it.
+        lowest, highest: of the ids; 0 and -1 for none.
+    """
+
+    def __init__(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+        self.store: Store | None = store
+        self.ids = ids
+        self.records = records
+        self.nbytes = records.numel()
+        self.started = False
+        self.lowest, self.highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+
+
+class StoreWrites:
+    """The writes of one store.
+
+    Attributes:
+        batches: those that are queued, oldest first; the one that is being written is in it.
+        lost: records whose write failed, and with what, until they are written again.
+        failure: what a write failed with, until it was reported.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[WriteBatch] = []
+        self.lost: list[tuple[np.ndarray, BaseException]] = []
+        self.failure: BaseException | None = None
+
+
+def copy_rows(
+    queued: list[tuple[WriteBatch, torch.Tensor]], ids: np.ndarray, out: torch.Tensor
+) -> list[tuple[int, int]]:
+    """Fill the rows of `out` whose records are in `queued` (oldest first); the ranges of rows that remain."""
+    absent = np.ones(len(ids), dtype=bool)
+    if len(ids):
+        lowest, highest = int(ids.min()), int(ids.max())
+        rows = out.numpy()
+        for batch, records in queued:
+            if batch.lowest > highest or batch.highest < lowest:
+                continue
+            found = np.isin(ids, batch.ids)
+            if found.any():
+                order = np.argsort(batch.ids)
+                rows[found] = records.numpy()[order[np.searchsorted(batch.ids, ids[found], sorter=order)]]
+                absent[found] = False
+    positions = np.flatnonzero(absent)
+    return [(int(positions[first]), int(positions[stop - 1]) + 1) for first, stop in runs(positions)]
+
 
 WRITE_QUEUE = "write queue"
 """The owner under which queued writes are in the memory account."""

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from ..fetch.choice import Extents
-from ..stores.base import Store
-from ..stores.freezable import FreezableStore
-from .record_format import RecordFormat
+from ..stores.base import FreezableStore, Store
+from .records import RecordFormat
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..fetch.storage import Storage
-from ..stores.base import Store
-from ..stores.freezable import require_freezable
+from ..stores.base import Store, require_freezable
 from ..stores.layered import LayeredStore
 
 

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import at_least, parse_memory
-from ..core.offload_cache import OffloadCache
+from ..core.cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
-from ..model.inner_model import inner_model
-from ..model.place import nothing_to_offload
+from ..model.place import inner_model, nothing_to_offload
 from ..registry import cache_class
 from ..stores.engines import resolve_engine
-from ..tuning.compare_plans import compare_plans
-from ..tuning.measured_model import identity_of, not_measured
-from ..tuning.which_cache import measured_caches, which_cache
+from ..tuning.which_cache import compare_plans, identity_of, measured_caches, not_measured, which_cache
 
 
 def offload_cache(

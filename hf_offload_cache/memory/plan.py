@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from ..report.text import kv_share_text, size_text
+from ..report.report import kv_share_text, size_text
 from .account import RECORDS, SLOTS
 
 Bytes = Mapping[str, int]

@@ -11,25 +11,176 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attachable import Attachable
-from .config_names import Renamed, carries_ours, rename_attention, restore_attention, strip_attention
+from ..errors import CacheUnusedError, ConfigError
 from .conversation import Conversation, ModelState
-from .inner_model import inner_model, is_model
+from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
-from .place import generating_parts, has_own_generate
-from .prepare_inputs import Prefill, PrepareInputs, PreparePositions
-from .seam import Hooks, hook_blocks, hook_model, strip_hooks, unhook
-from .tested_version import warn_if_untested
+from .place import generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
+from .registered_attention import PREFIX, register, replaceable
+from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_model, strip_hooks, unhook, unwrapped
 from .untraced import ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# The name of the attention implementation in a model's configs: ours while the seams are on, then what it was
+
+Renamed = list[tuple[Any, str]]
+"""Configs that carry our name, with the names that they had."""
+
+
+class AttentionName(str):
+    """Our name for an implementation; equal to the implementation's own as well, since some models compare.
+
+    Its hash is that of our name: look-ups in transformers' tables find ours, and never the other.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or self.removeprefix(PREFIX) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not (str.__eq__(self, other) or self.removeprefix(PREFIX) == other)
+
+    def __hash__(self) -> int:  # torch.compile traces this one, and not str's own
+        return hash(str(self))
+
+
+def rename_attention(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
+    """Put our name on the configs of `model` and note each in `renamed`, as it is done.
+
+    Nothing where a part of the model cannot set its implementation. `others` carry our name for other models: of a
+    config that is shared, the first name is what it had.
+    """
+    if not all(submodel._can_set_attn_implementation() for submodel in _submodels(model)):
+        return
+    for config in configs_of(model):
+        name = config._attn_implementation_internal
+        base = (name or "eager").removeprefix(PREFIX)
+        if replaceable(base):
+            register(base)
+            shared = [kept for kept in others if kept[0] is config]
+            renamed.append(shared[0] if shared else (config, name))
+            config._attn_implementation_internal = AttentionName(PREFIX + base)
+
+
+def restore_attention(renamed: Renamed, others: Renamed) -> None:
+    """Give the configs their names back, but for those that `others` hold and those that the user has set since."""
+    held = {id(config) for config, _ in others}
+    for config, name in renamed:
+        if id(config) not in held and carries_ours(config):
+            config._attn_implementation_internal = name
+
+
+def strip_attention(model: PreTrainedModel, others: Renamed) -> None:
+    """Take our name off the configs of a copy: nobody would restore it."""
+    held = {id(config) for config, _ in others}
+    for config in configs_of(model):
+        if carries_ours(config) and id(config) not in held:
+            config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)
+
+
+def carries_ours(config: Any) -> bool:
+    """Whether `config` names our attention."""
+    return (config._attn_implementation_internal or "").startswith(PREFIX)
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """Every distinct config object that a module of `model` may read its implementation from."""
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> None:
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", {}):
+            visit(getattr(config, name, None))
+
+    visit(model.config)
+    for submodel in _submodels(model):
+        visit(submodel.config)
+    return list(found.values())
+
+
+def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if is_model(module)]
+
+
+# Methods around a forward of `generate`: they make its positions, the pieces of a prompt, and the inputs, at which
+
+class PreparePositions(MethodOnModel):
+    """Replaces the method that makes a generation's positions from the state that the model stored in the cache's
+    earlier turns."""
+
+    name = "_prepare_position_ids_for_generation"
+
+    def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        cache = cache_among((), model_kwargs)
+        if cache is None:
+            self.turn_to_others()
+            return self.method()(inputs_tensor, model_kwargs)
+        with cache.conversing(begins=True):
+            return self.method()(inputs_tensor, model_kwargs)
+
+
+class Prefill(MethodOnModel):
+    """Replaces the method that runs a prompt, in pieces if the generation has a `prefill_chunk_size`."""
+
+    name = "_prefill"
+
+    def __call__(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache, chunk = cache_among((), model_kwargs), getattr(generation_config, "prefill_chunk_size", None)
+        if cache is not None and chunk is not None:
+            held, positions = cache.held(), model_kwargs.get("position_ids")
+            first, total = held + chunk, input_ids.shape[1]
+            if isinstance(positions, torch.Tensor):
+                first, total = int(positions[..., :first].max()) + 1, int(positions.max()) + 1
+            if (reason := reason_against_pieces(self.model, first, total)) is not None:
+                raise ConfigError(
+                    f"prefill_chunk_size={chunk:,} is not possible with {type(self.model).__name__}: {reason}; leave "
+                    "it out of generate and the generation_config, and the prompt goes through the model in one forward"
+                )
+        return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+class PrepareInputs(MethodOnModel):
+    """Replaces a model's `prepare_inputs_for_generation`: checks the prompt before `generate` drops the part that the
+    cache should already hold."""
+
+    name = "prepare_inputs_for_generation"
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        cache = cache_among((), kwargs)
+        if cache is None:
+            self.turn_to_others()
+        else:
+            first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
+            if first and some:
+                cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
+            cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
+        with nullcontext() if cache is None else cache.conversing():
+            prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
+        if cache is not None:
+            name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
+            theirs = prepared.get(name)
+            if theirs is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+                cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
+                prepared[name] = kwargs[name]
+            elif unwrapped(theirs) is not cache:
+                raise CacheUnusedError(
+                    f"{type(self.model).__name__} prepares its inputs with another cache, {type(theirs).__name__}, "
+                    "instead of the one that it was given: run this model without this cache"
+                )
+        return prepared
 
 
 _METHODS: tuple[type[MethodOnModel], ...] = (PreparePositions, PrepareInputs, Prefill, GivenCache)

@@ -10,9 +10,24 @@ from typing import Any
 
 import torch
 
-from .gradients import no_backward
+from .place import no_backward
 from .stream_attention import Block, stream_attention
-from .tag import TAG, Tag
+
+# How attention finds the layer that it is over: a tag that rides on the keys and values that `update` returned
+
+TAG = "_hf_offload_cache_tag"
+"""The attribute of a tensor that holds its `Tag`. A tensor made of a tagged one has none: then nothing is replaced."""
+
+
+@dataclass(eq=False)
+class Tag:
+    """One `update` of one layer; the keys and the values that it returned carry the same tag."""
+
+    layer: Any
+    """The layer, whose `attend` is called."""
+    whole: bool
+    """The tensors are the layer's whole history, not only what the step added."""
+
 
 _SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))
 """Arguments that make attention more than a softmax, where they are not None."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ContextMismatchError, UnsupportedModelError, not_whole
-from .rotary import state_by_length
+from .look_ahead import state_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

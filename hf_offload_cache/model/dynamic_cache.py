@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-from .inner_model import inner_model
+from .place import inner_model
 
 
 def dynamic_cache(model: Any) -> DynamicCache:

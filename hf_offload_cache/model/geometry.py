@@ -10,11 +10,10 @@ from typing import Any, Self
 import torch
 
 from ..errors import UnsupportedModelError
-from ..history.record_format import RecordFormat
+from ..history.records import RecordFormat
 from ..memory.storages import tensors_in
 from .config_values import config_value
-from .inner_model import inner_model
-from .place import is_offloaded
+from .place import inner_model, is_offloaded
 
 _STATES = ("conv_states", "recurrent_states")
 """Where transformers' layers have linear states."""

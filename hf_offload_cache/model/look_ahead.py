@@ -7,7 +7,9 @@ hooks are for the model's own calls.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,220 @@ import torch
 from ..errors import BudgetError
 from ..memory.account import MemoryAccount
 from .foreign_hooks import ForeignHooks
-from .query_recipe import QueryRecipe, find_recipe
+
+# How a layer makes its query of the residual stream: found by trying what its modules offer
+
+_FOUND = 0.999
+"""Cosine similarity from which a recomputed tensor counts as the model's own (bf16 rounding stays above 0.9999)."""
+
+
+@dataclass(frozen=True)
+class QueryRecipe:
+    """The way from a residual stream to a query. Holds names, no modules."""
+
+    norm: str
+    """The block's norm; "" for none."""
+    projection: Projection
+    scale: float
+
+    def modules(self, block: torch.nn.Module, attention: torch.nn.Module) -> list[torch.nn.Module]:
+        """Modules that `query` calls."""
+        norm = [block.get_submodule(self.norm)] if self.norm else []
+        return [*norm, *self.projection.modules(attention)]
+
+    def query(
+        self, block: torch.nn.Module, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any
+    ) -> torch.Tensor | None:
+        """The query (B, H, 1, D) for `hidden` (B, 1, hidden) under the rotary cosines and sines of its position."""
+        normed = block.get_submodule(self.norm)(hidden) if self.norm else hidden
+        query = self.projection(attention, normed, rotary)
+        return None if query is None else query * self.scale
+
+
+def find_recipe(
+    block: torch.nn.Module,
+    attention: torch.nn.Module,
+    residual: torch.Tensor,
+    normed: torch.Tensor,
+    rotary: Any,
+    query: torch.Tensor,
+) -> QueryRecipe | None:
+    """How `query` (B, H, 1, D) was made of the stream `residual`, which went into `attention` as `normed` (both
+    (B, 1, hidden)); None where nothing that was tried makes it."""
+    norm = next((name for name, part in _norms(block) if _scale_between(normed, part, residual) is not None), None)
+    if norm is None:
+        return None
+    for projection in _projections(attention, *query.shape[1:4:2]):
+        scale = _scale_between(query, projection, attention, normed, rotary)
+        if scale is not None:
+            return QueryRecipe(norm, projection, scale)
+    return None
+
+
+def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments: Any) -> float | None:
+    """The factor that takes what `attempt` gives for `arguments` to `target` where they are parallel, else None."""
+    try:
+        with torch.no_grad():
+            candidate = attempt(*arguments)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None  # modules tried on what they were not made for may fail in any of these ways
+    if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
+        return None
+    a, b = candidate.float().flatten(), target.float().flatten()
+    if torch.nn.functional.cosine_similarity(a, b, dim=0) < _FOUND:
+        return None
+    return float(a @ b / (a @ a))
+
+
+def _norms(block: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Direct children that keep the hidden size and have one weight vector: norms, in order of definition."""
+    for name, child in block.named_children():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 1 and not list(child.children()):
+            yield name, child
+    yield "", torch.nn.Identity()
+
+
+def _projections(attention: torch.nn.Module, heads: int, dim: int) -> Iterator[Projection]:
+    for rotate in ("all", "part", "none"):
+        for linear in ("q_proj", "query", "wq", "qkv_proj", "query_key_value"):
+            if isinstance(getattr(attention, linear, None), torch.nn.Module):
+                yield Projection(linear, heads, dim, rotate, interleaved=False)
+                yield Projection(linear, heads, dim, rotate, interleaved=True)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """normed (B, 1, hidden) through one projection, the query norm if there is one, and the rotary embedding.
+
+    A fused projection has the queries first, or `interleaved`: query, key and value head by head. The rotary embedding
+    turns "all" of a head, the "part" that its cosines are wide, or "none".
+    """
+
+    linear: str
+    heads: int
+    dim: int
+    rotate: str
+    interleaved: bool
+
+    def modules(self, attention: torch.nn.Module) -> list[torch.nn.Module]:
+        """Modules that the projection calls."""
+        norm = _query_norm(attention)
+        return [getattr(attention, self.linear), *([] if norm is None else [norm])]
+
+    def __call__(self, attention: torch.nn.Module, normed: torch.Tensor, rotary: Any) -> torch.Tensor | None:
+        rotation = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if self.rotate != "none" and (rotary is None or rotation is None):
+            return None
+        flat = getattr(attention, self.linear)(normed)
+        if self.interleaved:
+            if flat.shape[-1] != 3 * self.heads * self.dim:
+                return None
+            query = flat.unflatten(-1, (self.heads, 3 * self.dim))[..., : self.dim]
+        else:
+            if flat.shape[-1] < self.heads * self.dim:
+                return None
+            query = flat[..., : self.heads * self.dim].unflatten(-1, (self.heads, self.dim))
+        norm = _query_norm(attention)
+        if norm is not None:
+            width = getattr(norm, "weight", query).shape[-1]
+            query = norm(query) if width == self.dim else norm(query.flatten(-2)).view_as(query)
+        query = query.transpose(1, 2)
+        if self.rotate == "none" or rotation is None:
+            return query
+        turning = self.dim if self.rotate == "all" else min(rotary[0].shape[-1], self.dim)
+        turned = rotation(query[..., :turning], query[..., :turning], *rotary)[0]
+        return turned if turning == self.dim else torch.cat([turned, query[..., turning:]], -1)
+
+
+def _query_norm(attention: torch.nn.Module) -> Any:
+    return getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)
+
+
+# Kinds of a model's rotary embeddings, and the dependence of their frequencies
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds whose frequencies depend on the last position of a forward; transformers finds the first in longer names."""
+
+
+def _kinds_of(module: Any) -> list[tuple[str, str]]:
+    """Kind, and type of layers that it is for ("": of all), of a module that makes rotary embeddings."""
+    kind = getattr(module, "rope_type", None)
+    if kind is None:
+        return []
+    return [(str(one), layers) for layers, one in kind.items()] if isinstance(kind, dict) else [(str(kind), "")]
+
+
+def _by_length(kind: str) -> str | None:
+    return next((one for one in _BY_LENGTH if one in kind), None)
+
+
+def rotary_kinds(model: Any) -> set[str]:
+    """As transformers names them; none: positions are learnt, or something else."""
+    return {kind for module in model.modules() for kind, _ in _kinds_of(module)}
+
+
+def length_dependent(model: Any) -> str | None:
+    """Why keys of one forward are not those of another of another length; None: they are."""
+    found = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
+    return f"its rotary embedding ({found[0]}) depends on how many tokens there are" if found else None
+
+
+def state_by_length(module: torch.nn.Module) -> set[str]:
+    """Attributes in which a rotary embedding stores the longest text that it has seen."""
+    return {
+        (f"{layers}_" if layers else "") + name
+        for kind, layers in _kinds_of(module)
+        if _by_length(kind) == "dynamic"
+        for name in ("inv_freq", "max_seq_len_cached")
+    }
+
+
+def stretch(model: Any) -> float:
+    """How many times as long as its configuration's positions a text may be: the factor of "dynamic" embeddings, or 1.
+    """
+    factors = [
+        float(_parameters(module.config, layers).get("factor") or 1) if _by_length(kind) == "dynamic" else 1.0
+        for module in model.modules()
+        for kind, layers in _kinds_of(module)
+    ]
+    return max(factors, default=1.0)
+
+
+def _parameters(config: Any, layers: str) -> dict[str, Any]:
+    """Of the rotary embedding for a type of layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = given.get(layers, given) if layers else given
+    return found
+
+
+def _limits(model: Any) -> Iterator[tuple[str, int]]:
+    """Each kind that depends on the length, and the positions up to which it does not."""
+    for module in model.modules():
+        for kind, layers in _kinds_of(module):
+            if (by := _by_length(kind)) is not None:
+                given = _parameters(module.config, layers) if by == "longrope" else {}
+                yield by, int(given.get("original_max_position_embeddings") or module.config.max_position_embeddings)
+
+
+def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
+    """The reason why a text of `total` tokens must not go through `model` in several forwards of which the first ends
+    after `first` tokens (tokens of earlier turns count): its keys would differ from those of one forward. None: they
+    would not.
+
+    With "longrope" a forward that ends beyond the original positions rotates all of its keys by other frequencies, with
+    "dynamic" by frequencies of its own length.
+    """
+    if first >= total:
+        return None
+    for kind, limit in _limits(model):
+        if total > limit and (kind == "dynamic" or first <= limit):
+            return (
+                f"its rotary embedding ({kind}) depends on the length of the forward, where a text is longer than "
+                f"{limit:,} tokens, and this one has {total:,}: in pieces its keys would have several rotations"
+            )
+    return None
+
 
 _OWNER = "look-ahead"
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import CacheUnusedError, PromptError
-from .attachable import Attachable, unwrapped
 from .geometry import rows_of_ids
 from .method_on_model import MethodOnModel, replaced_method
 from .peft_adapters import prompt_adapter
+from .seam import Attachable, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

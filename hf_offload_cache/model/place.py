@@ -2,14 +2,187 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from .inner_model import inner_model, is_model
+import torch
+import transformers
+from packaging.version import Version
+
 from .peft_adapters import is_prefix, prompt_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Where in a model its decoder blocks are, whatever the architecture
+
+def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module, torch.nn.Module]]:
+    """Layer index, block and its self-attention: a module with a `layer_idx`, named for attention, within the block."""
+    for name, attention in model.named_modules():
+        layer_idx = getattr(attention, "layer_idx", None)
+        path, _, leaf = name.rpartition(".")
+        if isinstance(layer_idx, int) and path and "attention" in type(attention).__name__.lower():
+            block = model.get_submodule(path)
+            if "attention" not in type(block).__name__.lower() and "cross" not in leaf:
+                yield layer_idx, block, attention
+
+
+def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """By layer index, where the attention of each decoder block makes its keys."""
+    found: dict[int, torch.device] = {}
+    for layer_idx, _, attention in decoder_blocks(model):
+        moved = getattr(getattr(attention, "_hf_hook", None), "execution_device", None)  # accelerate's
+        held = next((p.device for p in attention.parameters() if p.device.type != "meta"), None)
+        found[layer_idx] = torch.device(moved) if moved is not None else held or model.device
+    return found
+
+
+# Conflicts between training and a cache
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "no gradient flows through a history that hf_offload_cache brought back from its store: "
+            "run the forward under torch.no_grad(), or train with DynamicCache"
+        )
+
+
+def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """`tensor` (a leaf), whose values joined a graph that `beside` is part of: a backward pass that comes here raises
+    instead of being silently wrong."""
+    if not (torch.is_grad_enabled() and beside.requires_grad):
+        return tensor
+    return _NoBackward.apply(tensor.requires_grad_())
+
+
+def checkpointing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that keep a cache from a decoder block while they train with `gradient_checkpointing` on: the blocks
+    themselves, and the modules around them."""
+    blocks = {block for _, block, _ in decoder_blocks(model)}
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing")
+        and not getattr(module, "_can_checkpoint_with_cache", False)
+        and any(part in blocks for part in module.modules())
+    ]
+
+
+# The transformers model under the wrappers that a user may hand over
+
+def is_model(module: Any) -> TypeGuard[PreTrainedModel]:
+    """Whether `module` is a PreTrainedModel. What makes a model takes seconds to import: it is not, to plan for one."""
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The PreTrainedModel under torch.compile's and PEFT's wrappers. Raises `TypeError`."""
+    inner = getattr(model, "_orig_mod", model)
+    if not is_model(inner) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not is_model(inner):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+# Whether a forward is one of the model that a cache was made for
+
+class OwnModel:
+    """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._ref = weakref.ref(model)
+        self._parts = weakref.WeakSet(module for module in model.modules() if is_model(module))
+        self._checkpointing = [weakref.ref(module) for module in checkpointing_modules(model)]
+
+    def __call__(self) -> PreTrainedModel | None:
+        """The model, while it lives."""
+        return self._ref()
+
+    def includes(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the cache's own, a part of it, or has it as a part: a step of one runs the other."""
+        own = self._ref()
+        return model in self._parts or (own is not None and any(module is own for module in model.modules()))
+
+    def checkpoints_gradients(self) -> bool:
+        """Whether some decoder block would be given no cache now, because it trains and checkpoints gradients."""
+        for ref in self._checkpointing:
+            module = ref()
+            if module is not None and module.training and module.gradient_checkpointing:
+                return True
+        return False
+
+    def stranger(self) -> PreTrainedModel | None:
+        """The model whose forward the caller runs in, if it runs in one and none around it is the cache's own.
+
+        Looks through the callers' frames: an `update` is not told who calls. None where no model is among them (a cache
+        that is driven by hand), and where nobody can tell.
+        """
+        found: PreTrainedModel | None = None
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(caller, torch.nn.Module) and is_model(caller):
+                if caller in self._parts:
+                    return None
+                found = caller if found is None else found
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+
+def model_text(model: Any) -> str:
+    """A model as a message names it: its class and, if it has one, the name that it was loaded by."""
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return f"{type(model).__name__} {path!r}" if path else f"{type(model).__name__} (at {id(model):#x})"
+
+
+# Which transformers this library was tested with, and a warning under a newer one
+
+TESTED = "5.23"
+"""The newest version that the tests ran with; setup.cfg names it beside the range that installs."""
+
+
+def warn_if_untested() -> None:
+    """Warns, once a process, where a newer minor version of transformers is installed than was tested."""
+    _warn(transformers.__version__)
+
+
+def untested() -> str | None:
+    """Text for a newer minor version of transformers than was tested; None: it is not newer."""
+    return _message(transformers.__version__)
+
+
+@functools.cache  # what was said in this process: a user with many caches reads it once
+def _warn(version: str) -> None:
+    if (message := _message(version)) is not None:
+        warnings.warn(message, UserWarning, stacklevel=5)
+
+
+def _message(version: str) -> str | None:
+    if _minor(version) <= _minor(TESTED):
+        return None
+    return (
+        f"transformers {version} is newer than {TESTED}, which hf_offload_cache was tested with: check your model once "
+        "with `python -m hf_offload_cache.testing MODEL` (a folder or a name)"
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    found = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
+    return found.major, found.minor
 
 
 def no_place(model: Any) -> str | None:

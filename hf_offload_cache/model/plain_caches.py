@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attachable import Attachable
-from .inner_model import is_model
 from .method_on_model import replaced_method
 from .own_generate import InRequest
+from .place import is_model
+from .seam import Attachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

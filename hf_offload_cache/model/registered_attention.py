@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..history.autocast import autocast_dtype
-from .attention_call import AttentionCall, AttentionFunction, own_attention, run_own
-from .tag import TAG, Tag
+from .attention_call import TAG, AttentionCall, AttentionFunction, Tag, own_attention, run_own
 from .untraced import untraced
 
 PREFIX = "hf_offload_cache_"

@@ -11,10 +11,9 @@ from ..config import SelectiveConfig
 from ..errors import ContextError, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
-from ..history.captured_history import is_tensor
-from ..history.record_format import RecordFormat
-from ..memory.account import MemoryAccount
-from ..memory.buffers import lasting_empty
+from ..history.position_history import is_tensor
+from ..history.records import RecordFormat
+from ..memory.account import MemoryAccount, lasting_empty
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
 from .sinks import largest, with_sinks

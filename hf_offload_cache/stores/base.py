@@ -3,14 +3,90 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from .transfer import LateRead, Transfer
+from ..errors import CacheClosedError, StoreError
+from .guard import RecordGuard
+
+# What a store hands out when it has started a read: something to finish
+
+class Transfer(ABC):
+    """A read that was started. `ids` and `out` belong to it until `finish` returned or raised, or `wait` returned.
+
+    For the thread that started it, except where a subclass says more.
+
+    Attributes:
+        runs: True when the transfer goes on while the caller does something else; False when all that is left happens
+            in `finish`.
+        finished_at: `time.perf_counter()` when the last byte was seen to be there; None before.
+    """
+
+    runs = True
+    finished_at: float | None = None
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether nothing is under way any more: `finish` would return or raise at once. Does not block."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give up what has not begun; `finish` raises `CacheClosedError` when that left bytes out. Does not block."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until nothing is under way: neither the store nor `out` is touched from then on.
+
+        Raises nothing of the read's. A signal's exception leaves it under way, and it can be waited for again; so does
+        `StalledError`, for a device that does not answer in the time that whoever made the transfer gives it. What is
+        still under way then holds the store and `out` by itself until it ends, whatever its caller lets go of.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Block until the bytes are in `out`. Raises what the read failed with, and the same when called again.
+
+        Raises `StalledError` as `wait` does.
+        """
+
+
+class LateRead(Transfer):
+    """A read that was advised: `finish` runs `read`, a store's, on the calling thread, however long that takes."""
+
+    runs = False
+
+    def __init__(
+        self, read: Callable[[np.ndarray, torch.Tensor], None], ids: np.ndarray, out: torch.Tensor
+    ) -> None:
+        self._read = read
+        self._ids = ids
+        self._out = out
+        self._dropped = False
+
+    def done(self) -> bool:
+        return self.finished_at is not None
+
+    def drop(self) -> None:
+        self._dropped = True
+
+    def wait(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        if self.finished_at is not None:
+            return
+        if self._dropped:
+            raise CacheClosedError("the read was cancelled: its store was reset or closed")
+        self._read(self._ids, self._out)
+        self.finished_at = time.perf_counter()
+
 
 DEVICE_BLOCK = 4096
 """Bytes that records are rounded up to, and that buffers and offsets are aligned to: what every device accepts."""
@@ -191,3 +267,133 @@ def pinned_empty(count: int, record_bytes: int) -> torch.Tensor:
 def byte_view(records: torch.Tensor) -> memoryview:
     """The bytes of `records` (contiguous, host memory), without a copy; it keeps their memory."""
     return records.numpy().data.cast("B")
+
+
+# What every store asks of its arguments, said once
+
+def check_batch(ids: np.ndarray, records: torch.Tensor, record_bytes: int, *, aligned: bool = False) -> None:
+    """Raise unless `ids` and `records` are what `Store.read` (`aligned`) and `Store.write` take.
+
+    `TypeError` for the wrong dtype or device, `ValueError` for a wrong shape, stride or alignment.
+    """
+    if ids.dtype != np.int64:
+        raise TypeError(f"ids must be int64, got {ids.dtype}")
+    if records.dtype != torch.uint8 or records.device.type != "cpu":
+        raise TypeError(f"records must be uint8 in host memory, got {records.dtype} on {records.device}")
+    if ids.ndim != 1 or records.shape != (ids.size, record_bytes):
+        raise ValueError(
+            f"records must have shape (len(ids), record_bytes) = ({ids.size}, {record_bytes}) and ids one dimension, "
+            f"got {tuple(records.shape)} and ids of shape {ids.shape}"
+        )
+    if not records.is_contiguous():
+        raise ValueError("records must be contiguous; call .contiguous()")
+    if aligned and ids.size and records.data_ptr() % DEVICE_BLOCK:
+        raise ValueError(f"out must be aligned to {DEVICE_BLOCK} bytes; make it with aligned_empty")
+
+
+def check_range(name: str, ids: np.ndarray, capacity: int, first_id: int = 0) -> None:
+    """Raise `StoreError` when one of `ids` is not a record of the store called `name`, which has `capacity`.
+
+    The message counts records from `first_id`.
+    """
+    if ids.size and np.maximum.reduce(ids.view(np.uint64)) >= capacity:  # a negative one is above all others
+        outside = ids[(ids < 0) | (ids >= capacity)] + first_id
+        exist = f"{capacity} records that exist" + (f" from {first_id} on" if first_id else "")
+        raise StoreError(errno.EINVAL, f"{name}: {describe(outside)} outside the {exist}")
+
+
+def describe(ids: np.ndarray) -> str:
+    """Records as a message names them: "record 7", "records 7..9 (3)"."""
+    if len(ids) == 1:
+        return f"record {int(ids[0])}"
+    return f"records {int(ids.min())}..{int(ids.max())} ({len(ids)})"
+
+
+# A store whose records can be made immutable: what saving a context and forking a cache need beyond `Store`
+
+class FreezableStore(Store):
+    """A store that can be frozen: its records are immutable from then on, can be shared, and given a name on the disk.
+
+    Once frozen, `allocate` and `write` raise `StoreError`, unless the store says where new records go, and `free` does
+    nothing: others may hold the records.
+
+    Attributes:
+        first_id: the number that errors give to the first record: not 0 where this store is a part of another.
+    """
+
+    def __init__(self, record_bytes: int, name: str) -> None:
+        super().__init__(record_bytes, name)
+        self.first_id = 0
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Make all records immutable for good, and give the unused end back. Idempotent.
+
+        No write may be under way or follow. Raises `StoreError`, and is not frozen then.
+        """
+
+    @property
+    @abstractmethod
+    def written(self) -> np.ndarray:
+        """Which records of a frozen store hold something: (capacity,), bool; the caller's."""
+
+    @property
+    def inode(self) -> tuple[int, int] | None:
+        """Device and number of the file that the records lie in, by which two stores tell that they share it; None:
+        they are in no file of one's own."""
+        return None
+
+    @abstractmethod
+    def share(self) -> FreezableStore:
+        """Another frozen store over the same records, with counters of its own; each is closed by its owner.
+
+        Takes no disk space. May be used by another thread than this store. Raises `StoreError` unless this store is
+        frozen.
+        """
+
+    @abstractmethod
+    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
+        """Give the records of a frozen store the new name `name` in the open directory `folder_fd`, mode 0600.
+
+        A hard link if the file system allows it, else a copy. `live` ((capacity,), bool; None: all) says which records
+        may be in the file: if the others hold data, the file is a copy without them, with holes instead.
+
+        Each record is checked as it is copied, whatever reads trust. A link reads nothing, unless something has written
+        to the file since it was opened or frozen, or a read has found damage in it: then the complete file is checked.
+
+        The file's content is on the device when this returns; its name is when the directory is synced. Returns the
+        guard whose tags describe it. Raises `StoreError` (`StoreFullError` with the numbers, before anything is copied;
+        `CorruptRecordError` for a record that is not as it was written): then no file of that name exists.
+        """
+
+    def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
+        """Raise `CorruptRecordError` unless `records`, which `read` gave for `ids`, are what was written.
+
+        For a caller that is about to vouch for them: it checks what `read` was told to trust. Wrong rows are
+        overwritten.
+        """
+
+    def on_damage(self, told: Callable[[str], object]) -> None:
+        """Register `told` to be called, once and in any thread, with the reason when a read of a frozen store finds a
+        record that is unreadable or not as it was written. Reads of stores that share the record count too. It must not
+        raise."""
+
+    def _check_frozen(self, frozen: bool, purpose: str) -> None:
+        """For `share` and `export`: raise `StoreError` unless `frozen`; `purpose` is e.g. "shared"."""
+        if not frozen:
+            raise StoreError(errno.EBUSY, f"{self.name}: records that may change cannot be {purpose}; freeze it first")
+
+    def _check_not_frozen(self, frozen: bool) -> None:
+        """For `allocate` and `write`: raise `StoreError` when `frozen`."""
+        if frozen:
+            raise StoreError(errno.EROFS, f"{self.name}: its records are frozen; new ones go to another store")
+
+
+def require_freezable(store: Store) -> FreezableStore:
+    """`store`, which is to be frozen. Raises `TypeError` where it cannot be."""
+    if isinstance(store, FreezableStore):
+        return store
+    raise TypeError(
+        f"saving and forking need a store that can be frozen; {store.name} is in a {type(store).__name__}, which is no "
+        "FreezableStore: implement freeze, written, share and export, or use one of the engines of this package"
+    )

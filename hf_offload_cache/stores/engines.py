@@ -13,17 +13,14 @@ import torch
 
 from ..errors import StoreError
 from ..memory.account import RECORDS
-from .base import DEVICE_BLOCK, aligned_empty
-from .direct import DirectStore
+from .base import DEVICE_BLOCK, FreezableStore, aligned_empty
 from .encryption import Encryption
-from .file import FileStore, FrozenFile
-from .freezable import FreezableStore
+from .file import DirectStore, FileStore, FrozenFile
 from .guard import Checksums, RecordGuard
 from .mapped import MappedStore
 from .memory import MemoryStore
 from .named import NamedFile
-from .record_file import advise_map, drop_pages
-from .scratch import ScratchFile
+from .record_file import ScratchFile, advise_map, drop_pages
 from .uring.queues import ring_bytes
 from .uring.ring import DEPTH, Ring
 from .uring.uring_store import UringStore

@@ -4,19 +4,162 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import StoreError, StoreFullError
-from .checks import check_batch, check_range, describe
-from .freezable import FreezableStore
+from ..errors import StalledError, StoreError, StoreFullError
+from .base import FreezableStore, LateRead, Transfer, aligned_empty, check_batch, check_range, describe
 from .guard import RecordGuard
-from .id_layout import IdLayout
-from .joint_transfer import JointTransfer, cancel_all
-from .merge import merge_parts, parts_that_stay
-from .transfer import LateRead, Transfer
+from .record_file import BOUNCE_BYTES
+
+# Which ids of a layered store lie in which of its stores
+
+class IdLayout:
+    """Which store has which ids; never changed.
+
+    Attributes:
+        stores: the parts, and the own store where there is one.
+        firsts: the first id of each of them (int64).
+        base: the first id behind the parts.
+        second: the first id that is not the first store's; 2**64 where that has all.
+    """
+
+    def __init__(self, parts: tuple[FreezableStore, ...], own: FreezableStore | None) -> None:
+        self.parts, self.own = parts, own
+        self.stores = parts if own is None else (*parts, own)
+        ends = np.cumsum([part.capacity for part in parts], dtype=np.int64)
+        self.base = int(ends[-1]) if len(ends) else 0
+        self.firsts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[: len(self.stores)]
+        self.second = int(self.firsts[1]) if len(self.firsts) > 1 else 2**64
+
+    def pieces(self, ids: np.ndarray) -> list[tuple[FreezableStore, np.ndarray, tuple[int, int]]]:
+        """Stretches of `ids` that lie in one store: the store, its own ids for them, and the positions in `ids`.
+
+        Ids that do not exist, also those below 0, are the last store's to refuse.
+        """
+        count = len(ids)
+        if count == 0:
+            return []
+        if np.maximum.reduce(ids.view(np.uint64)) < self.second:  # as a rule; a negative one is above all others
+            return [(self.stores[0], ids, (0, count))]
+        index = np.searchsorted(self.firsts, ids, side="right") - 1
+        cuts = np.flatnonzero(index[1:] != index[:-1]) + 1
+        pieces = []
+        for first, stop in pairwise([0, *cuts.tolist(), count]):
+            at = int(index[first])
+            pieces.append((self.stores[at], ids[first:stop] - self.firsts[at], (first, stop)))
+        return pieces
+
+
+# Transfers of several stores as one
+
+class JointTransfer(Transfer):
+    """Several transfers as one. The first that fails is what `finish` raises, when the others have ended."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+        self._error: Exception | None = None
+        self.runs = any(transfer.runs for transfer in transfers)
+
+    @property
+    def finished_at(self) -> float | None:  # type: ignore[override]
+        ends = [transfer.finished_at for transfer in self._transfers]
+        return None if None in ends else max(end for end in ends if end is not None)
+
+    def done(self) -> bool:
+        return all([transfer.done() for transfer in self._transfers])  # a list: each is looked at
+
+    def drop(self) -> None:
+        for transfer in self._transfers:
+            transfer.drop()
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            for transfer in self._transfers:
+                transfer.finish()
+        except StalledError:  # under way: to be waited for again
+            raise
+        except Exception as error:
+            cancel_all(self._transfers)
+            self._error = error
+            raise
+
+
+def cancel_all(transfers: Sequence[Transfer]) -> None:
+    """Give them up: nothing is under way when this returns. Raises `StalledError` where something still is."""
+    for transfer in transfers:
+        transfer.drop()
+    for transfer in transfers:
+        transfer.wait()
+
+
+# Several frozen stores made one
+
+FEW_PARTS = 4
+"""Parts that are not worth copying anything: a document, and what came in a turn or two."""
+MOST_TIMES = 2
+"""A part is copied when it is at most so many times as large as what is behind it."""
+
+
+def parts_that_stay(capacities: Sequence[int]) -> int:
+    """How many of the parts with these `capacities` stay; those behind them are to be merged.
+
+    All, or all but one, where there is nothing to merge. Among parts that were merged so after each that was added, the
+    4th is more than twice as large as the 5th, that more than twice as large as the 6th, and so on.
+    """
+    first = len(capacities) - 1
+    behind = capacities[-1] if capacities else 0
+    if len(capacities) <= FEW_PARTS:
+        return len(capacities)
+    while first > 1 and capacities[first - 1] <= MOST_TIMES * behind:
+        first -= 1
+        behind += capacities[first]
+    return first
+
+
+def merge_parts(
+    parts: Sequence[FreezableStore], live: np.ndarray | None, make: Callable[[], FreezableStore]
+) -> FreezableStore:
+    """A frozen store, the caller's, of the records of `parts`, part after part, in an empty one that `make` makes.
+
+    Records that hold nothing, or are not `live` ((sum of capacities,), bool), hold nothing in it. It has the counters
+    of `parts` added to its own, so that none is lost with them. Raises `StoreError`, having left nothing behind.
+    """
+    merged = make()
+    try:
+        count = sum(part.capacity for part in parts)
+        ids = merged.allocate(count)
+        assert count == 0 or (ids[0] == 0 and ids[-1] == count - 1), "a new store begins at 0"
+        buffer = aligned_empty(max(1, BOUNCE_BYTES // merged.record_bytes), merged.record_bytes)
+        first = 0
+        for part in parts:
+            needed = part.written if live is None else part.written & live[first : first + part.capacity]
+            wanted = np.flatnonzero(needed).astype(np.int64)
+            for start in range(0, len(wanted), len(buffer)):
+                some = wanted[start : start + len(buffer)]
+                records = buffer[: len(some)]
+                part.read(some, records)
+                part.verify(some, records)  # it gets a new tag, which would vouch for what nobody has checked
+                merged.write(some + first, records)
+            first += part.capacity
+        merged.freeze()
+        for part in parts:
+            merged.bytes_read += part.bytes_read
+            merged.bytes_written += part.bytes_written
+            merged.reads += part.reads
+    except BaseException:
+        merged.close()
+        raise
+    return merged
 
 
 def _total(name: str) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..contexts.prompts import placeholders
-from ..core.offload_cache import OffloadCache
+from ..contexts.configuration import placeholders
+from ..core.cache import OffloadCache
 from ..errors import ConfigError, ContextMismatchError
 from ..history.autocast import autocast_dtype
 from ..model.geometry import Geometry, LayerShape, stated_shape

@@ -15,8 +15,8 @@ from ..contexts.folder import reading
 from ..contexts.reader import manifest_in
 from ..contexts.save import check_adapters
 from ..contexts.state import pack
+from ..core.cache import OffloadCache
 from ..core.filling import Filling
-from ..core.offload_cache import OffloadCache
 from ..errors import (
     ConfigError,
     ContextError,
@@ -28,11 +28,11 @@ from ..errors import (
 from ..model.fingerprint import full_fingerprint
 from ..registry import class_named
 from ..stores.encryption import KeySource, decrypt, encrypt, load_key
-from .active_blocks import BLOCK, measure_active_blocks
 from .answers import Answer, place_error, without_secrets
 from .checks import check_ranges, check_text
 from .codec import check_level, encode
 from .objects import Objects
+from .sparse_prefill import BLOCK, measure_active_blocks
 from .stream_manifest import (
     ACTIVE,
     LEARNT,

@@ -2,17 +2,210 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.offload_layer import OffloadLayer, Output
+from ..core.filling import Filling
+from ..core.layer import OffloadLayer, Output
+from ..errors import ContextError, shown
+from ..history.position_history import is_tensor
+from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.attention_call import AttentionCall
 from ..model.stream_attention import stream_attention
-from .active_blocks import ActiveBlocks
-from .flex_blocks import attend_blocks, has_kernel
+
+# Which blocks of keys a prompt's queries attend to: those that together have most of the attention mass (SparKV,
+
+BLOCK = 128
+"""Tokens, of queries and of keys."""
+_LEAST, _MOST = 16, 8192
+"""Of a block: a larger one says nothing, and of smaller ones there are so many that attending to all is faster."""
+
+
+@dataclass(frozen=True)
+class ActiveBlocks:
+    """Of one context. A layer that is not among `layers` is attended to whole.
+
+    Attributes:
+        block: tokens of a block, of queries and of keys; the last one may be shorter.
+        layers: by index (key heads, blocks, blocks) bool: of a block of queries the blocks of keys, its own among them.
+    """
+
+    block: int
+    layers: dict[int, np.ndarray]
+
+    def attended(self, layer_idx: int, start: int, stop: int) -> float:
+        """Tokens that a query of tokens `start` to `stop`, whole blocks, attends to: a mean over queries and heads."""
+        active = self.layers.get(layer_idx)
+        if active is None:
+            return (start + stop) / 2
+        own = active[:, start // self.block : -(-stop // self.block)]
+        return float(own.sum(2).mean()) * self.block - self.block / 2  # of its own block a query sees half
+
+    @property
+    def share(self) -> float:
+        """Of all blocks of all layers that have some, up to the query's own, how many are active."""
+        blocks = [np.tril(np.ones(active.shape[1:])).sum() * len(active) for active in self.layers.values()]
+        return float(sum(active.sum() for active in self.layers.values()) / sum(blocks)) if blocks else 1.0
+
+    def captured(self) -> dict[str, Any]:
+        """As a tree for `contexts.state.pack`."""
+        bits = {idx: torch.from_numpy(np.packbits(active, axis=-1)) for idx, active in self.layers.items()}
+        return {"block": self.block, "layers": bits}
+
+    @classmethod
+    def restored(
+        cls, tree: dict[str, Any], tokens: int, layers: int, heads: int,
+        taking: Callable[[int], object] = lambda nbytes: None,
+    ) -> ActiveBlocks:  # fmt: skip
+        """Restore the active blocks of a context with so many tokens. `taking` is called with the bytes they take,
+        eight times those of `tree`, before the memory is allocated. Raises `ContextError` for data that cannot belong
+        to the context, and the errors of `taking`."""
+        try:
+            block, packed = tree["block"], dict(tree["layers"])
+            if type(block) is not int or not _LEAST <= block <= _MOST:
+                raise ValueError(f"blocks of {shown(block)} tokens")
+            blocks = -(-tokens // block)
+            for idx, bits in packed.items():
+                right = type(idx) is int and 0 <= idx < layers
+                if not right or not is_tensor(bits, (heads, blocks, -(-blocks // 8)), torch.uint8):
+                    raise ValueError(f"layer {shown(idx)} has {shown(bits)}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ContextError(f"active blocks are not of this context: {error}") from error
+        taking(len(packed) * heads * blocks**2)
+        found, before = {}, np.tri(blocks, dtype=bool)
+        for idx in list(packed):
+            active = np.unpackbits(packed.pop(idx).numpy(), axis=-1, count=blocks).view(bool)
+            active[:, np.arange(blocks), np.arange(blocks)] = True
+            active &= before
+            found[idx] = active
+        return cls(block, found)
+
+
+def measure_active_blocks(
+    model: Any, ids: torch.Tensor, mass: float, block: int = BLOCK, most: float = 0.7, path: str | Path | None = None
+) -> ActiveBlocks:
+    """By one more prefill of ids (T,), with all weights of attention. A query's own block is always active.
+
+    Args:
+        mass: of the attention of a block's queries and a key head, that its active blocks have at least.
+        most: a layer of which a larger share of blocks is active is left out: it is faster whole.
+    """
+    found: dict[int, list[np.ndarray]] = {}
+
+    def attend(layer: OffloadLayer, call: AttentionCall) -> Output:
+        keys, values = layer.joined(call)
+        if call.query.shape[0] == 1:
+            blocks = _active(call, keys, mass, block)
+            found.setdefault(layer.layer_idx, []).extend(blocks)
+        return call.run(keys, values, call.mask)
+
+    size = max(1, 2048 // block) * block
+    with DiskSwapCache(model, exact=True, path=path) as cache:
+        filling = Filling(cache)
+        for part in ids[None].to(cache.model.device).split(size, 1):
+            filling.compute(part, lambda layer: True, attend)
+    blocks = -(-len(ids) // block)
+    layers = {}
+    for idx, rows in found.items():
+        active = np.zeros((rows[0].shape[0], blocks, blocks), dtype=bool)
+        for place, row in enumerate(rows):
+            active[:, place, : row.shape[1]] = row
+        if active.sum() <= most * np.tril(np.ones((blocks, blocks))).sum() * len(active):
+            layers[idx] = active
+    return ActiveBlocks(block, layers)
+
+
+def _active(call: AttentionCall, keys: torch.Tensor, mass: float, block: int) -> list[np.ndarray]:
+    """(key heads, blocks up to its own) bool, of each block of queries."""
+    query, heads = call.query[0].float(), keys.shape[1]
+    before, found = keys.shape[2] - query.shape[1], []
+    for begin in range(0, query.shape[1], block):
+        part = query[:, begin : begin + block]
+        last = before + begin + part.shape[1]
+        own = torch.arange(before + begin, last, device=keys.device)
+        scores = part.reshape(heads, -1, part.shape[-1]) @ keys[0, :, :last].float().mT * call.scaling
+        scores = scores.unflatten(1, (-1, part.shape[1]))
+        scores.masked_fill_(torch.arange(last, device=keys.device) > own[:, None], -torch.inf)
+        of_keys = scores.softmax(-1).sum((1, 2))  # (key heads, last)
+        padded = torch.nn.functional.pad(of_keys, (0, -last % block))
+        of_blocks = padded.unflatten(1, (-1, block)).sum(2).cpu().numpy()
+        order = np.argsort(-of_blocks, 1, kind="stable")
+        reached = np.take_along_axis(of_blocks, order, 1).cumsum(1)
+        needed = (reached < mass * of_blocks.sum(1, keepdims=True)).sum(1) + 1
+        active = np.zeros(of_blocks.shape, dtype=bool)
+        for head, count in enumerate(needed):
+            active[head, order[head, :count]] = True
+        active[:, -1] = True
+        found.append(active)
+    return found
+
+
+# Attention over active blocks by FlexAttention: one kernel for all heads and blocks, where there is one
+
+def has_kernel(device: torch.device) -> bool:
+    """There is a kernel that leaves blocks out, and it is worth being compiled: on a CPU that takes longer than many a
+    prefill."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def attend_blocks(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, active: torch.Tensor, before: int, block: int, *,
+    scaling: float, softcap: float | None, compiled: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of query (1, H, q, D), whose tokens are the last q of keys (1, Hk, T, D) and values (1, Hk, T, Dv).
+
+    Args:
+        active: (Hk, blocks of queries, blocks of keys) bool, on the query's device: a query's own block among them.
+        before: tokens before the queries, whole blocks.
+        compiled: a kernel that skips the others; False: all scores, and a mask over them.
+
+    Returns (1, q, H, Dv), contiguous.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    groups = query.shape[1] // keys.shape[1]
+    first = before // block
+    of_heads = active.repeat_interleave(groups, 0)
+    behind = torch.tensor(before, device=query.device)  # as a number it would be compiled in
+
+    def sees(batch: Any, head: Any, asked: Any, key: Any) -> Any:
+        return of_heads[head, asked // block, key // block] & (asked + behind >= key)
+
+    def capped(score: Any, batch: Any, head: Any, asked: Any, key: Any) -> Any:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    own = torch.zeros_like(of_heads)
+    places = torch.arange(of_heads.shape[1], device=own.device)
+    own[:, places, places + first] = True
+    partly, whole = _indices(own), _indices(of_heads & ~own)
+    mask = BlockMask.from_kv_blocks(
+        *partly, *whole, BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(query.shape[2], keys.shape[2])
+    )
+    attend = _compiled() if compiled else flex_attention
+    output = attend(query, keys, values, capped, mask, scale=scaling, enable_gqa=groups > 1)
+    return output.transpose(1, 2).contiguous()
+
+
+def _indices(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of (H, Q, K) bool how many there are in each row, (1, H, Q), and which come first, (1, H, Q, K)."""
+    order = dense.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    return dense.sum(-1, dtype=torch.int32)[None], order.to(torch.int32)[None]
+
+
+@functools.cache
+def _compiled() -> Any:
+    """Compiled for the first length, and for any where another comes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
 
 
 class SparsePrefill:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
 from ..contexts.reader import check_digest
+from ..core.cache import OffloadCache
 from ..core.filling import Filling
-from ..core.offload_cache import OffloadCache
 from ..errors import (
     BudgetError,
     ConfigError,
@@ -27,18 +26,18 @@ from ..errors import (
     ObjectError,
     StoreError,
 )
+from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.fingerprint import check_fingerprint
-from ..model.rotary import reason_against_pieces
-from ..report.stream_report import StreamReport
+from ..model.look_ahead import reason_against_pieces
+from ..report.report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
 from .answers import Answer, place_error, reported, without_secrets
 from .cells import Cells
 from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
 from .publish import overlaps
-from .spool import Spool
 from .stream_manifest import MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
-from .streaming_lane import StreamingLane
+from .streaming_lane import Spool, StreamingLane
 from .teacher import LEARNT, Teacher
 from .transport import Transport, fetch, transport_of
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..config import parse_json
 from ..errors import ContextError, shown
-from .quantisers import ChunkShape
+from .codec import ChunkShape
 
 NAME: Final = "stream.json"
 LEARNT, ACTIVE = "what was learnt", "active blocks"

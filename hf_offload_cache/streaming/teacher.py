@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from ..contexts.state import unpack
+from ..core.cache import OffloadCache
 from ..core.filling import Filling
-from ..core.offload_cache import OffloadCache
 from ..stores.encryption import decrypt
-from .active_blocks import ActiveBlocks
 from .publish import form_of
-from .sparse_prefill import SparsePrefill
+from .sparse_prefill import ActiveBlocks, SparsePrefill
 from .stream_manifest import ACTIVE, LEARNT, StreamManifest, StreamObject, binding
 from .streaming_lane import StreamingLane, line_of
 

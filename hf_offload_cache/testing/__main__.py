@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..console.arguments import add_cache_argument
-from ..console.load_model import load
+from ..console.named_cache import load
 from ..registry import CACHES, cache_class
 from .model_walk import as_table, maker, walk_model
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from ..errors import CorruptRecordError, StoreError
-from ..stores.base import aligned_empty
+from ..stores.base import FreezableStore, aligned_empty
 from ..stores.encryption import open_guard
 from ..stores.engines import open_named
-from ..stores.freezable import FreezableStore
 from ..stores.guard import RecordGuard
 from .sample_records import RECORD_BYTES, fill, open_descriptors, pattern, read
 from .store_tests import StoreTests

@@ -16,8 +16,9 @@ from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetcher
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.history.base import History
-from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.plan import LayerPlan
+
+from ..history.records import RecordFormat
 
 FORM = RecordFormat(2, 8, 2, 4, torch.float32, 4)
 CONFIG = OffloadConfig(num_recent=8, block_tokens=16, engine="memory")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
+from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.dynamic_cache import dynamic_cache
-from ..model.rotary import reason_against_pieces
+from ..model.look_ahead import reason_against_pieces
 from .comparison import Comparison, Decoded, compare
 
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}

@@ -11,10 +11,11 @@ import torch
 
 from hf_offload_cache.fetch.choice import Choice, Extents
 from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.record_format import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.plan import LayerPlan
 from hf_offload_cache.predictors.base import Predictor, Query
+
+from ..history.records import RecordFormat
 
 BUDGET = 9
 """Units a row that are asked for."""

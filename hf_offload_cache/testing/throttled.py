@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..stores.base import Store, runs
-from ..stores.freezable import FreezableStore
-from ..stores.transfer import Transfer
+from ..stores.base import FreezableStore, Store, Transfer, runs
 from .wrappers import WrapperStore
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreError, StoreFullError
-from ..stores.base import Store
-from ..stores.freezable import FreezableStore, require_freezable
+from ..stores.base import FreezableStore, Store, require_freezable
 from ..stores.guard import RecordGuard
 
 

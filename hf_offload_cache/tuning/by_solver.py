@@ -7,17 +7,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..caches.adapter import Adapter
-from ..caches.disk_swap import DiskSwapCache
-from ..caches.disk_swap_config import DiskSwapConfig
 from ..errors import BudgetError
+from ..methods.disk_swap.adapter import Adapter
+from ..methods.disk_swap.cache import DiskSwapCache
+from ..methods.disk_swap.config import DiskSwapConfig
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
 from ..stores.engines import choose_engine
-from .grid import coarse, group_sizes, largest_form, rows_for, sample_sizes, sizes_of
+from .grid import Progress, coarse, group_sizes, largest_form, rows_for, sample_sizes, sizes_of
 from .lookup import Reader
 from .profile import measure_io, measure_model
-from .progress import Progress
 from .solve import Limits, Solution, solve
 from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
 from .task import Task

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.abstract_tree import AbstractTreeCache
-from ..caches.abstract_tree_layer import AbstractTreeLayer
-from ..model.inner_model import inner_model
-from ..predictors.abstract_tree import bounds, likely, standing
+from ..methods.abstract_tree.cache import AbstractTreeCache
+from ..methods.abstract_tree.config import SIZES, best_size, expected_judged, judged_by_equation_2
+from ..methods.abstract_tree.layer import AbstractTreeLayer
+from ..methods.abstract_tree.predictor import bounds, front, likely, standing
+from ..model.place import inner_model
 from ..predictors.base import Query
-from ..predictors.chunk_sizes import SIZES, best_size, expected_judged, judged_by_equation_2
-from ..predictors.chunk_tree import front
-from .sample import text_ids
+from .grid import text_ids
 
 
 @dataclass(frozen=True)

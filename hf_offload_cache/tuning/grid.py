@@ -2,17 +2,136 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pydoc
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
 
-from ..caches.disk_swap_config import DiskSwapConfig
-from ..caches.summary_bytes import sizes_to_try
-from ..history.record_format import RecordFormat
+from ..errors import ConfigError
+from ..history.records import RecordFormat
+from ..methods.disk_swap.compact_keys import default_rank
+from ..methods.disk_swap.config import DiskSwapConfig
+from ..methods.disk_swap.fit import sizes_to_try
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
-from ..predictors.low_rank_keys import default_rank
 from ..stores.base import DEVICE_BLOCK
+
+# The progress bar of tuning: what is being measured, and about how long it will take yet
+
+class Progress:
+    """A bar on stderr for parts whose shares of the whole add up to 1, and the clock that they share.
+
+    No bar where `shown` is False or stderr is no terminal. For the thread that tunes; leaving removes the bar, also
+    after an exception.
+    """
+
+    def __init__(self, seconds: float, shown: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self._bar: Any = Bar(
+            *columns, console=console, transient=True, redirect_stdout=False,
+            disable=not (shown and console.is_terminal),
+        )  # fmt: skip
+        self._task = self._bar.add_task("tuning", total=1.0)
+        self._seconds = seconds
+        self._before = self._share = 0.0
+        self._name, self._deadline = "tuning", 0.0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def begin(self, name: str, share: float) -> None:
+        """The next part begins, which may take `share` of the time; `name` says what is measured."""
+        self._before += self._share
+        self._name, self._share = name, share
+        self._deadline = time.perf_counter() + share * self._seconds
+        self.done(0.0, "")
+
+    def done(self, fraction: float, detail: str) -> None:
+        """So much of the part is done, from 0 to 1, and `detail` is being measured."""
+        self._bar.update(
+            self._task, completed=self._before + fraction * self._share, description=f"{self._name}{detail}"
+        )
+
+    def within(self, index: int, count: int) -> Callable[[float, str], None]:
+        """As `done`, of one of `count` samples."""
+        return lambda fraction, detail: self.done((index + fraction) / count, f"{index + 1} of {count}, {detail}")
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the part; negative when it took more than its share."""
+        return self._deadline - time.perf_counter()
+
+
+# Text to measure on: the user's, or Python's own help texts, which are there wherever Python is
+
+def bundled_prose() -> list[str]:
+    """Paragraphs of prose from Python's help topics, in the order of their names, each once: the same for the same
+    version of Python.
+
+    Grammars, code and tables are left out: a small model goes on with them instead of answering.
+    """
+    from pydoc_data import topics
+
+    parts = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).split("\n\n")
+    paragraphs = (" ".join(pydoc.plain(part).split()) for part in parts)
+    return list(dict.fromkeys(part for part in paragraphs if _is_prose(part)))
+
+
+def bundled_text() -> str:
+    """`bundled_prose`, as one text."""
+    return "\n\n".join(bundled_prose())
+
+
+def _is_prose(paragraph: str) -> bool:
+    letters = sum(character.isalpha() or character == " " for character in paragraph)
+    return len(paragraph.split()) >= 20 and letters > 0.9 * len(paragraph) and paragraph.endswith(".")
+
+
+def sample_ids(texts: Iterable[Any] | str | None, tokenizer: Any) -> list[torch.Tensor]:
+    """Token ids (T,), int64, of each text: strings, or ids as tensors or lists; None: the bundled text, as one."""
+    texts = [bundled_text()] if texts is None else [texts] if isinstance(texts, str) else list(texts)
+    return [text_ids(text, tokenizer).reshape(-1) for text in texts]
+
+
+def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
+    """Token ids, int64, of a string; or `text` itself, ids as a tensor or lists. Raises `ConfigError`."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ConfigError(
+                "tokenizer must be given where texts are strings or left out, got None: pass the model's tokenizer, or "
+                "token ids as texts"
+            )
+        text = tokenizer(text, verbose=False)["input_ids"]
+    return torch.as_tensor(text, dtype=torch.int64, device="cpu")
+
+
+def windows(documents: list[torch.Tensor], count: int, least: int, most: int) -> list[torch.Tensor]:
+    """`count` stretches of ids, `most` tokens long, or as long as the longest document where that is shorter.
+
+    They begin at even distances over all documents that are long enough, and overlap where there is little text; none
+    crosses from one document to another. Raises `ConfigError` where no document has `least` tokens.
+    """
+    longest = max((len(document) for document in documents), default=0)
+    if longest < least:
+        raise ConfigError(
+            f"texts: one must have at least {least:,} tokens, the longest has {longest:,}: give longer ones"
+        )
+    length = min(most, longest)
+    places = [(d, start) for d, ids in enumerate(documents) for start in range(len(ids) - length + 1)]
+    chosen = [places[index * len(places) // count] for index in range(count)]
+    return [documents[d][start : start + length] for d, start in chosen]
+
 
 LEAST_CONTEXT = 4096
 """S_min: tokens of the shortest context that is profiled and solved for."""

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..caches.disk_swap_config import DiskSwapConfig
-from ..memory.account import MemoryAccount
-from ..memory.buffers import Workspace
-from ..predictors.coded_keys import CodedKeys
-from ..predictors.fit_coding import fit_coding
-from ..predictors.ranking import rank_units
+from ..memory.account import MemoryAccount, Workspace
+from ..methods.disk_swap.coding import fit_coding
+from ..methods.disk_swap.compact_keys import CodedKeys
+from ..methods.disk_swap.config import DiskSwapConfig
+from ..methods.disk_swap.ranking import rank_units
 from ..predictors.sinks import largest, with_sinks
 
 _QUERIES, _SPACING = 4, 4

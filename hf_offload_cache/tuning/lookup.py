@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
-from ..caches.disk_swap_config import DiskSwapConfig
-from ..core.offload_layer import OffloadLayer
+from ..core.layer import OffloadLayer
 from ..fetch.choice import Choice
-from ..fetch.slot_table import ABSENT, SlotTable
-from ..history.record_format import RecordFormat
-from ..model.inner_model import inner_model
+from ..fetch.tier import ABSENT, SlotTable
+from ..history.records import RecordFormat
+from ..methods.disk_swap.cache import DiskSwapCache
+from ..methods.disk_swap.config import DiskSwapConfig
+from ..model.place import inner_model
 from .calibrate import KeyMoments, ObservedCache, observed, scaling_of
 from .grid import code_sizes
 from .kept_mass import kept_mass

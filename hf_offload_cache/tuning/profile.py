@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caches.disk_swap import DiskSwapCache
-from ..caches.disk_swap_config import DiskSwapConfig
 from ..config import parse_size
 from ..fetch.prefetcher import Prefetcher
-from ..history.record_format import RecordFormat
+from ..history.records import RecordFormat
 from ..memory.account import MemoryAccount
+from ..methods.disk_swap.cache import DiskSwapCache
+from ..methods.disk_swap.config import DiskSwapConfig
 from ..stores.base import Store, aligned_empty
 from ..stores.engines import open_store
 from .synthetic import attention_modules, fill, random_keys_and_values, two_blocks

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from ..core.offload_layer import OffloadLayer
+from ..core.layer import OffloadLayer
 from ..errors import UnsupportedModelError
-from ..history.record_format import RecordFormat
+from ..history.records import RecordFormat
 from ..model.attention_call import AttentionCall
 from ..model.config_values import config_value
-from ..model.decoder_blocks import decoder_blocks
-from ..model.inner_model import inner_model
+from ..model.place import decoder_blocks, inner_model
 
 
 def attention_modules(model: Any) -> dict[int, torch.nn.Module]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..core.load_config import FORMAT
+from ..core.budgeted import FORMAT
 from ..core.selective_cache import SelectiveCache
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
-from .sample import sample_ids, windows
+from .grid import sample_ids, windows
 
 
 @dataclass(frozen=True)

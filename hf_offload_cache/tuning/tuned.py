@@ -14,7 +14,7 @@ from ..config import read_json
 from ..stores.atomic_file import replace_file
 
 if TYPE_CHECKING:
-    from ..caches.adapter import Adapter
+    from ..methods.disk_swap.adapter import Adapter
 
 
 @dataclass(frozen=True)

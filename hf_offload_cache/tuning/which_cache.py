@@ -2,18 +2,197 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
+import itertools
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config import MOST_JSON_BYTES, parse_json
+from ..config import MOST_JSON_BYTES, OffloadConfig, parse_json
 from ..errors import BudgetError, ConfigError, shown
-from .compare_plans import ComparedPlan, labelled
-from .measured_model import Identity, check_fields, check_model
+from ..model.fingerprint import fingerprint
+from ..model.geometry import Geometry
+from ..model.place import inner_model
+
+if TYPE_CHECKING:
+    from ..memory.plan import MemoryPlan
+
+
+# What each cache of the registry would hold in the same memory, side by side
+
+WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
+"""Tokens that a step may attend to in the place of the default's: nearer to `DynamicCache`, and slower."""
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """Of one cache. `plan` and `config` None: it does not fit, or lacks a package, as `refused` says."""
+
+    name: str
+    plan: MemoryPlan | None
+    config: OffloadConfig | None
+    refused: str | None
+    notes: tuple[str, ...]
+    """All that the plan says below its table."""
+    attended: int | None
+    """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
+    read_bytes: int | None
+    """About what a step reads for all rows, if nothing that it wants is in memory, of layers that are all alike."""
+    num_selected: int | None = None
+    """One of `WIDER`; None: as the cache has it by default."""
+    shortfalls: tuple[str, ...] = ()
+    """Those of `notes` that say what steps lose."""
+
+    @property
+    def label(self) -> str:
+        """What tells it from others: its name, and `num_selected` where that is wider."""
+        return labelled(self.name, self.num_selected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        plan = None if self.plan is None else self.plan.to_dict()
+        config = None if self.config is None else dataclasses.asdict(self.config)
+        return {**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+                "plan": plan, "config": config}  # fmt: skip
+
+
+def labelled(name: str, num_selected: int | None) -> str:
+    """As `ComparedPlan.label`."""
+    return name if num_selected is None else f"{name} with num_selected={num_selected}"
+
+
+def compare_plans(
+    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False,
+    installed: bool = False,
+) -> list[ComparedPlan]:  # fmt: skip
+    """In the order of the registry.
+
+    Args:
+        memory: bytes; None: what each one's own fields take.
+        fields: those that all caches have.
+        wider: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the default has
+            not, and attend to half of the context at most.
+        installed: refuse what lacks a package here.
+
+    Raises `ConfigError` for a field that one of them lacks.
+    """
+    from ..registry import CACHES, cache_class
+
+    found = []
+    for name in CACHES:
+        if installed and (missing := cache_class(name).missing()) is not None:
+            found.append(ComparedPlan(name, None, None, missing, (), None, None))
+            continue
+        own = _planned(name, geometry, memory, context, batch, fields, None)
+        found.append(own)
+        free = wider and "num_selected" not in fields and not fields.get("exact")
+        for count in WIDER.get(name, ()) if free and own.plan is not None else ():
+            other = _planned(name, geometry, memory, context, batch, fields, count)
+            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(own.shortfalls):
+                found.append(other)
+    return found
+
+
+def _planned(
+    name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
+    num_selected: int | None,
+) -> ComparedPlan:  # fmt: skip
+    from ..config import SelectiveConfig
+    from ..registry import cache_class
+
+    cls = cache_class(name)
+    if num_selected is not None:
+        fields = {**fields, "num_selected": num_selected}
+    try:
+        if memory is None:
+            config = cls.config_class.load(None, fields)
+        else:
+            config = cls.fit(geometry, memory, context, batch, fields)
+        plan = cls.plan(geometry, config, context, batch)
+    except BudgetError as error:
+        return ComparedPlan(name, None, None, str(error), (), None, None, num_selected)
+    attended = brought = None
+    if isinstance(config, SelectiveConfig) and not config.exact:
+        attended, brought = (min(context, one(context)) for one in (config.attended, config.brought))
+    read = None if brought is None else round(brought / max(1, context) * plan.full_kv_bytes)
+    notes, lost = cls.notes(plan, config, geometry, fields), cls.shortfalls(config, geometry, fields)
+    return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))
+
+
+# Which model a table of `measure_caches` is of, and whether that is another one
+
+Identity = dict[str, str]
+"""Named values; "name" is for people, others are equal for equal models."""
+
+
+def shape_of(name: str, geometry: Geometry) -> Identity:
+    """What is known of the model that people call `name` without its weights."""
+    layers = [
+        f"{len(list(alike))} of {one.num_heads} heads, {one.num_key_heads} x {one.key_dim} keys and "
+        f"{one.num_value_heads} x {one.value_dim} values"
+        for one, alike in itertools.groupby(geometry.layers)
+    ]
+    return {
+        "name": name,
+        "layers": "; ".join(layers),
+        "layers that stay in memory": str(len(geometry.kept)),
+        "dtype": str(geometry.dtype).removeprefix("torch."),
+    }
+
+
+def identity_of(model: Any) -> Identity:
+    """Of a `PreTrainedModel`: its class and where it is from, its shape, and its `fingerprint`."""
+    inner = inner_model(model)
+    place = inner.config.name_or_path
+    name = type(inner).__name__ + (f" ({place})" if place else "")
+    return {**shape_of(name, Geometry.of(inner)), **fingerprint(inner)}
+
+
+def check_model(stored: Any, path: str | Path, model: Identity) -> None:
+    """Raises `ConfigError` where a table that lies at `path` is `stored` to be of another model than `model`, by what
+    is known of that; both, and the value that differs, are named."""
+    anew = "measure this one with `tune --compare`, or leave measured out for the table that is shipped"
+    if not isinstance(stored, dict):
+        raise ConfigError(f"measured: {str(path)!r} does not say which model it is of: {anew}")
+    for field, value in model.items():
+        if field != "name" and stored.get(field) != value:
+            raise ConfigError(
+                f"measured: {str(path)!r} is of another model: it was measured with {stored.get('name')}, and this is "
+                f"{model['name']}: {field} was {stored.get(field)}, here it is {value}; {anew}"
+            )
+
+
+def written(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of caches as a table has them: plain JSON values; of a key nothing."""
+    kept = {name: value for name, value in fields.items() if name != "encryption_key"}
+    return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}
+
+
+def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any]:
+    """Those of `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
+    and not of a run alone."""
+    usual = type(config)()
+    return {
+        name: value for name, value in written(fields).items()
+        if name not in config.of_a_run and value != getattr(usual, name)
+    }  # fmt: skip
+
+
+def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
+    """Raises `ConfigError` where a table that lies at `path` was measured with other fields than these: but for the
+    engine, which is of a machine."""
+    both = stored or {}, written(fields)
+    then, now = ({name: value for name, value in each.items() if name != "engine"} for each in both)
+    if then != now:
+        raise ConfigError(
+            f"measured: {str(path)!r} was measured with the fields {then}, and these are {now}: give the same ones, or "
+            "measure with these"
+        )
+
 
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")

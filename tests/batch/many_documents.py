@@ -11,8 +11,8 @@ import torch
 from harness import prompt
 from transformers import DynamicCache
 
-from hf_offload_cache.console.load_model import load
-from hf_offload_cache.console.prompt import document_part, question_part
+from hf_offload_cache.console.answer import document_part, question_part
+from hf_offload_cache.console.named_cache import load
 
 NEW = 8
 DIES_AT = "w4"

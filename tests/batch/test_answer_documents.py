@@ -21,8 +21,8 @@ from nothing_left import no_threads_and_descriptors
 from words import words
 
 from hf_offload_cache import AnswerDocuments, answer_documents
-from hf_offload_cache.batch import document_answers
-from hf_offload_cache.batch.document_answers import DocumentError
+from hf_offload_cache.batch import documents as document_answers
+from hf_offload_cache.batch.documents import DocumentError
 from hf_offload_cache.batch.ray_data import COLUMNS
 from hf_offload_cache.batch.shared_contexts import PublishedContexts, SavedContexts
 from hf_offload_cache.console.answer import PromptTooLongError

@@ -19,10 +19,11 @@ from harness import PROMPT, SMALL, prompt
 from harness import tiny as tiny_model
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache
-from hf_offload_cache.console import answer, load_model
+from hf_offload_cache.console import answer
 from hf_offload_cache.console import main as cli
-from hf_offload_cache.console.prompt import build_prompt, document_part, question_part
-from hf_offload_cache.console.terminal import printable
+from hf_offload_cache.console import named_cache as load_model
+from hf_offload_cache.console.answer import build_prompt, document_part, question_part
+from hf_offload_cache.console.arguments import printable
 from hf_offload_cache.contexts import listing
 from hf_offload_cache.contexts.manifest import Manifest
 from hf_offload_cache.errors import ConfigError

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from eval import needles
-from hf_offload_cache.console import default_model, load_model, unpacked_model
+from hf_offload_cache.console import default_model
+from hf_offload_cache.console import default_model as unpacked_model
+from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.model.fingerprint import full_fingerprint
 from hf_offload_cache.model.geometry import Geometry
 

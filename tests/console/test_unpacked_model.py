@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_offload_cache.console import unpacked_model
-from hf_offload_cache.console.unpacked_model import DamagedError, check, keep, models_folder
+from hf_offload_cache.console import default_model as unpacked_model
+from hf_offload_cache.console.default_model import DamagedError, check, keep, models_folder
 
 
 def write_two(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_killed_half_way(folder):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from hf_offload_cache.console.unpacked_model import keep\n"
+        "from hf_offload_cache.console.default_model import keep\n"
         "def write(part):\n"
         "    (part / 'weights').write_bytes(b'half')\n"
         "    os._exit(9)\n"

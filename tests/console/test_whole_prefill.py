@@ -12,9 +12,8 @@ from rope_models import dynamic_rope, long_rope
 from transformers import DynamicCache
 from words import words
 
-from hf_offload_cache.console.answer import PromptTooLongError, check_length
+from hf_offload_cache.console.answer import PromptTooLongError, build_prompt, check_length
 from hf_offload_cache.console.main import main
-from hf_offload_cache.console.prompt import build_prompt
 
 ORIGINAL = 1200
 """More than the tokens of a piece."""

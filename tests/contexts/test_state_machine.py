@@ -27,9 +27,9 @@ from hypothesis.stateful import (
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache
-from hf_offload_cache.history.chunk_history import ChunkHistory
-from hf_offload_cache.history.cluster_pages import in_order
 from hf_offload_cache.kernels.int4 import quantise
+from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
+from hf_offload_cache.methods.cluster.pages import in_order
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 

@@ -23,9 +23,9 @@ from hf_offload_cache.core import selective_layer
 from hf_offload_cache.core.selective_layer import SelectiveLayer
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.fetch.fetcher import Fetched
+from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
 from hf_offload_cache.model.attention_call import AttentionCall
 from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.predictors.low_rank import LowRankPredictor
 
 LENGTH, NEW = 1500, 24
 FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}

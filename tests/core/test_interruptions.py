@@ -22,10 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.offload_layer import OffloadLayer
+from hf_offload_cache.core.layer import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.fetch.prefetcher import Prefetcher
-from hf_offload_cache.fetch.ticket import Ticket
+from hf_offload_cache.fetch.prefetcher import Prefetcher, Ticket
 
 LENGTH = 620
 SLOW = pytest.mark.slow

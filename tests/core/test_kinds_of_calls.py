@@ -14,7 +14,7 @@ from long_models import long_fresh, sparse
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.offload_cache import OffloadCache
+from hf_offload_cache.core.cache import OffloadCache
 from hf_offload_cache.core.step import Step
 
 LENGTH = 620

@@ -13,8 +13,8 @@ from long_models import long_tiny, sparse
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.caches import disk_swap
 from hf_offload_cache.errors import PromptError
+from hf_offload_cache.methods.disk_swap import cache as disk_swap
 
 EXACT: dict[str, Any] = {"exact": True, "engine": "memory", **SMALL}
 ALL: dict[str, Any] = {"num_selected": 512, "reuse_capacity": 40, "engine": "memory", **SMALL}

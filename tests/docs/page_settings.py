@@ -14,7 +14,7 @@ from page_run import Setting
 from short_tuning import tune_shortly
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.report.stream_report import StreamReport
+from hf_offload_cache.report.report import StreamReport
 from hf_offload_cache.streaming import stream_context
 from hf_offload_cache.streaming.stream_manifest import NAME
 

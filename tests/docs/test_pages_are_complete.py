@@ -189,7 +189,7 @@ def test_the_files_of_contexts_have_their_names() -> None:
 
 def test_the_versions_are_those_that_install() -> None:
     """Of the README and the first page, as setup.cfg and the tested version have them."""
-    from hf_offload_cache.model.tested_version import TESTED
+    from hf_offload_cache.model.place import TESTED
 
     required = (ROOT / "setup.cfg").read_text()
     torch, transformers = re.search(r"torch>=([\d.]+)", required), re.search(r"transformers>=([\d.]+)", required)

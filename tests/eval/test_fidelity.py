@@ -24,9 +24,9 @@ from eval.kvpress_contender import KVPress
 from eval.studies.common import Rows
 from eval.studies.contexts import follow, prefill
 from hf_offload_cache import registry
-from hf_offload_cache.caches import cluster
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.tuning.distance import distance, perplexity_over
+from hf_offload_cache.methods.cluster import cache as cluster
+from hf_offload_cache.tuning.by_trial import distance, perplexity_over
 
 IDS = torch.randint(4, 199, (1, 60), generator=torch.Generator().manual_seed(0))
 

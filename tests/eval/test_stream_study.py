@@ -20,7 +20,7 @@ from eval.busy import busy
 from eval.studies import common, stream_costs, stream_plan, stream_quality, stream_requests, stream_speed
 from hf_offload_cache.streaming import loader
 from hf_offload_cache.streaming.codec import LEVELS
-from hf_offload_cache.streaming.cost_network import CostNetwork, LayerCells
+from hf_offload_cache.streaming.computing_speed import CostNetwork, LayerCells
 from hf_offload_cache.streaming.transport import HttpTransport, fetch
 
 

@@ -22,7 +22,7 @@ from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
 from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, Policy
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.fetch.tier import SlotTier
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import FaultyStore, LatencyStore
 from hf_offload_cache.testing.wrappers import WrapperStore

@@ -16,7 +16,7 @@ from hf_offload_cache.fetch.policy import (
     Policies,
     Policy,
 )
-from hf_offload_cache.fetch.slot_table import SlotTable
+from hf_offload_cache.fetch.tier import SlotTable
 
 POLICIES: list[Policies] = [FirstIn, LeastRecent]
 

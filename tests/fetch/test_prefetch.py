@@ -25,11 +25,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
+from hf_offload_cache.fetch.areas import Staging
 from hf_offload_cache.fetch.prefetcher import Prefetcher, _end
 from hf_offload_cache.fetch.reader_pool import split
-from hf_offload_cache.fetch.staging import Staging
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.timeline import Timeline
+from hf_offload_cache.report.trace import Timeline
 from hf_offload_cache.stores.base import Store, aligned_empty, runs
 from hf_offload_cache.stores.engines import open_store
 from hf_offload_cache.stores.uring import queues as io_uring
@@ -594,7 +594,7 @@ def test_the_end_of_the_interpreter_waits_for_what_runs(
     account: MemoryAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a moment: killed in a read, a thread could take the process down."""
-    monkeypatch.setattr("hf_offload_cache.fetch.workers.EXIT_SECONDS", LONG)
+    monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.EXIT_SECONDS", LONG)
     gate = Gate()
     slow, store = LatencyStore(memory(), 1.0, sleep=gate.pass_through), SlowWrites(memory())
     prefetcher = Prefetcher(account, 16 * RECORD_BYTES)

@@ -10,8 +10,8 @@ import torch
 
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.cluster_form import ClusterForm
-from hf_offload_cache.history.cluster_history import ClusterHistory
+from hf_offload_cache.methods.cluster.config import ClusterForm
+from hf_offload_cache.methods.cluster.history import ClusterHistory
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 CPU, CLUSTERS = torch.device("cpu"), ClusterForm(size=6, capacity=12)

@@ -17,15 +17,22 @@ from hypothesis import strategies as st
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history import clustered_entries, moments, new_clusters
 from hf_offload_cache.history.base import History
-from hf_offload_cache.history.cluster_bytes import streaming
-from hf_offload_cache.history.cluster_form import ClusterForm
-from hf_offload_cache.history.cluster_history import HELD_BACK, ClusterHistory
-from hf_offload_cache.history.cluster_pages import in_order
-from hf_offload_cache.history.clustered_entries import ClusteredEntries
-from hf_offload_cache.history.record_format import RecordFormat
-from hf_offload_cache.history.settling import fullest
+from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.methods.cluster import (
+    entries as clustered_entries,
+)
+from hf_offload_cache.methods.cluster import (
+    partition as moments,
+)
+from hf_offload_cache.methods.cluster import (
+    partition as new_clusters,
+)
+from hf_offload_cache.methods.cluster.config import ClusterForm
+from hf_offload_cache.methods.cluster.entries import ClusteredEntries, fullest
+from hf_offload_cache.methods.cluster.history import HELD_BACK, ClusterHistory
+from hf_offload_cache.methods.cluster.pages import in_order
+from hf_offload_cache.methods.cluster.plan import streaming
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
 
@@ -384,7 +391,7 @@ def test_a_freeze_that_fails_leaves_nothing_to_be_joined(monkeypatch: pytest.Mon
 
     with filled(2, 100) as case:
         with monkeypatch.context() as patch:
-            patch.setattr("hf_offload_cache.history.cluster_history.frozen", fails)
+            patch.setattr("hf_offload_cache.methods.cluster.history.frozen", fails)
             with pytest.raises(StoreError, match="too many files"):
                 case.history.freeze()
         own = case.history.clustered
@@ -439,7 +446,7 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
             write(store, ids, records)
 
         monkeypatch.setattr(case.storage.prefetcher, "write", writes)
-        monkeypatch.setattr("hf_offload_cache.history.cluster_bytes.piece_bytes", lambda queue: 4 * FORM.record_bytes)
+        monkeypatch.setattr("hf_offload_cache.methods.cluster.plan.piece_bytes", lambda queue: 4 * FORM.record_bytes)
         own.settle(asks, rows, clusters)
         case.check()
         assert not (own.waiting[grows]).any()

@@ -8,10 +8,10 @@ import torch
 
 from hf_offload_cache.errors import StoreFullError
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.cluster_form import ClusterForm
-from hf_offload_cache.history.cluster_history import HELD_BACK, ClusterHistory
-from hf_offload_cache.history.cluster_pages import in_order
-from hf_offload_cache.history.co_retrieval import chain, co_retrieved, in_pools, pairs
+from hf_offload_cache.methods.cluster.config import ClusterForm
+from hf_offload_cache.methods.cluster.history import HELD_BACK, ClusterHistory
+from hf_offload_cache.methods.cluster.pages import in_order
+from hf_offload_cache.methods.cluster.partition import chain, co_retrieved, in_pools, pairs
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 TOKENS = HELD_BACK + 80
@@ -84,7 +84,7 @@ def test_a_pair_is_adjacent_on_the_disk(storage: Storage, before: int, monkeypat
     history.append(*some_keys_and_values(1, fewest, 1))
     count = history.units // 2 * 2
     paired = wanted_together(history.units, {(a, a + count // 2): 1 for a in range(count // 2)})
-    monkeypatch.setattr("hf_offload_cache.history.new_clusters.co_retrieved", lambda *given: paired)
+    monkeypatch.setattr("hf_offload_cache.methods.cluster.partition.co_retrieved", lambda *given: paired)
     history.place(torch.zeros(1, 1, 1, FORM.key_width), 8)
     one = np.arange(count // 2)
     rows, none = np.zeros_like(one), np.zeros_like(one)

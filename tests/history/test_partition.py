@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.history.clustering import halves, k_means
-from hf_offload_cache.history.moments import Moments
-from hf_offload_cache.history.partition import FEWEST, Partition
-from hf_offload_cache.stores.mapped_table import MappedTable
+from hf_offload_cache.methods.cluster.partition import FEWEST, Moments, Partition, halves, k_means
+from hf_offload_cache.stores.mapped import MappedTable
 
 DIM = 6
 

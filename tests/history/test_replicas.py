@@ -14,12 +14,12 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import ContextError, StoreError
-from hf_offload_cache.fetch.byte_rows import ByteRows
+from hf_offload_cache.fetch.areas import ByteRows
 from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.chunk_history import ChunkHistory
-from hf_offload_cache.history.record_format import RecordFormat
-from hf_offload_cache.history.replica_format import ReplicaFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.kernels.int4 import dequantised, quantise
+from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
+from hf_offload_cache.methods.abstract_tree.replicas import ReplicaFormat
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.stores.memory import MemoryStore
 

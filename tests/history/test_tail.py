@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.history.record_format import RecordFormat
-from hf_offload_cache.history.rolling_tail import RollingTail
+from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.history.tail import RollingTail
 from hf_offload_cache.memory.account import MemoryAccount
 
 OWNER = "rolling tail"

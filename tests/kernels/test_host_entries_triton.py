@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton_kernels import DEVICES, kernels
 
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.stores.memory import MemoryStore
 
 

@@ -9,8 +9,7 @@ from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.kernels import low_bit
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
+from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
 
 
 @pytest.mark.parametrize("device", DEVICES)

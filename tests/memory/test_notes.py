@@ -17,7 +17,7 @@ from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, offloa
 from hf_offload_cache.console.main import main
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.memory.plan import MemoryPlan, Planned
-from hf_offload_cache.model import tested_version
+from hf_offload_cache.model import place as tested_version
 from hf_offload_cache.model.geometry import Geometry
 
 SMOL = Geometry.uniform(30, 9, 3, 64)

@@ -15,12 +15,11 @@ from harness import SMALL, fresh, prompt, unchanged
 from walk import tiny_model
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.pace import Pace
+from hf_offload_cache.core.selective_cache import Pace
 from hf_offload_cache.model import attach
 from hf_offload_cache.model import seam as seams
-from hf_offload_cache.model.attachable import Attachable
-from hf_offload_cache.model.decoder_blocks import decoder_blocks
-from hf_offload_cache.model.seam import Seam
+from hf_offload_cache.model.place import decoder_blocks
+from hf_offload_cache.model.seam import Attachable, Seam
 
 FIELDS: dict[str, Any] = {**SMALL, "num_selected": 16, "engine": "memory"}
 KINDS: dict[str, dict[str, Any]] = {

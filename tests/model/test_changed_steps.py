@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.model.attach import attach, release
-from hf_offload_cache.model.attachable import Attachable
+from hf_offload_cache.model.seam import Attachable
 
 
 class SecondToken:

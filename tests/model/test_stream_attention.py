@@ -11,9 +11,15 @@ from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.model.block_attention import _efficient, _flash, attend_block, attend_block_reference
 from hf_offload_cache.model.masks import additive_mask, mask_at, shown
-from hf_offload_cache.model.stream_attention import stream_attention, stream_attention_reference
+from hf_offload_cache.model.stream_attention import (
+    _efficient,
+    _flash,
+    attend_block,
+    attend_block_reference,
+    stream_attention,
+    stream_attention_reference,
+)
 
 
 def tensors(
@@ -206,7 +212,7 @@ def test_fused_equals_the_reference_on_a_gpu(
     """bfloat16: the kernel rounds what it returns to 8 bits, and values are below 4."""
     call, options = fused_case(case, heads, kv, queries, "cuda", dtype)
     compare_with_reference(call, options, 2e-5 if dtype == torch.float32 else 2e-2)
-    monkeypatch.setattr("hf_offload_cache.model.block_attention.attend_block_reference", None)
+    monkeypatch.setattr("hf_offload_cache.model.stream_attention.attend_block_reference", None)
     attend_block(*call, **options)
 
 
@@ -225,7 +231,7 @@ def test_kernels_of_a_gpu_take_the_call(kernel: Any, case: str, heads: int, kv: 
 
 def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the comparison above would compare the reference with itself."""
-    monkeypatch.setattr("hf_offload_cache.model.block_attention.attend_block_reference", None)
+    monkeypatch.setattr("hf_offload_cache.model.stream_attention.attend_block_reference", None)
     query, keys, values = tensors(1, 2, 1, 3, 9, 8, 8, 0)
     blocks, last = split(keys, values, [4], 3)
     assert stream_attention(query, blocks, last, None).shape == (1, 3, 2, 8)

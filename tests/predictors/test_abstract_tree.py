@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hf_offload_cache import AbstractTreeConfig
 from hf_offload_cache.fetch.choice import Choice
 from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.abstract_tree import AbstractTreePredictor, bounds, likely, shares, standing
+from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, bounds, likely, shares, standing
 from hf_offload_cache.predictors.base import Query
 from hf_offload_cache.testing import PredictorTests
 

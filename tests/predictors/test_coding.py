@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.buffers import Workspace
-from hf_offload_cache.predictors import integer_product, ranking
-from hf_offload_cache.predictors.coded_keys import CodedKeys
-from hf_offload_cache.predictors.coding import Coding, bytes_of, default_summary_bytes, most_bytes, most_components
-from hf_offload_cache.predictors.compact_keys import BLOCK, HIDDEN
-from hf_offload_cache.predictors.fit_coding import allocate, fit_coding
-from hf_offload_cache.predictors.ranking import rank_units
+from hf_offload_cache.memory.account import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import integer_product, ranking
+from hf_offload_cache.methods.disk_swap.coding import (
+    Coding,
+    allocate,
+    bytes_of,
+    default_summary_bytes,
+    fit_coding,
+    most_bytes,
+    most_components,
+)
+from hf_offload_cache.methods.disk_swap.compact_keys import BLOCK, HIDDEN, CodedKeys
+from hf_offload_cache.methods.disk_swap.ranking import rank_units
 
 KV, HEADS, DIM = 2, 6, 16
 WIDTH = KV * DIM

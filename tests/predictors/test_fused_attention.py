@@ -7,12 +7,10 @@ import torch
 from low_bits import entry, states
 from triton_kernels import DEVICES, kernels
 
-from hf_offload_cache.fetch.chosen_entries import Entries
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.predictors.fused_attention import FusedAttention
-from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
-from hf_offload_cache.predictors.mixed_attention import MixedAttention
+from hf_offload_cache.methods.spec.attention import FusedAttention, MixedAttention
+from hf_offload_cache.methods.spec.chosen_entries import Entries
+from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
 
 LATEST, HEADS = 39, 6
 

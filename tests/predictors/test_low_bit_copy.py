@@ -11,8 +11,7 @@ from low_bits import entry, made, states, stood_for
 
 from hf_offload_cache.errors import BudgetError, ContextError
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.predictors.low_bit_copy import LowBitCopy
-from hf_offload_cache.predictors.low_bit_form import LowBitForm
+from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
 
 
 def check(copy: LowBitCopy, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -9,19 +9,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.buffers import Workspace
-from hf_offload_cache.predictors import low_rank_keys
-from hf_offload_cache.predictors.compact_keys import BLOCK
-from hf_offload_cache.predictors.directions import (
+from hf_offload_cache.memory.account import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import compact_keys as low_rank_keys
+from hf_offload_cache.methods.disk_swap.coding import (
     principal_directions,
     query_moment,
     reconstruction,
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.predictors.low_rank_keys import LowRankKeys
-from hf_offload_cache.predictors.ranking import rank_among, rank_units
+from hf_offload_cache.methods.disk_swap.compact_keys import BLOCK, LowRankKeys
+from hf_offload_cache.methods.disk_swap.ranking import rank_among, rank_units
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM

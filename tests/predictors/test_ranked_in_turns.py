@@ -12,14 +12,13 @@ import torch
 
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.record_format import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.buffers import Workspace
+from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.memory.account import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap.compact_keys import CodedKeys
+from hf_offload_cache.methods.disk_swap.learnt_keys import LearntKeys, LowRankShared, Rules
+from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
+from hf_offload_cache.methods.disk_swap.ranking import CANDIDATES, few_of_many
 from hf_offload_cache.predictors.base import Query
-from hf_offload_cache.predictors.coded_keys import CodedKeys
-from hf_offload_cache.predictors.learnt_keys import LearntKeys, LowRankShared, Rules
-from hf_offload_cache.predictors.low_rank import LowRankPredictor
-from hf_offload_cache.predictors.ranking import CANDIDATES, few_of_many
 from hf_offload_cache.report.counters import Counters
 
 KV, HEADS, DIM, GROUP, UNITS, BUDGET = 2, 4, 16, 4, 200, 6

@@ -25,8 +25,7 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.report.counters import Counters as CacheCounters
-from hf_offload_cache.report.timeline import NO_TIMELINE, Timeline
-from hf_offload_cache.report.trace import Trace
+from hf_offload_cache.report.trace import NO_TIMELINE, Timeline, Trace
 from hf_offload_cache.stores.base import aligned_empty
 from hf_offload_cache.testing import LatencyStore
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
-from hf_offload_cache.stores.base import aligned_empty
-from hf_offload_cache.stores.direct import DirectStore
+from hf_offload_cache.stores.base import FreezableStore, aligned_empty
 from hf_offload_cache.stores.encryption import Encryption, decrypt, encrypt, key_check, load_key, make_guard, open_guard
 from hf_offload_cache.stores.engines import probe_direct, probe_uring
-from hf_offload_cache.stores.freezable import FreezableStore
+from hf_offload_cache.stores.file import DirectStore
 from hf_offload_cache.stores.guard import Checksums
 from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.stores.memory import MemoryStore

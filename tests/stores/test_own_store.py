@@ -18,9 +18,7 @@ from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch.prefetcher import Prefetcher
 from hf_offload_cache.fetch.storage import Storage
 from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.base import Store, aligned_empty, runs
-from hf_offload_cache.stores.checks import check_batch, check_range
-from hf_offload_cache.stores.freezable import require_freezable
+from hf_offload_cache.stores.base import Store, aligned_empty, check_batch, check_range, require_freezable, runs
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, StoreTests, fill, pattern, read
 
 

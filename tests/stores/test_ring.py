@@ -25,8 +25,7 @@ from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, Stalle
 from hf_offload_cache.stores.base import aligned_empty, runs
 from hf_offload_cache.stores.engines import probe_uring
 from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.batch import Batch
-from hf_offload_cache.stores.uring.ring import Ring
+from hf_offload_cache.stores.uring.ring import Batch, Ring
 from hf_offload_cache.stores.uring.uring_store import UringStore, _cut
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 

@@ -17,14 +17,12 @@ import torch
 
 from hf_offload_cache.errors import StalledError, StoreError
 from hf_offload_cache.stores import engines
-from hf_offload_cache.stores.base import aligned_empty
-from hf_offload_cache.stores.direct import DirectStore
+from hf_offload_cache.stores.base import FreezableStore, aligned_empty
 from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.free_list import FreeList
-from hf_offload_cache.stores.freezable import FreezableStore
+from hf_offload_cache.stores.file import DirectStore
 from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.scratch import ScratchFile
+from hf_offload_cache.stores.memory import FreeList, MemoryStore
+from hf_offload_cache.stores.record_file import ScratchFile
 from hf_offload_cache.stores.uring import queues as io_uring
 from hf_offload_cache.stores.uring import uring_store as uring
 from hf_offload_cache.stores.uring.ring import Ring

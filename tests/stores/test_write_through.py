@@ -15,10 +15,8 @@ import torch
 
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.stores.engines import choose_engine, open_store
-from hf_offload_cache.stores.file import FileStore
-from hf_offload_cache.stores.record_file import MOST_PARTS
-from hf_offload_cache.stores.scratch import ScratchFile
-from hf_offload_cache.stores.write_through import THROUGH_BYTES, spans
+from hf_offload_cache.stores.file import THROUGH_BYTES, FileStore, spans
+from hf_offload_cache.stores.record_file import MOST_PARTS, ScratchFile
 from hf_offload_cache.testing import RECORD_BYTES, pattern, read
 
 MOST = THROUGH_BYTES // RECORD_BYTES

@@ -16,7 +16,7 @@ from long_llama import long_model
 from static_server import served
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.predictors import learnt_keys
+from hf_offload_cache.methods.disk_swap import learnt_keys
 from hf_offload_cache.streaming.cells import Cells, State
 from hf_offload_cache.streaming.computing_speed import ComputingSpeed
 from hf_offload_cache.streaming.loader import Loader

@@ -25,6 +25,7 @@ from transformers import (
     LongcatFlashForCausalLM,
 )
 
+from eval.baselines.greedy import potential_aware
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.core import filling
 from hf_offload_cache.core.filling import Filling
@@ -36,13 +37,11 @@ from hf_offload_cache.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from hf_offload_cache.streaming import codec, decoder, publish
+from hf_offload_cache.streaming import codec, publish
 from hf_offload_cache.streaming import stream_context as module
-from hf_offload_cache.streaming.codec import encode, unpack
-from hf_offload_cache.streaming.costs import Costs
-from hf_offload_cache.streaming.greedy import potential_aware
-from hf_offload_cache.streaming.plan import bound, meet, staircase
-from hf_offload_cache.streaming.quantisers import GROUP, ChunkShape
+from hf_offload_cache.streaming import streaming_lane as decoder
+from hf_offload_cache.streaming.codec import GROUP, ChunkShape, encode, unpack
+from hf_offload_cache.streaming.plan import Costs, bound, meet, staircase
 from hf_offload_cache.streaming.stream_manifest import NAME, binding
 from hf_offload_cache.streaming.streaming_lane import line_of
 

@@ -19,9 +19,7 @@ from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.core.filling import Filling
 from hf_offload_cache.errors import ConfigError, ContextError
 from hf_offload_cache.streaming import loader, sparse_prefill
-from hf_offload_cache.streaming.active_blocks import ActiveBlocks, measure_active_blocks
-from hf_offload_cache.streaming.flex_blocks import attend_blocks
-from hf_offload_cache.streaming.sparse_prefill import SparsePrefill
+from hf_offload_cache.streaming.sparse_prefill import ActiveBlocks, SparsePrefill, attend_blocks, measure_active_blocks
 
 BLOCK, TOKENS = 32, 200
 """The last block is shorter."""

@@ -27,10 +27,10 @@ from transformers import DynamicCache
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.contexts.state import pack
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
-from hf_offload_cache.streaming import checks, decoder, loader
+from hf_offload_cache.streaming import checks, loader
+from hf_offload_cache.streaming import streaming_lane as decoder
 from hf_offload_cache.streaming.computing_speed import ComputingSpeed
-from hf_offload_cache.streaming.costs import Costs
-from hf_offload_cache.streaming.plan import bound, meet, staircase
+from hf_offload_cache.streaming.plan import Costs, bound, meet, staircase
 from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
 
 

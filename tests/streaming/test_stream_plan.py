@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_offload_cache.streaming.costs import Costs, Line, attended_by_all
-from hf_offload_cache.streaming.greedy import potential_aware
-from hf_offload_cache.streaming.plan import Plan, bound, meet, staircase
+from eval.baselines.greedy import potential_aware
+from hf_offload_cache.streaming.plan import Costs, Line, Plan, attended_by_all, bound, meet, staircase
 
 
 def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Costs:

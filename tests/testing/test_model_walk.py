@@ -13,7 +13,7 @@ from harness import fresh, tiny, tokenizer, unchanged
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.model import tested_version
+from hf_offload_cache.model import place as tested_version
 from hf_offload_cache.testing.__main__ import main
 from hf_offload_cache.testing.model_walk import CASES, walk_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_offload_cache.caches.disk_swap_config import DiskSwapConfig
+from hf_offload_cache.methods.disk_swap.config import DiskSwapConfig
 from hf_offload_cache.tuning.kept_mass import kept_mass
 from hf_offload_cache.tuning.tables import CompressionTable
 

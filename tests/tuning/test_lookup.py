@@ -12,7 +12,7 @@ import torch
 from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, calibrate
-from hf_offload_cache.predictors.directions import principal_directions
+from hf_offload_cache.methods.disk_swap.coding import principal_directions
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning.lookup import Reader, Selections, recorded, replay
 

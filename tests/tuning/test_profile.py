@@ -15,7 +15,7 @@ from tiny_llama import tiny_llama, token_ids
 
 from hf_offload_cache import DiskSwapConfig
 from hf_offload_cache.errors import StoreError, UnsupportedModelError
-from hf_offload_cache.history.record_format import RecordFormat
+from hf_offload_cache.history.records import RecordFormat
 from hf_offload_cache.stores.memory import MemoryStore
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import profile

@@ -16,13 +16,14 @@ from tiny_llama import WORDS, tiny_llama, token_ids, tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from hf_offload_cache import DiskSwapCache, OffloadCache, registry, tune
-from hf_offload_cache.console import load_model
 from hf_offload_cache.console import main as cli
+from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, by_solver, compare_plans, grid, lookup, profile, tuner
+from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, profile, tuner
+from hf_offload_cache.tuning import which_cache as compare_plans
 from hf_offload_cache.tuning.which_cache import measured_caches
 
 ASKED: dict[str, Any] = {

@@ -13,7 +13,7 @@ import torch
 from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import Adapter, DiskSwapCache, DiskSwapConfig
-from hf_offload_cache.core.load_config import FORMAT, load_config, nearest
+from hf_offload_cache.core.budgeted import FORMAT, load_config, nearest
 from hf_offload_cache.errors import AdapterError, ConfigError
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.tuning.tuned import Tuned

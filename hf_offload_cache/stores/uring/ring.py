@@ -11,18 +11,140 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 from ...errors import StalledError
 from ...memory.account import MemoryAccount
-from ..deadline import Deadline, has_passed
-from ..process import Process
+from ..deadline import Deadline, Process, has_passed
+from ..descriptor import Descriptor
 from ..record_file import REFUSALS
 from . import queues as io_uring
-from .batch import Batch
-from .orphaned_reads import OrphanedReads, close_when_done
-from .queues import WRAP
+from .queues import WRAP, Queues, Waiter
+
+# Reads that a ring takes in and completes together
+
+PENDING = np.iinfo(np.int32).min
+"""Stands for the result of a read that has not completed; no read has it."""
+
+
+class Batch:
+    """Reads that were queued together.
+
+    Attributes:
+        base, end: the numbers of the first read and behind the last one, over the life of the ring.
+        fd: the file's descriptor.
+        entries: the reads as the kernel takes them.
+        keep, owner: what has to live until the last read has ended: the memory that is read into, and who reads.
+        lengths: bytes asked for, one entry a read.
+        results: bytes read or a negative errno, one entry a read; valid once `finished_at` is set. Fewer bytes than
+            asked for are the caller's to complete.
+        finished_at: `time.perf_counter()` when the last completion was seen, None before.
+        unfinished: reads that have not completed.
+        dropped: reads at the end were given up before they began; their results mean nothing.
+    """
+
+    __slots__ = (
+        "base", "dropped", "end", "entries", "fd", "finished_at", "keep", "lengths", "owner", "results", "unfinished",
+    )  # fmt: skip
+
+    def __init__(
+        self, base: int, fd: int, entries: np.ndarray, lengths: np.ndarray, keep: object, owner: object
+    ) -> None:
+        self.base = base
+        self.end = base + entries.size
+        self.lengths = lengths
+        self.results = np.empty(entries.size, dtype=np.int32)
+        self.results[:] = PENDING
+        self.finished_at: float | None = None
+        self.dropped = False
+        self.unfinished = entries.size
+        self.fd = fd
+        self.entries = entries
+        self.keep = keep
+        self.owner = owner
+
+    def count(self) -> None:
+        """Count results as they arrive: the number still missing, and whether that is the end."""
+        self.unfinished = (self.results == PENDING).nonzero()[0].size
+        if self.unfinished == 0 and self.finished_at is None:
+            self.finished_at = time.perf_counter()
+
+    def leave_from(self, number: int) -> None:
+        """End the uncompleted reads from that number on with `EAGAIN`."""
+        left = self.results[max(0, number - self.base) :]
+        left[left == PENDING] = -errno.EAGAIN
+        self.count()
+
+
+# Reads that are in flight when their ring is closed or forgotten: the kernel may still write to their memory
+
+class OrphanedReads:
+    """What they need until they end: the ring's descriptor and queues, and the batches, which hold the memory."""
+
+    def __init__(self, descriptor: Descriptor, memory: Queues, waiter: Waiter, batches: list[Batch]) -> None:
+        self.descriptor = descriptor
+        self.interrupt: KeyboardInterrupt | None = None
+        """One that came while the memory was waited for, to be raised when that is given back."""
+        self._memory = memory
+        self._waiter = waiter
+        self._batches = batches
+
+    def wait(self, expires: float | None) -> bool:
+        """Block until nothing is in flight, or until `expires`; whether nothing is."""
+        memory = self._memory
+        sq, cq = memory.sq, memory.cq
+        while True:
+            try:
+                tail = cq[memory.cq_tail]
+                cq[memory.cq_head] = tail  # nobody asks for results any more
+                in_flight = (sq[memory.sq_head] - tail) & WRAP  # submitted and not completed
+                if in_flight == 0:
+                    return True
+                if has_passed(expires):
+                    return False
+                if self._waiter.wait(0, in_flight, expires) < 0 and ctypes.get_errno() != errno.EINTR:
+                    time.sleep(0.001)
+            except KeyboardInterrupt as error:  # the kernel is still writing to memory that would be given back
+                self.interrupt = error
+                continue
+
+    def wait_and_close(self) -> None:
+        """Block until nothing is in flight, however long that takes, and give all of it back."""
+        self.wait(None)
+        self.close()
+
+    def close(self) -> None:
+        """Give the descriptor and the batches back. Nothing may be in flight."""
+        self._batches.clear()
+        self.descriptor.close()
+
+
+def close_when_done(
+    orphans: OrphanedReads, deadline: Deadline, process: Process, exit_handler: Callable[[], None]
+) -> KeyboardInterrupt | None:
+    """Close a ring once nothing is in flight; also when it is deleted, and at the end of the interpreter.
+
+    Reads that do not end in time are left to a daemon thread; if none can be started, the ring stays as it is until the
+    process ends. `exit_handler` is the ring's own, which is no longer needed. Returns an interrupt that was raised
+    meanwhile, for a caller that can raise it: a garbage collection cannot.
+    """
+    atexit.unregister(exit_handler)
+    if not process.is_here or orphans.wait(deadline.expires()):
+        orphans.close()
+        return orphans.interrupt
+    keeper = threading.Thread(target=orphans.wait_and_close, name="hf_offload_cache-ring", daemon=True)
+    try:
+        if not deadline.at_exit:  # no thread outlives the interpreter
+            keeper.start()
+            return orphans.interrupt
+    except RuntimeError:  # the system gives no more threads
+        pass
+    # The kernel may write to the memory as long as the process lives: one reference more keeps it that long.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(orphans))
+    return orphans.interrupt
+
 
 IO_RING = "io ring"
 """The owner under which a ring's queues are in the memory account."""

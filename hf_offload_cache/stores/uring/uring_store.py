@@ -9,14 +9,11 @@ import numpy as np
 import torch
 
 from ...errors import CacheClosedError
-from ..base import byte_view, run_edges
-from ..checks import check_batch, check_range
+from ..base import Transfer, byte_view, check_batch, check_range, run_edges
+from ..deadline import Process
 from ..file import FileStore, FrozenFile
 from ..guard import RecordGuard
-from ..process import Process
-from ..transfer import Transfer
-from .batch import Batch
-from .ring import Ring
+from .ring import Batch, Ring
 
 LARGEST_REQUEST_BYTES = 2**20
 """A longer run of adjacent records is submitted in pieces of at most this size: an entry's length has 32 bits."""

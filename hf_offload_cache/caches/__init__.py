@@ -1,1 +1,0 @@
-"""One method a file."""

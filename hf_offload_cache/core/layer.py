@@ -1,0 +1,531 @@
+"""One layer of an offloaded cache: what its `update` returns, and attention over what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..config import OffloadConfig
+from ..errors import PromptError, not_whole
+from ..history.autocast import without_autocast
+from ..history.base import History, Sealed
+from ..history.position_history import PositionHistory
+from ..history.records import RecordFormat
+from ..memory.plan import LayerPlan, Planned
+from ..model.attention_call import TAG, AttentionCall, Tag
+from ..model.place import no_backward
+from ..stores.base import FreezableStore
+from .plan import LayerKind, plan_history, stream_bytes
+from .read_only import ReadOnlyTensor, refuse_assignment
+from .shared import Shared
+from .step import Step
+
+# Rows of a history: sequences, or the key heads of sequences, each with records of its own
+
+@dataclass(frozen=True)
+class Rows:
+    """Key heads that are joined in one row (`heads` 1: nothing is folded), or lie in rows of their own, head after head
+    of each sequence."""
+
+    heads: int = 1
+
+    def fold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B, Hk, t, D) as (B Hk, 1, t, D)."""
+        return tensor if self.heads == 1 else tensor.flatten(0, 1).unsqueeze(1)
+
+    def unfold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B Hk, 1, t, D) as (B, Hk, t, D)."""
+        return tensor if self.heads == 1 else tensor.squeeze(1).unflatten(0, (-1, self.heads))
+
+    def expand(self, rows: torch.Tensor) -> torch.Tensor:
+        """Indices of sequences as those of the rows that they have."""
+        if self.heads == 1:
+            return rows
+        return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).reshape(-1)
+
+
+# What a layer does for transformers beside `update`: lengths, masks, and changes of what it holds
+
+class LayerOperations(CacheLayerMixin):
+    """A layer over a history; `OffloadLayer` adds what comes in and attention."""
+
+    is_sliding = False
+    is_croppable = True
+    offloaded = True
+    """Its history lies in a store: it is captured and restored, not copied."""
+    num_stores = 1
+    """Stores that it opens, each of which has a file of its own on a disk."""
+    dtype: torch.dtype | None = None
+    """Of keys and values; None before the first `update`."""
+    device: torch.device | None = None
+    """Where keys and values come from, and where `keys` and `values` are; None before the first `update`."""
+    _filled = False
+    """There is a history."""
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
+        self.name = f"layer {layer_idx}"
+        super().__init__(**kwargs)
+        self.shared = shared
+        self.layer_idx = layer_idx
+        self.config = shared.config.of_layer(layer_idx if place is None else place)
+        self.state = "full" if self.config.exact == "bitwise" else "unknown"
+        self._clear()
+
+    def _clear(self) -> None:
+        self._filled = False
+        self.rows = Rows()
+        self._sealed: Sealed | None = None
+
+    history: History
+    """What is held; there is none before the first `update`."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Keys (B, Hk, T, Dk) as `DynamicLayer` would hold them, a copy brought back whole; None before the first
+        `update`. For models and methods that read a cache's layers: assigning them, or writing into the copy, raises
+        `ReadOnlyError`."""
+        return self._shown(0)
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._keep("keys", keys is None and not self._filled)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Values (B, Hv, T, Dv), as `keys`."""
+        return self._shown(1)
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._keep("values", values is None and not self._filled)
+
+    @property
+    def is_initialized(self) -> bool:
+        """A first `update` came since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
+        return self._filled
+
+    @is_initialized.setter
+    def is_initialized(self, initialized: bool) -> None:
+        self._keep("is_initialized", initialized == self._filled)
+
+    def _keep(self, name: str, same: bool) -> None:
+        """transformers' constructors assign what a new layer has already; anything else is refused."""
+        if not same:
+            refuse_assignment(self.name, name)
+
+    def _shown(self, part: int) -> torch.Tensor | None:
+        if not self._filled:
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not tell of writes
+            return ReadOnlyTensor.of(self.whole()[part])
+
+    @property
+    def length(self) -> int:
+        """Tokens a sequence."""
+        return self.history.length if self._filled else 0
+
+    @property
+    def history_device(self) -> torch.device:
+        """Where keys and values come from; the CPU where nothing is held."""
+        return self.history.device if self._filled else torch.device("cpu")
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first `update`."""
+        return self.history.rows // self.rows.heads if self._filled else 0
+
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
+        keys, values = self.history.whole(stop)
+        return self.rows.unfold(keys), self.rows.unfold(values)
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take in keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) that were computed elsewhere, behind what is held: as
+        `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
+        nothing was taken in then, or the cache is not to be used until `reset`."""
+        self.shared.check_open()
+        if not self._filled:
+            self.lazy_initialization(keys, values)
+        held = self.history.length
+        try:
+            sealed = self.history.append(*self._kept(keys, values))
+            self.shared.books_changed = True
+            self._sealed = sealed if sealed.keys else None
+            self.learn_alone()
+        except BaseException:
+            self.shared.storage.torn |= self.history.length != held
+            raise
+
+    def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the history keeps them."""
+        dtype = self.history.form.dtype
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        if not keys.dtype == values.dtype == dtype:
+            keys, values = keys.to(dtype), values.to(dtype)
+        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
+
+    def learn_alone(self) -> None:
+        """What was sealed is learnt of, though no attention comes that has queries."""
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None:
+            self.learn_keys(sealed)
+
+    def learn_keys(self, sealed: Sealed) -> None:
+        """As `learn`, of what came without queries."""
+
+    def get_seq_length(self) -> int:
+        return self.history.length if self._filled else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The full logical length, so that each step's mask covers the history, padding included."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the latest `-tokens_to_remove` tokens (a positive number: keep as many). Reads a few units back where
+        the tail does not hold them."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
+            tokens_to_remove = min(0, tokens_to_remove - self.length)
+        if tokens_to_remove == 0 or not self._filled:
+            return
+        self._sealed = None
+        freed = self.history.truncate(max(0, self.length + tokens_to_remove))
+        if freed is not None:
+            self.truncated(self.history.units)
+            self.dropped(freed)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
+        if self._filled and beam_idx.tolist() != list(range(self.batch)):
+            self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._filled:
+            self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self._filled:
+            indices = torch.as_tensor(indices, device="cpu")
+            self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
+
+    def settle_rows(self, rows: torch.Tensor) -> None:
+        """What `select_rows` would have to read first is read: it raises nothing that `StoreError` is then. Raises it,
+        with nothing changed that a step would see."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
+        self._sealed = None
+        self.history.select_rows(self.rows.expand(rows))
+
+    def reset(self) -> None:
+        """Forget everything; the layer can be used anew. Its file and buffers are given back."""
+        self.close()
+        if self.config.exact != "bitwise":
+            self.state = "unknown"
+
+    def end_step(self) -> None:
+        """Let go of what only the step needed: attention may not have asked for it."""
+        self._sealed = None
+
+    def close(self) -> None:
+        """Give back the file and the buffers."""
+        if self._filled:
+            self.history.close()
+            self._clear()
+            del self.history
+
+    def offload(self) -> None:
+        """Nothing to do: the history is offloaded as it comes."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the cache prefetches by itself."""
+
+    def dropped(self, records: np.ndarray) -> None:
+        """These records hold nothing of ours any more."""
+
+    def truncated(self, units: int) -> None:
+        """Only the first `units` units stay sealed."""
+
+
+_STATES = ("unknown", "tagged", "full")
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""(B, q, H, Dv), and the attention weights where the model's own function gave some."""
+
+
+class OffloadLayer(LayerOperations):
+    """A full-attention layer whose history lies in a store; the base of every method's layer.
+
+    States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
+    "tagged": attention was seen to bring the tag back; `update` returns what the step added, and `attend` finds the
+    rest. "full": attention is not ours to replace; `update` returns the whole history, brought back from the store.
+    """
+
+    heads_apart: ClassVar[bool] = False
+    """Each key head has rows and records of its own; else the heads of a sequence lie together."""
+
+    @classmethod
+    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What one layer takes at most for sequences of `context` tokens."""
+        stream = LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
+        return cls.plan_history(kind, config, context) + stream
+
+    @property
+    def held(self) -> int:
+        """Tokens a row that have left the tail."""
+        return self.history.length - self.history.recent.shape[1]
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of the books that are kept on where the history lies, and on what was written there."""
+        return self.history.tables_nbytes if self._filled else 0
+
+    @property
+    def full_bytes(self) -> int:
+        """What `DynamicCache` would hold for this layer now."""
+        return self.history.rows * self.length * self.history.form.entry_bytes if self._filled else 0
+
+    @property
+    def replica_bytes(self) -> int:
+        """What of the disk holds copies, in fewer bits, of what lies there as it is."""
+        return 0
+
+    # --- taking in ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What `make_history` makes takes, and its store, and the buffers that it is streamed through in a prefill."""
+        return plan_history(kind, config, context)
+
+    def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
+        """An empty history; a method whose order is its own overrides this and `restore_history`."""
+        return PositionHistory(self.shared.storage, form, rows, device, self.config, self.name)
+
+    def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
+        """The history that `tree` was captured of, over the frozen `parts`."""
+        return PositionHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.rows = Rows(key_states.shape[1] if self.heads_apart else 1)
+        keys, values = self.rows.fold(key_states), self.rows.fold(value_states)
+        form = RecordFormat.of(keys, values, self.config.group_size)
+        self._hold(self.make_history(form, keys.shape[0], keys.device))
+
+    def _hold(self, history: History) -> None:
+        self.history, self._filled = history, True
+        self.dtype, self.device = history.form.dtype, history.device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take keys (B, Hk, t, Dk) and values (B, Hv, t, Dv); return what the model's attention should be given.
+
+        Returned are views of the arguments ("tagged", or an empty history), else new tensors with the whole history.
+        The arguments are copied: the caller may reuse them after attention. Keys and values of two types, as
+        `torch.autocast` makes them, are kept in the type that attention casts both to. Raises `SeamLostError`,
+        `PromptError` and `StoreFullError` before anything is taken in; what `StoreError`s have left of it is taken
+        back, or, without a forward around it, the cache is not to be used until `reset`.
+        """
+        shared, storage = self.shared, self.shared.storage
+        if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
+            shared.check_open()
+        if shared.unseen is not None:
+            shared.check_seam()
+        if not self._filled:
+            self.lazy_initialization(key_states.detach(), value_states.detach())
+        if key_states.shape[0] * self.rows.heads != self.history.rows:
+            raise PromptError(
+                f"layer {self.layer_idx} holds {self.batch} sequences and was given {key_states.shape[0]}: "
+                "use a new cache, or reset(), for a batch of another size"
+            )
+        if self.state == "tagged":
+            shared.check_front(self.layer_idx, self.history.length)
+        held = self.history.length
+        try:
+            with without_autocast(key_states.device):
+                return self._take_in(key_states, value_states)
+        except BaseException as error:
+            shared.step_failed(error, taken=self.history.length != held)
+            raise
+
+    def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        history, guessed = self.history, self.guessed
+        keys, values = self._kept(key_states, value_states)
+        if guessed:
+            keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
+        length = history.length
+        whole = length == 0 or self.state != "tagged"
+        if not length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
+            key_states, value_states = key_states.contiguous(), value_states.contiguous()
+        elif whole:
+            old_keys, old_values = self.whole()
+            key_states = torch.cat([no_backward(old_keys, key_states), key_states], 2)
+            value_states = torch.cat([no_backward(old_values, value_states), value_states], 2)
+        if (freed := history.sweep()) is not None:
+            self.dropped(freed)
+        timeline = self.shared.storage.timeline
+        if timeline.on:
+            with timeline.span("append", self.layer_idx):
+                sealed = history.append(keys, values)
+        else:
+            sealed = history.append(keys, values)
+        if sealed.keys:
+            self.shared.books_changed = True
+        if self.state == "full":
+            return key_states, value_states
+        self._sealed = sealed if sealed.keys else None
+        tag = Tag(self, whole)
+        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        key_states.__dict__[TAG] = value_states.__dict__[TAG] = tag
+        if not whole:
+            self.shared.unseen = self.layer_idx
+        return key_states, value_states
+
+    @property
+    def guessed(self) -> int:
+        """See `Step.guessed`."""
+        step = self.shared.step
+        return 0 if step is None else step.guessed
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Output:
+        """What the model's attention would return over the layer's whole history (a sparse method: over its choice).
+
+        Called with what `update` returned in this step, once or (KV sharing) several times. An error loses the step
+        and nothing else.
+        """
+        self.shared.unseen = None
+        try:
+            with without_autocast(call.query.device):
+                return self._attend(call)
+        except BaseException as error:
+            self.shared.step_failed(error, taken=True)
+            raise
+
+    def _attend(self, call: AttentionCall) -> Output:
+        tag, kwargs = call.tag, call.kwargs
+        assert tag is not None
+        replaceable = call.replaceable(self.history.length + self.guessed)
+        self.state = "tagged" if replaceable and self.state != "full" else "full"
+        sealed, self._sealed = self._sealed, None
+        step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
+        if sealed is not None and replaceable:
+            with self.shared.storage.timeline.span("summarise", self.layer_idx):
+                self.learn(sealed, call, step)
+        if not replaceable or call.wants_weights or kwargs.get("dropout"):  # the latter two: in this step alone
+            keys, values = call.key, call.value
+            if not tag.whole:
+                keys, values = self.joined(call)
+            return call.run(keys, values, call.mask)
+        if self.shared.attend_prompt is not None and call.num_queries > 1:
+            return self.shared.attend_prompt(self, call)
+        return self.exact(call) if tag.whole or not step.selects else self.decode(call, step)
+
+    def decode(self, call: AttentionCall, step: Step) -> Output:
+        """Attention in a step that selects; here over everything."""
+        return self.exact(call)
+
+    def exact(self, call: AttentionCall) -> Output:
+        """Attention over everything held: handed whole to the model's own where it fits a block, else streamed.
+
+        The step's own keys need not be as many as its queries: a layer that shares another's may ask for its last token
+        alone.
+        """
+        dtype, before = self.history.form.dtype, self.before(call)
+        if call.tag is not None and call.tag.whole:
+            return call.run(call.key, call.value, call.mask)
+        if before + call.key.shape[2] <= self.config.block_tokens:
+            return call.run(*self.joined(call), call.mask)
+        step, mask, seen, added = self.shared.step, call.mask, None, call.key.shape[2]
+        if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:
+            mask, seen = step.streamed(mask)
+        asked = call.query.dtype
+        if asked != dtype:
+            call = dataclasses.replace(call, query=call.query.to(dtype))
+        own = call.key.to(dtype), call.value.to(dtype)
+        output, weights = call.stream(self._blocks(before), own, mask, seen)
+        return output.to(asked), weights
+
+    def before(self, call: AttentionCall) -> int:
+        """Tokens held before those that the call brings."""
+        return self.length + self.guessed - call.key.shape[2]
+
+    def joined(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything held, and what the call brings: of one query as it is kept, of several as it came."""
+        if call.num_queries == 1 and not self.guessed:
+            keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
+            return keys, values
+        if not self.before(call):
+            return call.key, call.value
+        held = zip(self.whole(self.before(call)), (call.key, call.value), strict=True)
+        keys, values = (torch.cat([no_backward(old, call.query), new], 2) for old, new in held)
+        return keys, values
+
+    def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Keys and values (B, Hkv, t, D) of what is held before token `stop`, and positions, (B, Hkv, t) or (B, t)."""
+        for block in self.history.blocks(stop):
+            places = None if block.positions is None else torch.from_numpy(block.positions).to(self.history.device)
+            if places is not None and self.heads_apart:
+                places = places.unflatten(0, (-1, self.rows.heads))
+            yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places
+
+    # --- what a method adds ------------------------------------------------------------------------------------
+
+    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
+        """Units were sealed by the `update` before this call."""
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
+        if not self._filled:
+            return ()
+        if (freed := self.history.sweep(always=True)) is not None and len(freed):
+            self.dropped(freed)
+        return self.history.freeze()
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        """See `History.live`; `parts` are what `freeze` gave."""
+        return self.history.live(parts) if self._filled else []
+
+    def capture(self) -> dict[str, Any]:
+        """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
+        change, and not to be changed."""
+        state = "unknown" if self.config.exact == "bitwise" else self.state
+        tree = {"state": state, "history": self.history.capture() if self._filled else None}
+        return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
+
+    @classmethod
+    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """`tree` as `capture` gives it now, of what an earlier version captured."""
+        return tree
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
+
+        Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
+        """
+        if tree["state"] not in _STATES or (tree["history"] is None and parts):
+            what = f"its state is {tree['state']!r}, of {_STATES}, and it has {len(parts)} files of records"
+            raise not_whole(self.name, what)
+        if tree["history"] is not None:
+            heads = tree["heads"] if self.heads_apart else 1
+            rows = tree["history"]["tail"].shape[0]
+            if type(heads) is not int or heads < 1 or rows % heads:
+                raise not_whole(self.name, f"it has {rows} rows, for {heads!r} heads each")
+            self._hold(self.restore_history(tree["history"], parts, device))
+            self.rows = Rows(heads)
+        if self.config.exact != "bitwise":
+            self.state = tree["state"]

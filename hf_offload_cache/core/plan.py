@@ -1,0 +1,158 @@
+"""What a cache will hold, summed from what each owner says, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import OffloadConfig, parse_size
+from ..fetch.areas import Staging
+from ..fetch.write_queue import WriteQueue
+from ..history.position_history import PositionHistory
+from ..history.records import RecordFormat, latest_tokens, sealed_groups
+from ..memory.account import RECORDS
+from ..memory.fit import Search
+from ..memory.plan import LayerPlan, MemoryPlan, Planned
+from ..model.geometry import Geometry, LayerShape
+from ..report.trace import Trace
+from ..stores.engines import planned_ring, planned_store
+from ..stores.uring.ring import IO_RING
+from .step import MOST_CANDIDATES
+from .token_log import TokenLog
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One layer of a model, for a batch: what owners plan by."""
+
+    form: RecordFormat
+    num_heads: int
+    """Query heads, H."""
+    rows: int
+    """Rows of the history: sequences, or sequences times key heads."""
+    batch: int
+    device: str
+    """Type of the device that attention runs on."""
+    layers: int = 1
+    """How many layers are offloaded, of this kind and others."""
+
+    @classmethod
+    def of(
+        cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
+    ) -> LayerKind:
+        """`config`: the layer's."""
+        heads = shape.num_key_heads if heads_apart else 1
+        sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
+        form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size)
+        return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
+
+
+def layer_kinds(
+    geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
+) -> list[tuple[LayerKind, OffloadConfig]]:
+    """Of each offloaded layer, in order, with what of `config` applies to it; equal ones are the same objects."""
+    config = config.for_layers(len(geometry.layers))
+    known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
+    found: list[tuple[LayerKind, OffloadConfig]] = []
+    for place, shape in enumerate(geometry.layers):
+        own = config.of_layer(place)
+        same = [(kind, other) for kind, other in known.get(shape, []) if other is own or other == own]
+        if not same:
+            same = [(LayerKind.of(shape, geometry, own, batch, heads_apart), own)]
+            known.setdefault(shape, []).extend(same)
+        found += same
+    return found
+
+
+def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+    """A history in the order of the sequence, its store, and the buffers that it is streamed through in a prefill."""
+    plan = PositionHistory.planned(kind.form, config, context, kind.rows)
+    return plan + plan_store(kind, config, kind.rows * sealed_groups(kind.form, config, context))
+
+
+def plan_store(kind: LayerKind, config: OffloadConfig, records: int) -> LayerPlan:
+    """A store of so many records, and the buffers that it is streamed through in a prefill."""
+    streams = Planned({"stream buffers": stream_bytes(kind, config)})
+    encrypted, size = config.encryption_key is not None, kind.form.record_bytes
+    pinned = config.records_apart and kind.device == "cuda"
+    store = planned_store(config.engine, records, size, encrypted=encrypted, pinned=pinned)
+    return LayerPlan(Planned.always(store), streams, records * size)
+
+
+def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
+    """Bytes of the two buffers that a streamed history goes through."""
+    group = kind.form.group_size
+    units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # by `truncate` too
+    return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
+
+
+def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
+    """Bytes that wait to be written at most while steps select, which leaves memory for slots; `units`: what each layer
+    writes at a time. In steps of one token all layers write together, and then not for as many steps as a unit has
+    tokens; a verification that writes more waits for it."""
+    each = list(units)
+    return min(write_queue, max(sum(each), 2 * max(each, default=0)))
+
+
+def plan_cache(
+    geometry: Geometry,
+    config: OffloadConfig,
+    context: int,
+    batch: int,
+    layer_plan: Callable[[LayerKind, OffloadConfig], LayerPlan],
+    heads_apart: bool,
+    beside: Planned,
+    selects: bool = False,
+) -> MemoryPlan:
+    """The most that a cache holds for `batch` sequences of up to `context` tokens: what each layer plans, and `beside`.
+    `selects`: its steps select.
+
+    `engine="auto"` counts as a file on disk that is read past the page cache.
+    """
+    layers = layer_kinds(geometry, config, batch, heads_apart)
+    alike = Counter((kind, id(own)) for kind, own in layers)
+    own_of = {id(own): own for _, own in layers}
+    units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
+    queue = parse_size(config.write_queue)
+    narrow = decoding_queue(queue, units) if selects else queue
+    largest = max(units, default=0)
+    ids = TokenLog.planned(context, batch)
+    held = Planned.always(
+        {
+            "token ids": ids,
+            "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
+            "layers not offloaded": geometry.kept_bytes(context, batch, added=MOST_CANDIDATES),
+            IO_RING: planned_ring(config.engine),
+        }
+    )
+    held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
+    moving = Planned.always({"moving rows": ids} if batch > 1 else {})
+    planned, store_bytes = LayerPlan.of_layers(
+        ((layer_plan(kind, own_of[own]), count) for (kind, own), count in alike.items()), moving
+    )
+    held = held + planned + beside
+    if config.engine == "mapped":  # pages that were asked for and not let go of yet
+        sides = Staging.sides(geometry.device)
+        read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
+        held = held + Planned(*({RECORDS: nbytes // sides} for nbytes in read))
+    on_disk = 0 if config.engine == "memory" else store_bytes
+    apart = RECORDS if config.records_apart else None
+    return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes, apart)
+
+
+def search(
+    config_class: type[OffloadConfig],
+    peak_of: Callable[..., int],
+    geometry: Geometry,
+    limits: tuple[int, int, int],
+    fields: dict[str, Any],
+    heads_apart: bool,
+) -> Search:
+    """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
+    settings = config_class.load(None, fields)  # wrong fields are told before budgets are
+    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
+    records = [(form.record_bytes, form.group_size) for form in forms]
+    full = geometry.full_kv_bytes(*limits[1:])
+    return Search(config_class, peak_of, records, *limits, dict(fields), full)

@@ -1,0 +1,151 @@
+"""How keys and values lie in a record: one entry a token, all key heads and then all value heads, no gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig
+from ..stores.base import DEVICE_BLOCK
+from .autocast import autocast_dtype
+
+TARGET_RECORD_BYTES = 16 * 1024
+"""Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""
+
+
+def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
+    """The type that both are kept in: their own; of two types under `torch.autocast` the one that attention casts both
+    to; else the one that holds both."""
+    if keys.dtype == values.dtype:
+        return keys.dtype
+    return autocast_dtype(keys.device) or torch.promote_types(keys.dtype, values.dtype)
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
+
+    Entries lie token after token, so that gathered records are attention's keys and values as strided views.
+    """
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+    group_size: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None) -> RecordFormat:
+        """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) in `stored_dtype`.
+
+        Without `group_size`: the power of two from 4 to 16 whose record comes nearest to 16 KiB from below.
+        """
+        sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+        return cls.of_sizes(sizes, stored_dtype(keys, values), group_size)
+
+    @classmethod
+    def of_sizes(cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None) -> RecordFormat:
+        """As `of`, for `sizes` (Hk, Dk, Hv, Dv)."""
+        if group_size is None:
+            entry = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * dtype.itemsize
+            group_size = 4
+            while group_size < 16 and 2 * group_size * entry <= TARGET_RECORD_BYTES:
+                group_size *= 2
+        return cls(*sizes, dtype, group_size)
+
+    @cached_property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @cached_property
+    def entry_width(self) -> int:
+        """Elements of one token."""
+        return self.key_width + self.num_value_heads * self.value_dim
+
+    @cached_property
+    def entry_bytes(self) -> int:
+        return self.entry_width * self.dtype.itemsize
+
+    @cached_property
+    def payload_width(self) -> int:
+        """Elements of one record, padding left out."""
+        return self.group_size * self.entry_width
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of one record on disk: the payload rounded up to the device's block."""
+        return -(-self.payload_width * self.dtype.itemsize // DEVICE_BLOCK) * DEVICE_BLOCK
+
+    def entries(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into `out` (B, T, entry_width); returns `out`."""
+        batch, _, tokens, _ = keys.shape
+        width = self.key_width
+        out[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim).copy_(keys.transpose(1, 2))
+        out[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim).copy_(values.transpose(1, 2))
+        return out
+
+    def split(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
+        batch, tokens, width = *entries.shape[:2], self.key_width
+        if (self.num_key_heads, self.key_dim) == (self.num_value_heads, self.value_dim):
+            both = entries.view(batch, tokens, 2, self.num_key_heads, self.key_dim).permute(2, 0, 3, 1, 4)
+            return both[0], both[1]
+        keys = entries[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim)
+        values = entries[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def payload(self, records: torch.Tensor) -> torch.Tensor:
+        """The payload (n, payload_width) of raw records (uint8, (n, record_bytes)) as a view."""
+        return records.view(self.dtype)[:, : self.payload_width]
+
+
+# How many groups leave a tail, how they are packed for the writer, and what that takes
+
+PIECE_BYTES = 1 << 20
+"""Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
+
+
+def places_within(counts: np.ndarray) -> np.ndarray:
+    """Of some things, `counts` (n,) of them one after the other, the how manieth of its own each is, from 0 on."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def leaving(
+    form: RecordFormat, tail: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of the first `count` tokens of a tail (rows, t, entry width), followed by these new ones (rows,
+    heads, n, D): views, in parts of which none is empty."""
+    new = max(0, count - tail.shape[1])
+    parts = [form.split(tail[:, :count]), (keys[:, :, :new], values[:, :, :new])]
+    return [part for part in parts if part[0].shape[2]]
+
+
+def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
+    """Groups a row that `append` packs at a time."""
+    return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
+
+
+def together(form: RecordFormat, config: OffloadConfig) -> int:
+    """Groups that leave a tail together."""
+    return -(-config.leave_together // form.group_size)
+
+
+def latest_tokens(form: RecordFormat, config: OffloadConfig) -> int:
+    """Tokens a row that a tail holds at most when an `append` has ended, and one group."""
+    return config.num_recent + together(form, config) * form.group_size
+
+
+def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:
+    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
+    tokens."""
+    group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
+    return rows * (groups * group_bytes + latest * form.entry_bytes)
+
+
+def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:
+    """Groups a row that are sealed when `context` tokens are held."""
+    return max(0, context - config.num_recent) // form.group_size

@@ -1,0 +1,192 @@
+"""The rolling buffer: the latest tokens of a layer, in memory until they fill groups (KVSwap, section 3.4.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..memory.account import MemoryAccount, lasting_empty
+from ..stores.base import Store
+from .records import RecordFormat
+
+# Where each row's sealed groups lie in the store: rows may share records, so that batch operations copy no data
+
+class BlockTable:
+    """Record ids (B, num_groups), int32: group g of row b lies in record `ids[b, g]` of the layer's store.
+
+    Records are immutable; rows that come from one row share them. A record that no row names any more is given back
+    to the store by `sweep`, which the layer calls when it makes room.
+    """
+
+    def __init__(self, store: Store, batch: int) -> None:
+        self._store = store
+        self._ids = np.empty((batch, 0), dtype=np.int32)
+        self._owned = np.empty(0, dtype=np.int32)
+        self.num_groups = 0
+        self.moved = False
+        """Rows were selected since the last `sweep`: else there is no garbage."""
+
+    @staticmethod
+    def planned(groups: int, rows: int) -> int:
+        """The most that a table of `groups` groups a row takes: rows grow by a quarter, and beams leave records behind
+        until they are as many again."""
+        owned = rows * (2 * groups + 1) if rows > 1 else groups
+        return 4 * (rows * (groups * 5 // 4 + 16) + owned)
+
+    @classmethod
+    def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
+        """A table whose rows name the records `ids` (B, num_groups) of `store`; copies them."""
+        table = cls(store, len(ids))
+        table._ids = np.array(ids, dtype=np.int32, order="C")
+        table._owned = np.unique(table._ids)
+        table.num_groups = ids.shape[1]
+        return table
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+
+    @property
+    def ids(self) -> np.ndarray:
+        """A view (B, num_groups); valid until the next change."""
+        return self._ids[:, : self.num_groups]
+
+    def named(self, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store some row names: (count,), bool."""
+        named = np.zeros(count, dtype=bool)
+        named[self.ids.reshape(-1)] = True
+        return named
+
+    @property
+    def nbytes(self) -> int:
+        return self._ids.nbytes + self._owned.nbytes
+
+    def append(self, count: int) -> np.ndarray:
+        """Allocate `count` groups behind the last of every row; returns their record ids (B, count), int64.
+
+        Raises `StoreFullError` with nothing changed.
+        """
+        batch = self._ids.shape[0]
+        records = self._store.allocate(batch * count).reshape(batch, count)
+        stop = self.num_groups + count
+        if stop > self._ids.shape[1]:
+            grown = np.empty((batch, max(stop, self._ids.shape[1] * 5 // 4 + 16)), dtype=np.int32)
+            grown[:, : self.num_groups] = self.ids
+            self._ids = grown
+        self._ids[:, self.num_groups : stop] = records
+        self.num_groups = stop
+        self._owned = np.append(self._owned, records.astype(np.int32))
+        return records
+
+    def drop_last(self, count: int) -> None:
+        """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
+        if count:
+            records = self.ids[:, self.num_groups - count :].reshape(-1).astype(np.int64)
+            self._store.free(records)
+            self._owned = self._owned[: len(self._owned) - len(records)].copy()
+            self.num_groups -= count
+
+    def records(self, groups: np.ndarray) -> np.ndarray:
+        """Record ids (B, n), int64, of groups (B, n)."""
+        if groups.shape[0] == 1:
+            return self._ids[0][groups].astype(np.int64)
+        return self._ids[np.arange(len(groups))[:, None], groups].astype(np.int64)
+
+    def truncate(self, num_groups: int) -> np.ndarray:
+        """Keep the first `num_groups` of every row; returns the records freed by that."""
+        self.num_groups = num_groups
+        return self.sweep()
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self._ids = np.ascontiguousarray(self._ids[rows])
+        self.moved = True
+
+    def sweep(self) -> np.ndarray:
+        """Give back the records that no row names; returns them."""
+        live = np.unique(self.ids)
+        dead = np.setdiff1d(self._owned, live, assume_unique=True)
+        if len(dead):
+            self._store.free(dead.astype(np.int64))
+            self._owned = live
+        self.moved = False
+        return dead.astype(np.int64)
+
+    @property
+    def garbage(self) -> int:
+        """Records owned beyond what one table without sharing would hold: a bound on what `sweep` may free."""
+        return max(0, len(self._owned) - self.ids.size)
+
+
+class RollingTail:
+    """Entries (B, length, entry_width) of the latest tokens of one layer, on the layer's device.
+
+    Has room for `capacity` tokens a row: histories seal the oldest groups before it would overflow. The buffer is the
+    tail's own: views from `entries` are valid until the next change.
+    """
+
+    def __init__(
+        self,
+        form: RecordFormat,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        account: MemoryAccount,
+    ) -> None:
+        self.form = form
+        self.length = 0
+        self._account = account
+        shape = (batch, capacity, form.entry_width)
+        account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
+        self._hold(lasting_empty(*shape, dtype=form.dtype, device=device))
+
+    def _hold(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._keys, self._values = self.form.split(buffer)
+        self.capacity = buffer.shape[1]
+        """Tokens a row that there is room for."""
+
+    @staticmethod
+    def planned(form: RecordFormat, rows: int, capacity: int) -> int:
+        """Bytes of the tail of one layer."""
+        return rows * capacity * form.entry_bytes
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The tokens held, oldest first, as a view."""
+        return self._buffer[:, : self.length]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind what is held."""
+        stop = self.length + keys.shape[2]
+        assert stop <= self.capacity, f"tail of {self.capacity} asked to hold {stop}"
+        self._keys[:, :, self.length : stop] = keys
+        self._values[:, :, self.length : stop] = values
+        self.length = stop
+
+    def replace(self, entries: torch.Tensor) -> None:
+        """Hold exactly `entries` (B, t, entry_width), which may be a view of this tail."""
+        self._buffer[:, : entries.shape[1]] = entries.clone()
+        self.length = entries.shape[1]
+
+    def drop_first(self, count: int) -> None:
+        """Forget the oldest `count` tokens."""
+        self.replace(self.entries[:, count:])
+
+    def drop_last(self, count: int) -> None:
+        """Forget the latest `count` tokens."""
+        assert count <= self.length
+        self.length -= count
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old = self._buffer
+        self._account.hold("rolling tail", len(rows) * old[0].nbytes)
+        self._hold(lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device))
+        torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
+        self._account.release("rolling tail", old.nbytes)
+
+    def close(self) -> None:
+        self._account.release("rolling tail", self._buffer.nbytes)
+        self._hold(self._buffer.new_empty(0, *self._buffer.shape[1:]))
+        self.length = 0

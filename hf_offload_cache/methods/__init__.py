@@ -1,0 +1,1 @@
+"""One folder a method: its configuration, predictor, history, layer and cache. No method imports another."""

@@ -1,0 +1,210 @@
+"""`AbstractTreeCache`: LeoAM (section 4). Chunks judged by abstracts of their keys, tokens of the best by the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from ...config import OffloadConfig
+from ...core.layer import OffloadLayer
+from ...core.selective_cache import SelectiveCache
+from ...core.selective_layer import SelectiveLayer
+from ...errors import ConfigError, not_whole
+from ...fetch.replica_link import Rates
+from ...memory.fit import LEAST_RECENT, LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Search
+from ...model.geometry import Geometry
+from ...stores.base import DEVICE_BLOCK
+from .config import AbstractTreeConfig
+from .history import ChunkHistory
+from .layer import AbstractTreeLayer
+
+# The best fields of `AbstractTreeCache` that a budget allows
+
+_CHUNK_SIZES = (64, 32, 16)
+_OPENED = (4.0, 2.5, 2.0, 1.5, 1.25)
+"""Tokens of the chunks that are looked into, over those that are attended to: the best, the default, first."""
+_NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
+"""Where a context has dense layers, they attend to as many tokens as the others."""
+
+
+def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
+    """The best configuration that fits: 400 tokens of 1,600 that are looked into, dense first layers in memory, and
+    what is left for slots.
+
+    Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
+    of streams, some of what is looked into, the abstracts, which are read from the disk then, early steps and the
+    latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError`
+    with the least memory that would do.
+    """
+
+    def smallest(chosen: dict[str, Any]) -> dict[str, Any]:
+        return {**chosen, **_of_size(search, chosen["chunk_size"]).least_streams(chosen.get("num_recent"))}
+
+    chosen = search.first_fit(_tried(search), smallest)
+    most = search.most(chosen, "reuse_capacity", search.max_context)
+    most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
+    return search.config(search.wider_blocks(most))
+
+
+def _of_size(search: Search[AbstractTreeConfig], size: int) -> Search[AbstractTreeConfig]:
+    """`search` with chunks of `size` tokens."""
+    sizes = {size, search.fields.get("dense_chunk_size") or size}
+    return replace(search, records=[(_record_bytes(*record, one), one) for record in search.records for one in sizes])
+
+
+def whole_chunks(search: Search[AbstractTreeConfig]) -> Search[AbstractTreeConfig]:
+    """Run `search` with blocks that hold the largest chunk, whichever layers a model has."""
+    return _of_size(search, search.config({}).group_size or _CHUNK_SIZES[0])
+
+
+def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
+    wanted = search.config({}).attended(search.max_context)
+    given = search.fields.get("chunk_size") or search.fields.get("group_size")
+    given = max(given) if isinstance(given, Sequence) else given
+    for size in _CHUNK_SIZES if given is None else [given]:
+        of_size = _of_size(search, size)
+        chunk: dict[str, Any] = {"chunk_size": size}
+        yield {**chunk, **_selecting(wanted, _OPENED[0]), **of_size.streams(STREAM_SHARES[0])}
+        chunk.update(_NONE_DENSE)
+        for opened in _OPENED[:2]:
+            chunk.update(_selecting(wanted, opened))
+            for look in ({}, {"look_ahead": False}):
+                yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
+            yield {**chunk, **of_size.least_streams(), "look_ahead": False}
+        chunk.update(abstracts="disk", look_ahead=False)
+        for opened in _OPENED[:2]:
+            chunk.update(_selecting(wanted, opened))
+            yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
+        chunk["early_steps"] = 0
+        chunk.update(of_size.least_streams(SHORT_TAIL))
+        yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
+        fewer = wanted
+        while fewer > LEAST_SELECTED and search.fields.get("num_selected") is None:
+            fewer = max(LEAST_SELECTED, fewer * 3 // 4)
+            yield {**chunk, **_selecting(fewer, _OPENED[-1])}
+        for recent in (SHORT_TAIL // 2, LEAST_RECENT):
+            yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
+
+
+def tree_shortfalls(config: AbstractTreeConfig, given: Iterable[str]) -> list[str]:
+    """What of `config` gave way to a budget, and was not so `given`: dense layers, and what is looked into."""
+    context, found = config.max_context or 1 << 40, []
+    wanted, opened = config.attended(context), config.brought(context)
+    if config.dense_layers and config.dense_share == _NONE_DENSE["dense_share"] and "dense_share" not in given:
+        found.append(
+            f"there is no room for dense_layers={config.dense_layers}: they attend to no more tokens than the others"
+        )
+    if opened < _OPENED[0] * wanted and "num_opened" not in given:
+        most = round(_OPENED[0] * wanted)
+        found.append(f"a step looks into {opened} tokens for {wanted}; with {most} fewer facts are lost {LOST_BY}")
+    return found
+
+
+def _selecting(tokens: int, opened: float) -> dict[str, Any]:
+    brought = None if opened == _OPENED[0] else round(tokens * opened)
+    return {"num_selected": tokens, "num_opened": brought, "reuse_capacity": 0}
+
+
+def _record_bytes(nbytes: int, tokens: int, size: int) -> int:
+    """Of a record of `size` tokens, where one of `tokens` has `nbytes`."""
+    return -(-nbytes * size // tokens // DEVICE_BLOCK) * DEVICE_BLOCK
+
+
+class AbstractTreeCache(SelectiveCache):
+    """Keeps the KV cache on disk, in chunks, and in memory the least and the largest of each component of their keys.
+
+    `model.generate(..., past_key_values=AbstractTreeCache(model))`. See `AbstractTreeConfig` for the fields. Prefill is
+    exact. A step of decoding brings the chunks whose keys can score highest, and attends to the best tokens in them,
+    by their keys, beside the first tokens and the latest ones.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
+    layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
+    config: AbstractTreeConfig
+    _early = 0
+    """Early steps to come."""
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
+        sizes = self.config.chunk_size
+        if isinstance(sizes, tuple) and len(sizes) != len(self.offloaded):
+            raise ConfigError(
+                f"chunk_size must name each offloaded layer's, got {len(sizes)} for {len(self.offloaded)} layers: were "
+                "they measured with another model? See calibrate_chunks"
+            )
+        rates: Rates = {}
+        for layer in self.selective:
+            assert isinstance(layer, AbstractTreeLayer)
+            layer.num_layers, layer.rates = len(self.selective), rates
+        if self.config.keeps_pages:
+            for layer, following in pairwise(self.selective):
+                assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)
+                layer.following = following
+
+    def rest(self) -> None:
+        """As `SelectiveCache.rest`: after a prompt come early steps."""
+        super().rest()
+        self._early = self.config.early_steps
+
+    def before_selecting(self) -> None:
+        if self.selecting is not None:
+            self.selecting.widen(self._early > 0)
+        for resident in self.selective[: int(self.config.residents)]:
+            assert isinstance(resident, AbstractTreeLayer)
+            resident.keep_all()
+        if self.selective and self.config.keeps_pages:
+            first = self.selective[0]  # none is before it
+            assert isinstance(first, AbstractTreeLayer)
+            first.begin_look()
+
+    def end_step(self, output: Any = None) -> Any:
+        step = self.shared.step
+        if step is not None and step.selects:  # one that failed is made once more
+            self._early = max(0, self._early - 1)
+        changed = super().end_step(output)
+        kept = [layer for layer in self.selective if layer.config.keeps_replicas]  # type: ignore[attr-defined]
+        if kept and all(map(_has_no_replicas, kept)):
+            useless = (
+                f"compress={self.config.compress!r} does nothing: in 4 bits chunks of {self.config.chunk_size} tokens "
+                "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
+            )
+            if useless not in self.warnings:
+                self._warn(useless)
+        return changed
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "early": self._early}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        left = tree.get("early", 0)  # contexts of before there were such steps
+        if type(left) is not int or left < 0:
+            raise not_whole("the cache", f"early steps that are left must be a number from 0, got {left!r:.80}")
+        self._early = min(left, self.config.early_steps)
+
+    @classmethod
+    def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Smaller chunks, whose bounds say more, and more of them that are looked into."""
+        sizes = [{"chunk_size": size} for size in (64, 32, 16)] if given.get("group_size") is None else [{}]
+        wanted = given.get("num_selected", 400)
+        if wanted is None or given.get("num_opened") is not None:
+            return sizes
+        return [{**size, **more} for size in sizes for more in ({}, {"num_opened": 8 * wanted})]
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        found = super().shortfalls(config, geometry, given)
+        return found if config.exact else [*found, *tree_shortfalls(config, given)]
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        if search.fields.get("exact"):
+            return super().choose_fields(whole_chunks(search), geometry)
+        return fit_abstract_tree(search)
+
+
+def _has_no_replicas(layer: SelectiveLayer) -> bool:
+    """Nor will have."""
+    return layer.is_initialized and isinstance(layer.history, ChunkHistory) and layer.history.replicas is None

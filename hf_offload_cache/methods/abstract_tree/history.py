@@ -1,0 +1,336 @@
+"""All tokens of one layer, and on the disk beside them an abstract of each chunk of their keys, or a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import StoreError, not_whole
+from ...fetch.choice import Extents
+from ...fetch.storage import Storage
+from ...history.base import Sealed
+from ...history.position_history import PositionHistory
+from ...history.records import RecordFormat
+from ...history.tail import BlockTable
+from ...memory.account import lasting_empty
+from ...memory.plan import LayerPlan, Planned
+from ...stores.base import FreezableStore, Store, aligned_empty
+from .replicas import ReplicaFormat, Replicas
+
+# Abstracts of a history's units, packed in records of their own in its store; the latest ones in memory
+
+class AbstractPages:
+    """For each unit of a row one vector of `width` elements, twice the joined width of the keys; in the order of units.
+
+    A page is a record of as many as fit; the page that is not full is in memory, in the account as "abstracts". What
+    raises leaves fewer units behind than were to be added: `units` says how many, and `clear` begins anew. For the
+    thread that runs the model.
+    """
+
+    def __init__(
+        self, storage: Storage, store: Store, form: RecordFormat, rows: int, device: torch.device, name: str
+    ) -> None:
+        self.form, self.rows, self.device = form, rows, device
+        self.width, self.each = 2 * form.key_width, page_size(form)
+        self.table = BlockTable(store, rows)
+        self._storage, self._store, self._name = storage, store, name
+        self._count = 0
+        self._open = self._empty(rows)
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        self._storage.account.hold("abstracts", rows * self.each * self.width * self.form.dtype.itemsize)
+        return lasting_empty(rows, self.each, self.width, dtype=self.form.dtype, device=self.device)
+
+    @staticmethod
+    def planned(form: RecordFormat, units: int, rows: int) -> LayerPlan:
+        """What `rows` rows of abstracts of `units` units take, and their records."""
+        each = page_size(form)
+        page = rows * each * 2 * form.key_width * form.dtype.itemsize
+        tables = BlockTable.planned(units // each, rows)
+        moving = Planned.always({"moving rows": page} if rows > 1 else {})
+        own = Planned.always({"abstracts": page, "tables": tables})
+        return LayerPlan(own, moving, rows * (units // each) * form.record_bytes)
+
+    @property
+    def units(self) -> int:
+        """Of which there are abstracts."""
+        return self.table.num_groups * self.each + self._count
+
+    # --- in and out --------------------------------------------------------------------------------------------
+
+    def append(self, abstracts: torch.Tensor) -> None:
+        """Add (rows, n, width), which are copied; full pages go to the writer. Raises `StoreFullError`, or an earlier
+        write's `StoreError`."""
+        taken = 0
+        while taken < abstracts.shape[1]:
+            part = min(self.each - self._count, abstracts.shape[1] - taken)
+            self._open[:, self._count : self._count + part] = abstracts[:, taken : taken + part]
+            self._count += part
+            taken += part
+            if self._count == self.each:
+                try:
+                    self._write()
+                except Exception:
+                    self._count -= 1
+                    raise
+
+    def _write(self) -> None:
+        with self._storage.account.holding("packing", self.rows * self.form.record_bytes):
+            records = aligned_empty(self.rows, self.form.record_bytes)
+            typed = records.view(self.form.dtype)
+            size = self.each * self.width
+            typed[:, size:] = 0
+            typed[:, :size] = self._open.reshape(self.rows, size)
+            ids = self.table.append(1)
+            try:
+                self._storage.prefetcher.write(self._store, ids.reshape(-1), records)
+            except Exception:
+                self.table.drop_last(1)
+                raise
+            self._count = 0
+
+    def extents(self) -> Extents:
+        """The records of all full pages, in order."""
+        return Extents(self.table.ids.astype(np.int64))
+
+    def joined(self, pages: torch.Tensor) -> torch.Tensor:
+        """All abstracts, (rows, units, width): of the pages (rows, P, G, entry width) that `extents` names, and what is
+        in memory."""
+        packed = pages.flatten(2)[:, :, : self.each * self.width]
+        stored = packed.reshape(self.rows, pages.shape[1] * self.each, self.width)
+        return torch.cat([stored, self._open[:, : self._count]], 1)
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> np.ndarray | None:
+        """Keep the abstracts of the first `units` units. Returns the records freed, or None where none was. Raises
+        `StoreError` with nothing changed."""
+        stored = self.table.num_groups * self.each
+        if units >= stored:
+            self._count = min(self._count, units - stored)
+            return None
+        full, rest = divmod(units, self.each)
+        if rest:
+            ids = self.table.ids[:, full].astype(np.int64)
+            with self._storage.audited():
+                for page in self._storage.stream(self._store, ids, self.rows, self.device):
+                    packed = self.form.payload(page)[:, : self.each * self.width]
+                    self._open.copy_(packed.reshape(self.rows, self.each, self.width))
+        self._count = rest
+        return self.table.truncate(full)
+
+    def clear(self) -> np.ndarray:
+        """Keep none. Returns the records freed."""
+        self._count = 0
+        return self.table.truncate(0)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old = self._open
+        self._open = self._empty(len(rows))
+        torch.index_select(old, 0, rows.to(old.device), out=self._open)
+        self._storage.account.release("abstracts", old.nbytes)
+        self.table.select_rows(rows.cpu().numpy())
+        self.rows = len(rows)
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+        self.table.move(store)
+
+    def close(self) -> None:
+        self._storage.account.release("abstracts", self._open.nbytes)
+        self._open = self._open.new_empty(0, *self._open.shape[1:])
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """What is held beside the records: views, valid until the next change."""
+        return {"table": torch.from_numpy(self.table.ids), "open": self._open[:, : self._count]}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured, which `check_pages` has passed. Copies."""
+        self.table = BlockTable.of(self._store, tree["table"].cpu().numpy())
+        self._count = tree["open"].shape[1]
+        self._open[:, : self._count] = tree["open"]
+
+
+def check_pages(form: RecordFormat, tree: Any, rows: int, units: int, records: int, name: str) -> None:
+    """Raises `ContextError` unless captured pages of `units` units hold together over a store of `records` records."""
+    table, latest = (tree.get(part) if isinstance(tree, dict) else None for part in ("table", "open"))
+    each, width, wrong = page_size(form), 2 * form.key_width, None
+    if not isinstance(table, torch.Tensor) or not isinstance(latest, torch.Tensor):
+        wrong = f"they are {type(table)} and {type(latest)}"
+    elif table.dtype != torch.int32 or table.shape != (rows, units // each):
+        wrong = f"their table is {tuple(table.shape)} {table.dtype}, for {rows} rows of {units} units, {each} a page"
+    elif table.numel() and not (int(table.min()) >= 0 and int(table.max()) < records):
+        wrong = f"their table names records {int(table.min())} to {int(table.max())} and there are {records}"
+    elif latest.dtype != form.dtype or latest.shape != (rows, units % each, width):
+        wrong = f"those in memory are {tuple(latest.shape)} {latest.dtype}, of {units} units, {each} a page"
+    if wrong:
+        raise not_whole(name, f"its abstracts: {wrong}")
+
+
+def page_size(form: RecordFormat) -> int:
+    """Abstracts that fit a record."""
+    return max(1, form.payload_width // (2 * form.key_width))
+
+
+class ChunkHistory(PositionHistory):
+    """A `PositionHistory` that may have `pages` in its store, and `replicas` of its records in another.
+
+    What a predictor puts into `pages` moves, and is kept in contexts, with the units that it is of. `config` is an
+    `OffloadConfig` that says in `keeps_pages` and `keeps_replicas` which of them there are.
+    """
+
+    def __init__(
+        self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: Any, name: str,
+        store: Store | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(storage, form, rows, device, config, name, store)
+        self.pages: AbstractPages | None = None
+        self.replicas: Replicas | None = None
+        self._keeps_replicas: bool = config.keeps_replicas
+        self._written: list[np.ndarray] = []
+        try:
+            if config.keeps_pages:
+                self.pages = AbstractPages(storage, self.store, form, rows, device, name)
+            if store is None:
+                self._make_replicas()
+        except BaseException:
+            self.tail.close()
+            raise
+
+    def _make_replicas(self) -> None:
+        replica = ReplicaFormat.of(self.form) if self._keeps_replicas else None
+        if replica is not None:
+            self.replicas = Replicas(self._storage, replica, self._name)
+
+    @property
+    def tables_nbytes(self) -> int:
+        pages = 0 if self.pages is None else self.pages.table.nbytes
+        return super().tables_nbytes + pages + (0 if self.replicas is None else self.replicas.tables_nbytes)
+
+    # --- in ----------------------------------------------------------------------------------------------------
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
+        if self.replicas is None:
+            return super().append(keys, values)
+        self._written.clear()
+        try:
+            return super().append(keys, values)
+        except Exception:
+            if not self._storage.torn:  # the records are free again
+                for records in self._written:
+                    self.replicas.forget(records)
+            raise
+
+    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
+        payloads = super()._write(ids, entries)
+        if self.replicas is not None:
+            self._written.append(ids.reshape(-1))
+            self.replicas.write(ids.reshape(-1), payloads)
+        return payloads
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def named(self, count: int) -> np.ndarray:
+        named = super().named(count)
+        return named if self.pages is None else named | self.pages.table.named(count)
+
+    def move(self, store: Store) -> None:
+        super().move(store)
+        if self.pages is not None:
+            self.pages.move(store)
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        replicas = () if self.replicas is None else self.replicas.freeze()
+        return [*super().freeze(), *replicas]
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        if self.replicas is None:
+            return super().live(parts)
+        count = len(parts) - self._replica_parts
+        return [*super().live(parts[:count]), *self.replicas.live(parts[count:])]
+
+    @property
+    def _replica_parts(self) -> int:
+        """Of frozen stores, how many are the replicas'."""
+        assert self.replicas is not None
+        return len(getattr(self.replicas.store, "parts", ()))
+
+    def capture(self) -> dict[str, Any]:
+        whole = self.pages is not None and self.pages.units == self.units  # else who puts them there has to begin anew
+        tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and whole else None}
+        return tree if self.replicas is None else {**tree, "replicas": self.replicas.capture(self._replica_parts)}
+
+    @classmethod
+    def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
+        rows, units = ids.shape
+        if tree.get("pages") is not None:
+            check_pages(form, tree["pages"], rows, units, records, name)
+
+    @classmethod
+    def restore(
+        cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], *given: Any
+    ) -> ChunkHistory:
+        captured, own = tree.get("replicas"), len(parts)
+        if captured is not None:
+            count = captured["parts"]
+            if type(count) is not int or not 0 <= count <= own:
+                raise not_whole(given[-1], f"{count!r:.80} of its {own} files are replicas")
+            own -= count
+        history = super().restore(storage, tree, parts[:own], *given)
+        assert isinstance(history, ChunkHistory)
+        if history.pages is not None and tree.get("pages") is not None:
+            history.pages.restore(tree["pages"])
+        if captured is None:
+            history._make_replicas()
+        elif history._keeps_replicas:
+            history.replicas = Replicas.restore(storage, captured, history.form, parts[own:], history._name)
+        else:
+            for part in parts[own:]:
+                part.close()
+        return history
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> np.ndarray | None:
+        """As `History.truncate`. Where a page that is to be cut cannot be read back, no abstract is left, and who puts
+        them there begins anew: the history itself is cut."""
+        freed, dropped = super().truncate(length), None
+        self._forget(freed)
+        if self.pages is not None and self.units < self.pages.units:
+            try:
+                dropped = self.pages.truncate(self.units)
+            except StoreError:
+                dropped = self.pages.clear()
+        if dropped is None or not dropped.size:
+            return freed
+        return dropped if freed is None else np.concatenate([freed, dropped])
+
+    def sweep(self, always: bool = False) -> np.ndarray | None:
+        freed = super().sweep(always)
+        self._forget(freed)
+        if freed is None or self.pages is None:
+            return freed
+        return np.concatenate([freed, self.pages.table.sweep()])
+
+    def _forget(self, freed: np.ndarray | None) -> None:
+        if freed is not None and freed.size and self.replicas is not None:
+            self.replicas.forget(freed)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self.pages is not None:
+            self.pages.select_rows(rows)
+
+    def close(self) -> None:
+        if self.pages is not None:
+            self.pages.close()
+        if self.replicas is not None:
+            self.replicas.close()
+        super().close()

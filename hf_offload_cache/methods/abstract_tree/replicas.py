@@ -1,0 +1,218 @@
+"""Replicas in 4 bits of a history's records, in a store beside its own: what may travel in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...config import OffloadConfig, parse_size
+from ...errors import CorruptRecordError, StalledError, StoreError, not_whole
+from ...fetch.areas import ByteRows
+from ...fetch.storage import Storage
+from ...history.freezing import frozen
+from ...history.records import RecordFormat, piece_groups, sealed_groups
+from ...kernels import int4
+from ...kernels.int4 import Int4Layout
+from ...kernels.on_a_device import has_kernels
+from ...memory.plan import LayerPlan, Planned
+from ...stores.base import DEVICE_BLOCK, FreezableStore, Store, aligned_empty
+from ...stores.engines import planned_store
+from ...stores.layered import LayeredStore, parts_that_stay
+
+# How a record's replica in 4 bits lies on the disk
+
+_GROUPS = (64, 32)
+"""Elements a group: fewer where they take no more of the disk."""
+
+
+@dataclass(frozen=True)
+class ReplicaFormat:
+    """One replica a record of a `RecordFormat` (LeoAM, section 4.4: INT4, group-wise), padded to the device's block.
+    A group is of one token, and of its keys or its values alone."""
+
+    layout: Int4Layout
+    record_bytes: int
+
+    @classmethod
+    def of(cls, form: RecordFormat) -> ReplicaFormat | None:
+        """None where a replica is no smaller than the record, so that none pays."""
+        best: ReplicaFormat | None = None
+        for group in _GROUPS:
+            entry = Int4Layout.of(group, form.key_width, form.entry_width - form.key_width)
+            if entry is not None:
+                layout = Int4Layout(form.payload_width, entry.group)
+                size = -(-layout.nbytes // DEVICE_BLOCK) * DEVICE_BLOCK
+                if size <= (form.record_bytes - 1 if best is None else best.record_bytes):
+                    best = cls(layout, size)
+        return best
+
+
+_NONE = -1
+
+
+class Replicas:
+    """Which replica each record has, if it has one, and their store, which this owns. For the model's thread.
+
+    A replica belongs to a record, not to a row: rows that share records share them, whatever is done to rows. What
+    cannot be read of them is read of the records.
+    """
+
+    def __init__(self, storage: Storage, form: ReplicaFormat, name: str, store: Store | None = None) -> None:
+        self.form, self.record_bytes = form, form.record_bytes
+        self._storage, self._name = storage, f"{name}, replicas"
+        self.store = storage.open_store(form.record_bytes, self._name) if store is None else store
+        self._replica_of = np.full(64, _NONE, dtype=np.int32)
+
+    @staticmethod
+    def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
+        """What the replicas of `rows` rows of `context` tokens take."""
+        own = ReplicaFormat.of(form)
+        if own is None:
+            return LayerPlan()
+        records = rows * sealed_groups(form, config, context)
+        encrypted = config.encryption_key is not None
+        held = planned_store(config.engine, records, own.record_bytes, encrypted=encrypted)
+        held["tables"] += 4 * max(64, records * 5 // 4)
+        packed = [rows * piece_groups(form, rows, parse_size(config.write_queue)), rows]
+        packing = [own.layout.working_bytes + count * own.record_bytes for count in packed]
+        shared = Planned({"packing": packing[0]}, {"packing": packing[1], "unpacking": own.layout.working_bytes})
+        return LayerPlan(Planned.always(held), shared, records * own.record_bytes)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return self._replica_of.nbytes + self.store.tables_bytes
+
+    def locate(self, records: np.ndarray) -> np.ndarray:
+        """The replica (int64 ids in `store`) of each record, -1: it has none."""
+        last = self._replica_of.size - 1  # stays -1
+        return self._replica_of[np.where((records < 0) | (records > last), last, records)].astype(np.int64)
+
+    @property
+    def records(self) -> np.ndarray:
+        """The records that have one, ascending."""
+        return (self._replica_of >= 0).nonzero()[0]
+
+    # --- in and out --------------------------------------------------------------------------------------------
+
+    def write(self, records: np.ndarray, payloads: torch.Tensor) -> None:
+        """Hand replicas of `records` (n), which have none, with payloads (n, payload width) in host memory to the
+        writer. One with an element that half precision does not hold has none. Raises `StoreFullError`, or an earlier
+        write's `StoreError`, with nothing changed."""
+        layout = self.form.layout
+        with self._storage.account.holding("packing", layout.working_bytes + records.size * self.record_bytes):
+            held = (payloads.amax(1) <= int4.LARGEST) & (payloads.amin(1) >= -int4.LARGEST)
+            if not held.all():
+                records, payloads = records[held.numpy()], payloads[held]
+                if not records.size:
+                    return
+            replicas = aligned_empty(records.size, self.record_bytes)
+            int4.quantise(layout, payloads, replicas)
+            ids = self.store.allocate(records.size)
+            try:
+                self._storage.prefetcher.write(self.store, ids, replicas)
+            except BaseException:
+                self.store.free(ids)
+                raise
+        if (last := int(records.max())) >= (size := self._replica_of.size) - 1:
+            grown = np.full(max(last + 2, size * 5 // 4), _NONE, dtype=np.int32)
+            grown[:size] = self._replica_of
+            self._replica_of = grown
+        self._replica_of[records] = ids
+
+    def unpack(self, replicas: torch.Tensor, rows: np.ndarray, into: ByteRows, target: np.ndarray) -> None:
+        """Payloads of replica `rows[i]` of `replicas` (n, record_bytes) uint8 into row `target[i]` of `into`, on the
+        device of both."""
+        device = replicas.device
+        places, targets = (torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (rows, target))
+        with self._storage.account.holding("unpacking", self.form.layout.working_bytes):
+            if has_kernels(device):
+                from ...kernels import int4_triton
+
+                int4_triton.dequantise(self.form.layout, replicas, places, into.tensor, targets)
+            elif device.type != "cpu":
+                entries = int4.dequantised(self.form.layout, replicas[places])
+                into.tensor[targets, : entries.shape[1]] = entries.to(into.tensor.dtype)
+            else:
+                int4.dequantise(self.form.layout, replicas, places, into.tensor, targets)
+
+    def forget(self, records: np.ndarray) -> None:
+        """These records have none any more."""
+        known = records[(records >= 0) & (records < self._replica_of.size)]
+        replicas = self._replica_of[known]
+        self._replica_of[known] = _NONE
+        self.store.free(np.unique(replicas[replicas >= 0]).astype(np.int64))
+
+    def close(self) -> None:
+        self._storage.close_store(self.store)
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def _named(self, count: int) -> np.ndarray:
+        named = np.zeros(count, dtype=bool)
+        named[self._replica_of[self._replica_of >= 0]] = True
+        return named
+
+    def _move(self, store: Store) -> None:
+        self.store = store
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        """As `History.freeze`; those that were not written, or of a part that cannot be merged, are forgotten."""
+        try:
+            self._storage.prefetcher.flush(self.store)
+            self._storage.prefetcher.check_written(self.store, self.locate(self.records))
+        except StalledError:
+            raise
+        except StoreError:
+            self._forget_unwritten()
+        try:
+            return frozen(self._storage, self.store, self._name, self._named, self._move).parts
+        except CorruptRecordError:
+            store = self.store
+            assert isinstance(store, LayeredStore)
+            sizes = [part.capacity for part in store.parts]
+            stays = sum(sizes[: parts_that_stay(sizes)])
+            self.forget((self._replica_of >= stays).nonzero()[0])
+            store.merge(self._named(store.capacity))
+            return store.parts
+
+    def _forget_unwritten(self) -> None:
+        for record in self.records:
+            try:
+                self._storage.prefetcher.check_written(self.store, self.locate(record[None]))
+            except StoreError:
+                self.forget(record[None])
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        """As `History.live`."""
+        edges = np.cumsum([part.capacity for part in parts])
+        return np.split(self._named(self.store.capacity), edges[:-1])
+
+    def capture(self, parts: int) -> dict[str, Any]:
+        """What is held beside the records, of which there are `parts` frozen stores: a view, valid until the next
+        change."""
+        return {"parts": parts, "of": torch.from_numpy(self._replica_of)}
+
+    @classmethod
+    def restore(
+        cls, storage: Storage, tree: Any, form: RecordFormat, parts: Sequence[FreezableStore], name: str
+    ) -> Replicas:
+        """What was captured, over the frozen stores `parts`, which it owns then. Raises `ContextError`."""
+        own, of = ReplicaFormat.of(form), tree["of"]
+        known = sum(part.capacity for part in parts)
+        wrong = None
+        if own is None or any(part.record_bytes != own.record_bytes for part in parts):
+            wrong = f"they have {[part.record_bytes for part in parts]} bytes, of records in the form {form}"
+        elif not isinstance(of, torch.Tensor) or of.dtype != torch.int32 or of.ndim != 1 or len(of) < 64:
+            wrong = f"which record has which is {type(of)}"
+        elif int(of.min()) < _NONE or int(of.max()) >= known or int(of[-1]) != _NONE:
+            wrong = f"replicas {int(of.min())} to {int(of.max())} are named and there are {known}"
+        if own is None or wrong:
+            raise not_whole(name, f"its replicas: {wrong}")
+        store = storage.layer_store(parts, own.record_bytes, f"{name}, replicas")
+        replicas = cls(storage, own, name, store)
+        replicas._replica_of = of.cpu().numpy().copy()
+        return replicas

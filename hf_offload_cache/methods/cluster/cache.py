@@ -1,0 +1,247 @@
+"""`ClusterCache`: DynaKV (sections 4 to 6). Clusters of keys that follow a long generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...config import OffloadConfig, SelectiveConfig
+from ...core.layer import OffloadLayer, Output
+from ...core.plan import LayerKind, plan_store
+from ...core.selective_cache import SelectiveCache
+from ...core.selective_layer import SelectiveLayer
+from ...errors import ConfigError
+from ...fetch.choice import Choice, Fetched
+from ...fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
+from ...fetch.tier import SlotTier, Tier
+from ...history.base import History
+from ...history.records import RecordFormat, sealed_groups
+from ...memory.fit import Search
+from ...memory.plan import LayerPlan, Planned
+from ...model.attention_call import AttentionCall
+from ...model.geometry import Geometry
+from ...stores.base import FreezableStore
+from .config import ClusterConfig
+from .entries import fullest
+from .history import ClusterHistory
+from .plan import fit_cluster
+from .predictor import ClusterPredictor
+
+_POLICIES: dict[str, Policies] = {"lru": LeastRecent, "fifo": FirstIn}
+_PLACED_BY = 32
+"""The latest queries of a call, by which what it brings is placed."""
+
+
+class ClusterLayer(SelectiveLayer):
+    """A layer whose history lies in clusters, each key head's of its own."""
+
+    heads_apart: ClassVar[bool] = True
+    history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
+    config: ClusterConfig
+    following: ClusterLayer | None = None
+    """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
+
+    @property
+    def num_stores(self) -> int:  # type: ignore[override]
+        return 3 if self.config.centroids == "disk" else 1  # a map has a descriptor of its own
+
+    def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
+        own = self.shared.storage, form, rows, device, self.config, self.name
+        return self.history_class(*own, self.config.clusters, self)
+
+    def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
+        own = self.shared.storage, tree, parts, device, self.config, self.name
+        return self.history_class.restore(*own, self.config.clusters, self)
+
+    def stale(self, records: np.ndarray) -> None:
+        """See `Readers`."""
+        if self._fetcher is not None:
+            self._fetcher.stale(records)
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
+        """See `Readers`."""
+        if self._fetcher is not None:
+            self._fetcher.renew(records, payloads, gone)
+
+    def settle_rows(self, rows: torch.Tensor) -> None:
+        self._own.place()
+        self._own.clustered.settle_shared(self.rows.expand(rows))
+
+    # --- slots -------------------------------------------------------------------------------------------------
+
+    def _policy(self) -> Policies:
+        own = AlignedWith(self._own.clustered.sizes)
+        return own if self.config.replacement == "aligned" else _POLICIES[self.config.replacement]
+
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        form, device = self.history.form, self.history.device
+        account = self.shared.storage.account
+        return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=self._policy())]
+
+    @classmethod
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
+        assert isinstance(config, ClusterConfig)
+        tokens = sealed_groups(kind.form, config, context) * kind.form.group_size
+        records = config.clusters.most_places(tokens, kind.form.group_size)
+        payload = kind.form.payload_width * kind.form.dtype.itemsize
+        policy = _POLICIES.get(config.replacement, AlignedWith(np.ones_like))
+        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records, policy=policy))
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, ClusterConfig)
+        plan, records = cls.history_class.planned(kind.form, config, config.clusters, context, kind.rows)
+        return plan + plan_store(kind, config, records)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, ClusterConfig)
+        heads = kind.num_heads * kind.batch // kind.rows
+        return ClusterPredictor.planned(kind.form, config.clusters, context, kind.rows, heads)
+
+    @classmethod
+    def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
+        assert isinstance(config, ClusterConfig)
+        return ClusterPredictor.most_pages(units, config.num_sinks, config.clusters, group_size)
+
+    @classmethod
+    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """As many as tokens fill, and of each cluster one that is not full."""
+        assert isinstance(config, ClusterConfig)
+        full, group = super().most_stored(kind, config, context), kind.form.group_size
+        return full + config.clusters.most_clusters(full * group, group)
+
+    @classmethod
+    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        assert isinstance(config, ClusterConfig)
+        return config.append_buffer + config.clusters.together(kind.form.group_size)
+
+    @classmethod
+    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        return cls.most_units(kind, config, context) * kind.form.group_size
+
+    def make_predictor(self) -> ClusterPredictor:
+        return ClusterPredictor(self._own.clustered, self.config, self.config.clusters, self.shared.storage.account)
+
+    # --- placing -----------------------------------------------------------------------------------------------
+
+    # What is clustered in an `update` is placed by the queries of the attention that follows, or as the step ends.
+
+    def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._own.holds_back = self.shared.step is not None and self.state != "full"
+        return super()._take_in(key_states, value_states)
+
+    def _attend(self, call: AttentionCall) -> Output:
+        if self._own.held_back:
+            latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
+            own = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
+            self._own.place(own, self.config.brought(self.length))
+        try:
+            return super()._attend(call)
+        finally:
+            self._own.clustered.partition.rest()
+
+    def fetched(self, choice: Choice, fetched: Fetched) -> None:
+        if self.following is not None and self.following.is_initialized:  # a layer early (DynaKV, section 6.1)
+            self.following._own.clustered.partition.will_need()
+
+    def end_step(self) -> None:
+        if self._filled:
+            self._own.place()
+            self._own.clustered.partition.rest()  # where no attention came that asked for means
+        super().end_step()
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> ClusterHistory:
+        assert isinstance(self.history, ClusterHistory)
+        return self.history
+
+    def combine(
+        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
+    ) -> Output:
+        output = super().combine(call, choice, fetched, visible)
+        together, now = self._own.together, self.length + self.layer_idx  # layers take turns
+        if now // together > (now - call.query.shape[2]) // together:
+            self.settle(choice, fetched)
+        return output
+
+    def settle(self, choice: Choice, fetched: Fetched) -> None:
+        """What waits for a cluster of a choice that was fetched does so no longer (DynaKV, algorithm 1); if more waits
+        for others than may, the fullest of these are read for it. For `combine`, once for as many tokens as leave the
+        tail together."""
+        history, own = self._own, self._own.clustered
+        extents = history.extents(choice.units)
+        assert fetched.records is not None and extents.unit is not None
+        begins = np.diff(extents.unit, axis=1, prepend=-1) > 0
+        row, column = (begins & (extents.records >= 0)).nonzero()
+        first = np.full(own.stored.shape, -1)  # where what each cluster's first page holds is
+        first[row, choice.units[row, extents.unit[row, column]]] = column
+        leaving = (own.waiting > 0) & (first >= 0)
+        held = fetched.records
+
+        def pages(rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+            begin = first[rows, clusters]
+            if (absent := begin < 0).all():
+                return own.read(rows, clusters, numbers)
+            at = torch.from_numpy(np.where(absent, 0, begin + numbers)).to(held.device)
+            found = held[torch.from_numpy(rows).to(held.device), at]
+            if absent.any():
+                found[torch.from_numpy(absent).to(held.device)] = own.read(
+                    rows[absent], clusters[absent], numbers[absent]
+                )
+            return found
+
+        others = fullest(np.where(leaving, 0, own.waiting), own.buffer.most)
+        rows, clusters = map(np.concatenate, zip(leaving.nonzero(), others, strict=True))
+        if rows.size:
+            own.settle(pages, rows, clusters)
+
+
+class ClusterCache(SelectiveCache):
+    """Keeps the KV cache on disk, in clusters of keys, and in memory what each cluster's keys have in common.
+
+    `model.generate(..., past_key_values=ClusterCache(model))`. See `ClusterConfig` for the fields. Prefill is exact. A
+    step of decoding attends to the clusters whose centroids score highest, beside the first tokens and the latest ones;
+    what is decoded joins clusters, which are split where their keys have gone apart.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
+    layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
+    config: ClusterConfig
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if find_spec("faiss") is not None:
+            return None
+        return (
+            f"{cls.__name__} makes clusters by faiss, which is not installed: pip install 'hf-offload-cache[cluster]'"
+        )
+
+    def prepare(self, model: Any) -> None:
+        if (why := self.missing()) is not None:
+            raise ConfigError(why)
+        super().prepare(model)
+        if self.config.centroids == "disk":
+            for layer, following in pairwise(self.selective):
+                assert isinstance(layer, ClusterLayer) and isinstance(following, ClusterLayer)
+                layer.following = following
+
+    @classmethod
+    def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Clusters of other sizes: smaller ones lose less, larger ones are read in fewer pieces."""
+        if any(given.get(name) is not None for name in ("cluster_size", "cluster_capacity", "num_clusters")):
+            return [{"join_every": every} for every in (16, 64)] if given.get("join_every") is None else []
+        return [{"cluster_size": size} for size in (8, 16, 32)]
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_cluster(search)

@@ -1,0 +1,256 @@
+"""Where each row's clusters lie in the store: pools of pages, two clusters a pool, that grow towards each other
+(DynaKV, section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...fetch.storage import Storage
+from ...history.records import PIECE_BYTES, RecordFormat, places_within
+from ...stores.base import Store, aligned_empty
+
+# Entries on their way into pages
+
+def piece_bytes(write_queue: int) -> int:
+    """Bytes of pages that are handed to the writer at a time, beside a queue of so many."""
+    return min(PIECE_BYTES, write_queue // 2)
+
+
+class PageWriter:
+    """Packs entries into records of `group_size` each, and hands them to the writer; what is not full has zeros behind.
+
+    Raises `StoreError` of an earlier write; those of this one's pages that were handed over before are written then:
+    none, where all are handed over `at_once`, by `end`.
+    """
+
+    def __init__(self, storage: Storage, store: Store, form: RecordFormat, *, at_once: bool = False) -> None:
+        self._storage, self._store, self._form = storage, store, form
+        self._ids: list[np.ndarray] = []
+        self._pages: list[torch.Tensor] = []
+        self._bytes = 0
+        self.piece = 1 << 62 if at_once else piece_bytes(storage.write_queue)
+        """Bytes that are handed over at a time, or all of one cluster."""
+
+    @property
+    def packed(self) -> bool:
+        """There is something for `end` to hand over."""
+        return bool(self._ids)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The records (n,) that `end` hands over."""
+        return np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int64)
+
+    def put(self, entries: torch.Tensor, counts: np.ndarray, first: np.ndarray, step: np.ndarray) -> None:
+        """Of entries (n, width) the first `counts[0]` go to the records `first[0]`, `first[0] + step[0]` and so on, the
+        next `counts[1]` to those of the next, and so on."""
+        form, group = self._form, self._form.group_size
+        each = -(-counts // group)
+        which = np.repeat(np.arange(len(counts)), each)
+        number = places_within(each)
+        begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
+        pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
+        rows = entries.new_zeros(which.size * group, form.entry_width)
+        rows[torch.from_numpy(begins + np.arange(len(entries))).to(entries.device)] = entries
+        pages[:, : form.payload_width] = rows.view(which.size, form.payload_width)
+        self._ids.append(first[which] + step[which] * number)
+        self._pages.append(pages)
+        self._bytes += pages.nbytes
+        if self._bytes >= self.piece:
+            self.end()
+
+    def end(self) -> tuple[np.ndarray, torch.Tensor]:
+        """Hand over what is packed, of which there is some, in the order of the records, so that those side by side are
+        written at once. The records (n,) and what they hold, (n, payload width): views."""
+        order = np.argsort(self.ids)
+        ids, place = self.ids[order], torch.from_numpy(np.argsort(order))
+        records = aligned_empty(len(ids), self._form.record_bytes)
+        for pages, places in zip(self._pages, place.split([len(pages) for pages in self._pages]), strict=True):
+            records.index_copy_(0, places, pages.view(torch.uint8).cpu())
+        self._ids, self._pages, self._bytes = [], [], 0
+        self._storage.prefetcher.write(self._store, ids, records)
+        return ids, self._form.payload(records)
+
+
+_ROOM = 16
+
+
+class ClusterPages:
+    """The places of clusters (rows, clusters): the records `first`, `first + step`, `first + 2 step` and so on.
+
+    A pool is as many adjacent records as two of the largest clusters need. One of its clusters begins at its first
+    record and grows upwards, the other at its last one and grows downwards, so that either grows in place; where a pool
+    has but one, the next cluster of its row becomes its partner. A pool that no row names is given back by `sweep`.
+    """
+
+    def __init__(self, store: Store, rows: int, largest: int) -> None:
+        self._store, self.largest = store, largest
+        self._first = np.full((rows, 0), -1, dtype=np.int32)
+        self._step = np.zeros((rows, 0), dtype=np.int8)
+        self._single: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        self._owned, self._left = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self._look_from = 0
+        self.moved = False
+        """Rows were selected since the last `sweep`."""
+
+    @staticmethod
+    def planned(clusters: int, rows: int) -> int:
+        """The most bytes that tables of `clusters` clusters a row take."""
+        return rows * (5 * (clusters * 5 // 4 + _ROOM) + 8 * (2 * clusters + 1))
+
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._step.nbytes + self._owned.nbytes
+
+    @property
+    def pool(self) -> int:
+        """Records of a pool."""
+        return 2 * self.largest
+
+    def records(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """The record ids, int64, of pages of clusters of rows: of one shape."""
+        return self._first[rows, clusters].astype(np.int64) + self._step[rows, clusters].astype(np.int64) * pages
+
+    def steps(self, rows: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+        """By how much the ids of pages of clusters of rows, (n,) each, grow: 1 or -1, int64."""
+        return self._step[rows, clusters].astype(np.int64)
+
+    # --- places ------------------------------------------------------------------------------------------------
+
+    def half_empty(self, row: int) -> int:
+        """Pools with one cluster of a row, which its next ones become partners of."""
+        return len(self._single[row])
+
+    def reserve(self, rows: np.ndarray) -> list[tuple[int, int]]:
+        """Places (first record, step) for one new cluster in each of `rows` (n,), a row as often as it has new ones.
+        They are `take`n, or `give`n back. Raises `StoreFullError` with nothing changed."""
+        wanted = np.bincount(rows, minlength=len(self._single))
+        missing = [max(0, int(count) - len(single)) for count, single in zip(wanted, self._single, strict=True)]
+        pools = self._store.allocate(self.pool * sum(-(-count // 2) for count in missing)).reshape(-1, self.pool)
+        self._owned = np.concatenate([self._owned, pools[:, 0]])
+        fresh = iter(pools.tolist())
+        for single, count in zip(self._single, missing, strict=True):
+            for _ in range(-(-count // 2)):
+                ids = next(fresh)
+                assert ids[-1] - ids[0] == self.pool - 1, "pools are taken and given back whole"
+                single[:0] = [(ids[-1], -1), (ids[0], 1)]
+        return [self._single[row].pop() for row in rows.tolist()]
+
+    def give(self, rows: np.ndarray, places: list[tuple[int, int]]) -> None:
+        """What was reserved for `rows` is not wanted."""
+        for row, place in zip(rows.tolist()[::-1], places[::-1], strict=True):
+            self._single[row].append(place)
+
+    def take(self, rows: np.ndarray, clusters: np.ndarray, places: list[tuple[int, int]]) -> None:
+        """These clusters of these rows lie in what was reserved for them."""
+        if not len(rows):
+            return
+        if (need := int(clusters.max()) + 1) > self._first.shape[1]:
+            more = max(need, need * 5 // 4 + _ROOM) - self._first.shape[1]
+            self._first = np.pad(self._first, ((0, 0), (0, more)), constant_values=-1)
+            self._step = np.pad(self._step, ((0, 0), (0, more)))
+        self._first[rows, clusters], self._step[rows, clusters] = np.array(places).T
+
+    def leave(self, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """These clusters of these rows, (n,) each, have no entries any more: the next ones of a row may have their
+        places, where no other row has them; a pool is given back when no row names it. The next `sweep` tells their
+        records."""
+        places = list(zip(self._first[rows, clusters].tolist(), self._step[rows, clusters].tolist(), strict=True))
+        self._first[rows, clusters] = -1
+        named, owned = set(self._first[self._first >= 0].tolist()), set(self._owned.tolist())
+        for row, (first, step) in zip(rows.tolist(), places, strict=True):
+            if first not in named and first - (self.pool - 1 if step < 0 else 0) in owned:
+                named.add(first)  # of several rows that leave it one may have it
+                self._single[row].append((first, step))
+                self._left = np.concatenate([self._left, first + step * np.arange(self.largest)])
+
+    def renumber(self, new: np.ndarray) -> None:
+        """Clusters have other numbers: the `new` ones of old ones, (rows, clusters), -1: none."""
+        rows, old = (new >= 0).nonzero()
+        for table, nothing in ((self._first, -1), (self._step, 0)):
+            kept = table[rows, old]
+            table[:] = nothing
+            table[rows, new[rows, old]] = kept
+
+    def close(self) -> None:
+        """Others may name all pools, and give them back: new clusters get pools of their own."""
+        self._single, self._owned = [[] for _ in self._single], self._owned[:0].copy()
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> np.ndarray:
+        """The first records of the pools that some row names, ascending."""
+        there = self._first >= 0
+        return np.unique(self._first[there].astype(np.int64) - np.where(self._step[there] < 0, self.pool - 1, 0))
+
+    def named(self, pages: np.ndarray, count: int) -> np.ndarray:
+        """Which of the first `count` records of the store hold entries of some row, whose clusters have so many `pages`
+        (rows, clusters): (count,), bool."""
+        named = np.zeros(count, dtype=bool)
+        named[self.records(*in_order(pages))] = True
+        return named
+
+    @property
+    def garbage(self) -> bool:
+        """Rows were selected, and half as many pools have come again as `sweep` left of ours."""
+        return self.moved and len(self._owned) > self._look_from
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i what row `rows[i]` is now. Rows that share pools get new ones for new clusters."""
+        shared = np.bincount(rows, minlength=len(self._first))[rows] > 1
+        self._first, self._step = self._first[rows], self._step[rows]
+        self._single = [[] if both else self._single[row] for row, both in zip(rows.tolist(), shared, strict=True)]
+        self.moved = True
+
+    def sweep(self) -> np.ndarray:
+        """Give back the pools that no row names; returns their records, and those that were left to others: what was
+        read of them is void."""
+        live = self.pools
+        dead = np.setdiff1d(self._owned, live, assume_unique=True)
+        self._owned = np.intersect1d(self._owned, live, assume_unique=True)
+        self._look_from = 3 * len(self._owned) // 2
+        records = (dead[:, None] + np.arange(self.pool)).reshape(-1)
+        if dead.size:
+            self._store.free(records)
+            gone = set(records.tolist())
+            self._single = [[place for place in single if place[0] not in gone] for single in self._single]
+        self.moved = False
+        left, self._left = self._left, self._left[:0].copy()
+        return np.union1d(records, left)
+
+    def move(self, store: Store) -> None:
+        """The same records are found in `store` from now on, by the same ids."""
+        self._store = store
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """The tables, as arrays: views, valid until the next change."""
+        return {"first": self._first, "step": self._step}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured, of pools that others hold too. Copies."""
+        self._first, self._step = tree["first"].copy(), tree["step"].copy()
+
+
+def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every page of clusters that have so many `pages` (rows, clusters): its row, its cluster, and the how manieth of
+    these it is; row by row and cluster by cluster."""
+    rows, clusters = pages.nonzero()
+    counts = pages[rows, clusters]
+    which = np.repeat(np.arange(counts.size), counts)
+    return rows[which], clusters[which], places_within(counts)
+
+
+def pieces(counts: np.ndarray, most: int, group_size: int) -> Iterator[slice]:
+    """Clusters of `counts` entries, as many at a time as lie in `most` pages, or one."""
+    pages, start = np.cumsum(-(-counts // group_size)), 0
+    while start < len(counts):
+        stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))
+        yield slice(start, max(stop, start + 1))
+        start = max(stop, start + 1)

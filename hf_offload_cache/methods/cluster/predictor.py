@@ -1,0 +1,156 @@
+"""Clusters judged by their centroids (DynaKV, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...config import SelectiveConfig
+from ...fetch.choice import Choice, kept_entries
+from ...history.base import Sealed
+from ...history.records import RecordFormat
+from ...memory.account import MemoryAccount
+from ...memory.plan import LayerPlan, Planned
+from ...predictors.base import Decision, Query
+from ...predictors.sinks import largest
+from .config import ClusterForm
+from .entries import ClusteredEntries
+from .partition import MOST_ROOM
+
+
+class ClusterPredictor:
+    """The clusters whose keys have most of the attention of a row's heads, if each key were its centroid.
+
+    Each head's shares are of the attention to all that is there, the latest tokens by their keys; so that no head
+    drowns the others their sum over heads is what counts, a token. Clusters are taken until they hold as many tokens as
+    are wanted, or lie in `most_pages`; of the last one its latest ones. A row's first tokens are taken of whatever
+    clusters they are in. What waits beside the clusters is attended to anyhow, and is among these. Holds nothing:
+    centroids and counts are the history's. See `Predictor`.
+    """
+
+    def __init__(
+        self, clustered: ClusteredEntries, config: SelectiveConfig, clusters: ClusterForm, account: MemoryAccount
+    ) -> None:
+        self.clustered, self.config, self._clusters, self._account = clustered, config, clusters, account
+
+    @staticmethod
+    def planned(form: RecordFormat, clusters: ClusterForm, context: int, rows: int, heads: int) -> LayerPlan:
+        """What it takes to judge `context` tokens a row by: centroids in 32 bits, scores of each head thrice, and what
+        clusters are sorted by; of what is taken, which entries."""
+        scores = _score_bytes(form, rows, clusters.most_clusters(context, form.group_size), heads, clusters)
+        return LayerPlan(shared=Planned(decode={"scores": scores}))
+
+    @staticmethod
+    def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:
+        """Pages a row that are taken at most for what `budget` full ones of `group_size` entries hold: of most clusters
+        one is not full, and the first tokens may be in others. No fewer than these have, each in another one."""
+        size = max(clusters.size, clusters.places(group_size) / MOST_ROOM)
+        partly = max(budget, math.ceil(budget * group_size / size))
+        return max(budget + partly + num_sinks, num_sinks * clusters.places(group_size) // group_size)
+
+    def ready(self, units: int) -> bool:
+        return units == self.clustered.partition.clusters
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """The history has."""
+
+    def select(self, query: Query, budget: int, guess: bool) -> Decision:
+        own = self.clustered
+        rows, count = own.partition.counts.shape
+        heads = query.states.shape[0] * query.states.shape[1] // rows
+        with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, self._clusters)):
+            return self._choice(query, budget)
+
+    def _choice(self, query: Query, budget: int) -> Choice:
+        own = self.clustered
+        stored, group = own.stored, own.form.group_size
+        shares = self.shares(query, own.partition.counts)
+        shares[stored == 0] = -np.inf
+        begin, sinks = self._first(shares, query.visible)
+        first, row = (sinks > 0) & (stored > 0), np.arange(len(stored))[:, None]
+        wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
+        most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
+        order = _best(shares, most + self.config.num_sinks)  # each has a page at least: no others can be taken
+        most -= (np.where(shares > -np.inf, own.page_counts, 0) * first).sum(1)[:, None]
+        pages = np.where(shares[row, order] > -np.inf, own.page_counts[row, order], 0)
+        counts, others = np.where(pages, stored[row, order], 0), pages * ~first[row, order]
+        before = np.cumsum(counts, 1) - counts
+        taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
+        cut = np.zeros_like(stored)  # of each cluster so many of its latest entries
+        cut[row, order] = np.where(taken, np.minimum(counts, wanted - before), 0)
+        units, named = kept_entries((cut > 0) | first)
+        entry, last, begin = np.arange(own.pages.largest * group), stored[row, units], begin[row, units][..., None]
+        keep = entry >= (last - cut[row, units])[..., None]
+        keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
+        importance = np.where(first[row, units], np.inf, shares[row, units]).astype(np.float32)
+        records = own.page_counts[row, units]
+        return Choice(units if named is None else np.where(named, units, -1), keep, importance, records)
+
+    def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
+        """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
+        their centroids."""
+        rows = len(counts)
+        states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
+        latest = query.recent()[:, 0].float()
+        recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu()
+        centroids = torch.from_numpy(self.clustered.partition.centroids).float()
+        products = states.cpu() @ centroids.transpose(1, 2)
+        held = products + torch.from_numpy(counts).float().log()[:, None]
+        total = torch.cat([held, recent], 2).logsumexp(2, keepdim=True)
+        return (products - total).exp().sum(1).numpy()
+
+    def _first(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+        """Of each cluster, how many members come before a row's first tokens, and how many are among these: (rows,
+        clusters) each. Clusters of padding alone are below all."""
+        labels = self.clustered.labels
+        first = np.zeros(len(shares), dtype=np.int64)
+        if visible is not None:
+            seen = visible[:, : labels.shape[1]].cpu().numpy()
+            seen = np.repeat(seen, len(shares) // len(seen), 0)
+            first = seen.argmax(1)
+            some = np.zeros(shares.shape, dtype=bool)
+            where = seen.nonzero()
+            some[where[0], labels[where]] = True
+            shares[~some] = -np.inf
+        begin, sinks = np.zeros(shares.shape, dtype=np.int64), np.zeros(shares.shape, dtype=np.int64)
+        for row, start in enumerate(first.tolist()):
+            sinks[row] = np.bincount(labels[row, start : start + self.config.num_sinks], minlength=shares.shape[1])
+            if start:
+                begin[row] = np.bincount(labels[row, :start], minlength=shares.shape[1])
+        return begin, sinks
+
+    def truncate(self, units: int) -> None:
+        """The history does, and so with what follows."""
+
+    def select_rows(self, rows: torch.Tensor) -> None: ...
+
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
+    def capture(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, tree: dict[str, Any]) -> None: ...
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def _best(shares: np.ndarray, most: int) -> np.ndarray:
+    """The clusters with the largest of `shares` (rows, clusters), at most `most` a row, the largest first."""
+    some = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
+    order = np.argsort(-np.take_along_axis(shares, some, 1), 1, kind="stable")
+    return np.take_along_axis(some, order, 1)
+
+
+def _score_bytes(form: RecordFormat, rows: int, count: int, heads: int, clusters: ClusterForm) -> int:
+    """Centroids in 32 bits, and those that are mapped, scores of each head thrice, what clusters are sorted by, and of
+    each which entries."""
+    means = (6 if clusters.mapped else 4) * form.key_width
+    return rows * count * (means + 12 * heads + 64 + clusters.places(form.group_size))

@@ -1,0 +1,240 @@
+"""The best fields of `DiskSwapCache` that a budget allows, without a measured profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...history.records import RecordFormat
+from ...memory.fit import LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Search
+from .adapter import adapter_rank
+from .coding import default_summary_bytes, most_bytes
+from .compact_keys import default_rank
+from .config import DiskSwapConfig
+
+# What bytes of compact keys are worth against slots, by what was measured: how a budget is divided, and when it is too
+
+LOST = (
+    (0.0, 1.0), (0.031, 0.6), (0.042, 0.4), (0.0625, 0.12), (0.083, 0.1), (0.104, 0.04), (0.125, 0.001), (0.188, 0.0),
+)  # fmt: skip
+"""Bytes of a code over the elements of a joined key -> facts lost of those that the full cache finds: SmolLM2-135M,
+prompts of 4,000 and 7,000 tokens, 400 of them selected, 16 to 79 facts a value; but for those that were lost with the
+most bytes too, and smoothed where more bytes lost more. Another model has another curve."""
+HITS = ((0.0, 0.0), (0.28, 0.29), (0.52, 0.49), (0.76, 0.66), (1.0, 0.80), (1.5, 0.87), (2.0, 0.89), (4.0, 0.92))
+"""Slots over the units of one selection -> hit rate: the same model, on text."""
+RETRIEVES = 0.1
+"""Bytes over elements below which facts get lost: worth a warning."""
+RETRIEVES_TRUNCATED = 0.2
+"""The same, of truncated keys."""
+_SPEED = 0.1
+"""What a hit rate of 1 is worth, in facts: a step without any takes about half as long again."""
+QUEUE_HALVED = 0.004
+"""What a write queue of half the size costs, in facts: a prefill waits for the disk more often."""
+_SHARES = (1 / 4, 1 / 6, 1 / 8, 5 / 48, 1 / 12, 1 / 16, 5 / 96, 1 / 24, 1 / 32)
+"""Bytes over elements that are tried."""
+
+
+def sizes_to_try(key_width: int) -> list[int]:
+    """Bytes of a code that are worth trying, ascending."""
+    most = most_bytes(key_width)
+    return sorted({max(4, min(most, round(share * key_width))) for share in _SHARES})
+
+
+def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> float:
+    """How good a cache with codes of so many bytes and slots for so many tokens is, to be compared."""
+    return _SPEED * _at(slots / max(1, selected), HITS) - _at(summary_bytes / key_width, LOST)
+
+
+def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
+    """What of `config` loses facts, for keys of `key_width` elements: compact keys that are too short; but not a rank
+    that the user chose, which is `given`."""
+    chosen, found = set(given), []
+    if config.summaries == "coded":
+        name, most = "compact keys", most_bytes(key_width)
+        nbytes = min(config.summary_bytes or default_summary_bytes(key_width), most)
+        needed = min(math.ceil(RETRIEVES * key_width), most)
+    else:
+        name = f"compact keys truncated to a rank, in {config.summaries},"
+        itemsize, usual_rank = getattr(torch, config.summaries).itemsize, default_rank(key_width)
+        nbytes = (config.rank or usual_rank) * itemsize
+        needed = min(math.ceil(RETRIEVES_TRUNCATED * key_width), usual_rank * itemsize)
+    if nbytes < needed and (config.summaries == "coded" or not chosen & {"rank", "adapter"}):
+        found.append(
+            f"{name} of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any was lost "
+            f"{LOST_BY}"
+        )
+    return found
+
+
+def _at(place: float, curve: tuple[tuple[float, float], ...]) -> float:
+    places, values = np.array(curve).T
+    return float(np.interp(place, places, values))
+
+
+_LAST_TAIL = 8
+"""`num_recent` where not even `SHORT_TAIL` leaves room."""
+
+MAX_COMPRESSION = 32
+"""Sigma's limit: bytes of a token's keys over bytes of its compact key (KVSwap, appendix A)."""
+
+
+def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], area_bytes: int) -> DiskSwapConfig:
+    """The best configuration that fits. What is best, in this order:
+
+    1. `num_selected` 400, and compact keys that find facts: coded in an eighth of a byte an element, or, where the
+       fields ask for truncated ones, a `rank` of five sixths of the default: with less, facts are lost that the full
+       cache finds, where fewer slots only cost time. For that, these give way, one after another: the staging areas of
+       a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write queue and the two buffers that
+       stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens, to a fortieth), layer budgets
+       (uniform ones need smaller areas), the queue and the blocks to what they need.
+    2. What is left goes to bytes of codes and to slots as they are worth (`summary_bytes.worth`); of truncated keys to
+       reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to
+       half of the key width, and to slots until all is held. What a prefill has room for, which holds no slots, goes to
+       blocks of up to 2048 tokens and a third of the context.
+    3. Where that does not fit, the most of the compact keys that does, with slots for what is left; down to where they
+       are a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent`
+       (8) give way. Where not even that leaves room to find out how keys are coded (a short context of a small model),
+       keys are truncated.
+
+    `group_size` and sinks are never changed.
+
+    Args:
+        forms: how records lie, of each kind of layer.
+        area_bytes: of one staging area.
+
+    Raises `BudgetError` with the least memory that would do, `ConfigError` for a field that is wrong.
+    """
+    for name in ("rank", "summary_bytes"):
+        if search.fields.get(name, 0) is None:
+            del search.fields[name]
+    look_ahead = 2 * area_bytes <= search.memory // 10
+    kinds: list[_Coded | _Truncated] = [_Truncated(search, forms)]
+    if search.config({}).summaries == "coded":
+        kinds.insert(0, _Coded(search, forms))
+        if search.fields.get("summary_dtype") == "coded" or "summary_bytes" in search.fields:
+            kinds.pop()
+    for keys in kinds:
+        for amount in (keys.wanted, keys.least):
+            levels = list(_levels(search, look_ahead))
+            for level in levels if amount == keys.wanted else reversed(levels):
+                chosen = {**level, **keys.of(amount), "reuse_capacity": 0}
+                if search.fits(chosen):
+                    return search.config(search.wider_blocks(keys.filled(chosen)))
+        for level in _frugal(search, forms):
+            chosen = {**level, **keys.of(keys.least), "reuse_capacity": 0}
+            if search.fits(chosen):
+                return search.config(search.wider_blocks(keys.filled(chosen)))
+    levels = [*_levels(search, look_ahead), *_frugal(search, forms)]
+    least = [{**level, **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds for level in levels]
+    return search.config(search.first_fit(least))
+
+
+class _Truncated:
+    """How a rank is chosen, and what is left is spent."""
+
+    def of(self, amount: int) -> dict[str, Any]:
+        """The fields that say so."""
+        return {"rank": amount}
+
+    def __init__(self, search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> None:
+        self._search = search
+        self.least, self.most = _ranks(forms, search)
+        self._default = max((default_rank(form.key_width) for form in forms), default=1)
+        self.wanted = min(self.most, max(self.least, -(-self._default * 5 // 6)))
+
+    def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """`chosen`, which fits, with what is left of the budget spent on rank and slots."""
+        search, selected, default = self._search, chosen["num_selected"], self._default
+        chosen = search.most(chosen, "rank", min(-(-default * 5 // 6), self.most))
+        chosen = search.most(chosen, "reuse_capacity", selected)
+        chosen = search.most(chosen, "rank", min(default, self.most))
+        chosen = search.most(chosen, "reuse_capacity", 2 * selected)
+        chosen = search.most(chosen, "rank", self.most)
+        return search.most(chosen, "reuse_capacity", search.max_context)
+
+
+class _Coded:
+    """How bytes of codes are chosen, and what is left is spent."""
+
+    def of(self, amount: int) -> dict[str, Any]:
+        """The fields that say so."""
+        return {"summary_bytes": amount}
+
+    def __init__(self, search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> None:
+        self._search = search
+        self._width = max((form.key_width for form in forms), default=1)
+        given = search.fields.get("summary_bytes")
+        self._amounts = sizes_to_try(self._width) if given is None else [given]
+        self.least = self._amounts[0]
+        self.wanted = default_summary_bytes(self._width) if given is None else given
+
+    def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """`chosen`, which fits, with what is left of the budget spent on codes and slots, as they are worth."""
+        search, best = self._search, None
+        queues = {queue for queue in map(_queue_of, map(search.streams, STREAM_SHARES)) if queue < _queue_of(chosen)}
+        for halved, queue in enumerate([_queue_of(chosen), *sorted(queues, reverse=True)]):
+            for amount in self._amounts:
+                tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
+                if search.fits(tried):
+                    tried = search.most(tried, "reuse_capacity", search.max_context)
+                    value = worth(amount, self._width, tried["reuse_capacity"], tried["num_selected"])
+                    value -= halved * QUEUE_HALVED
+                    if best is None or value >= best[0]:
+                        best = value, tried
+        return chosen if best is None else best[1]
+
+
+def _queue_of(chosen: dict[str, Any]) -> int:
+    queue: int = chosen["write_queue"]
+    return queue
+
+
+def _selected(search: Search[DiskSwapConfig]) -> int:
+    return search.fields.get("num_selected", DiskSwapConfig.num_selected)
+
+
+def _levels(search: Search[DiskSwapConfig], look_ahead: bool) -> Iterator[dict[str, Any]]:
+    """What is tried with all that is to be selected, best first."""
+    streams = [search.streams(share) for share in STREAM_SHARES]
+    full: dict[str, Any] = {"num_selected": _selected(search), "look_ahead": False}
+    if look_ahead:
+        yield {**streams[0], **full, "look_ahead": None}
+    for some in streams:
+        yield {**some, **full}
+    full["layer_budgets"] = "uniform"
+    yield {**streams[-1], **full}
+    yield {**search.least_streams(), **full}
+
+
+def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterator[dict[str, Any]]:
+    """What is tried where that does not fit at any rank: a shorter tail, fewer groups, then a still shorter tail."""
+    group = max((form.group_size for form in forms), default=1)
+    for recent in (SHORT_TAIL, _LAST_TAIL):
+        full = {"num_selected": _selected(search), "look_ahead": False}
+        uniform = {**search.least_streams(recent), **full, "layer_budgets": "uniform"}
+        yield uniform
+        for selected in range(full["num_selected"] - group, LEAST_SELECTED, -group):
+            yield {**uniform, "num_selected": selected}
+        yield {**uniform, "num_selected": LEAST_SELECTED}
+
+
+def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[int, int]:
+    """The least and the greatest rank to try: sigma's limit, and half of the key width or what the adapter has."""
+    fields = search.fields
+    if fields.get("rank") is not None:
+        return fields["rank"], fields["rank"]
+    item = _item_bytes(search.config({}).summaries)
+    least = max((-(-form.key_width * form.dtype.itemsize // (MAX_COMPRESSION * item)) for form in forms), default=1)
+    most = max((max(1, form.key_width // 2, default_rank(form.key_width)) for form in forms), default=1)
+    if fields.get("adapter") is not None:
+        most = min(most, adapter_rank(fields["adapter"]))
+    return min(least, most), most
+
+
+def _item_bytes(summaries: str) -> int:
+    """Bytes of a component of truncated keys, where those are wanted, or may be all that fits."""
+    return 1 if summaries == "coded" else getattr(torch, summaries).itemsize

@@ -1,0 +1,406 @@
+"""What is learnt of the keys of one layer, and how its units are ranked by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from ...errors import ContextError, not_whole, shown
+from ...history.base import Sealed
+from ...history.position_history import LARGEST, is_tensor
+from ...history.records import RecordFormat
+from ...memory.account import MemoryAccount, Workspace, lasting_empty
+from ...memory.plan import LayerPlan, Planned
+from ...predictors.base import Query
+from ...report.counters import Counters
+from .coding import LEAST_QUERIES, Directions, coding_bytes, default_summary_bytes, fit_coding, fitting_bytes
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
+from .kept_choice import KeptChoice
+from .layer_budgets import LATEST_QUERIES
+from .ranking import CANDIDATES, Ranking, rank_among, rank_units
+
+# The keys of the first tokens, whose scores are taken exactly: they are unlike all others, and low bits clip them
+
+_OWNER = "sinks"
+
+
+class SinkKeys:
+    """Keys (B, Hk, n, D) of the `n` first tokens of each row, on the device of the keys. In the account as "sinks".
+
+    Args:
+        first: (B,) int64, the token that the sinks of each row begin at.
+    """
+
+    def __init__(
+        self, form: RecordFormat, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
+        first: np.ndarray,
+    ) -> None:  # fmt: skip
+        self._unit_size, self._account = form.group_size, account
+        account.hold(_OWNER, self.planned(form, num_sinks, rows)[_OWNER])
+        shape = rows, form.num_key_heads, num_sinks, form.key_dim
+        self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
+        self._place(first)
+
+    @classmethod
+    def of(
+        cls, keys: Callable[[], Iterable[torch.Tensor]], tokens: int, visible: torch.Tensor | None, form: RecordFormat,
+        rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
+    ) -> Self | None:  # fmt: skip
+        """Of `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row; visible (B, tokens) says what is no padding.
+        None where not all sinks of every row are among them."""
+        first = np.zeros(rows, dtype=np.int64)
+        if visible is not None:
+            there = visible.any(1).numpy(force=True)
+            first = np.where(there, visible.int().argmax(1).numpy(force=True), tokens)
+        if first.max() + num_sinks > tokens:
+            return None
+        found, position = cls(form, rows, num_sinks, device, account, first), 0
+        for part in keys():
+            found.see(part, position)
+            position += part.shape[2]
+            if position >= found.end:
+                break
+        return found
+
+    def _place(self, first: np.ndarray) -> None:
+        """The sinks of row i begin at token `first[i]`."""
+        self._first = first
+        last = (first + self.keys.shape[2] - 1) // self._unit_size
+        count = int((last - first // self._unit_size).max(initial=0)) + 1
+        self.units: np.ndarray = last[:, None] - np.arange(count)[::-1]
+        """(B, units) that they lie in."""
+        self.units.clip(min=0, out=self.units)
+
+    @staticmethod
+    def planned(form: RecordFormat, num_sinks: int, rows: int) -> dict[str, int]:
+        """What is held."""
+        return {_OWNER: rows * num_sinks * form.num_key_heads * form.key_dim * form.dtype.itemsize}
+
+    def see(self, keys: torch.Tensor, position: int) -> None:
+        """Keys (B, Hk, t, D) of the tokens from `position` on pass by: what is wanted of them is copied."""
+        for row, first in enumerate(self._first.tolist()):
+            start, stop = max(first, position), min(first + self.keys.shape[2], position + keys.shape[2])
+            if start < stop:
+                self.keys[row, :, start - first : stop - first] = keys[row, :, start - position : stop - position]
+
+    @property
+    def end(self) -> int:
+        """Tokens that a row must have for all of this to be of it."""
+        return int(self._first.max(initial=0)) + self.keys.shape[2]
+
+    def visible(self, seen: torch.Tensor) -> torch.Tensor:
+        """What of seen (B, tokens) is of these tokens: (B, n)."""
+        columns = torch.from_numpy(self._first[:, None] + np.arange(self.keys.shape[2]))
+        return seen.gather(1, columns.to(seen.device))
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        which, old = rows.numpy(force=True), self.keys
+        self._account.hold(_OWNER, len(which) * old[:1].nbytes)
+        self.keys = lasting_empty(len(which), *old.shape[1:], dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows.to(old.device), out=self.keys)
+        self._account.release(_OWNER, old.nbytes)
+        self._place(self._first[which])
+
+    def capture(self) -> dict[str, Any]:
+        """As a tree for `restore`: no copies."""
+        return {"keys": self.keys, "first": torch.from_numpy(self._first)}
+
+    def restore(self, tree: dict[str, Any], held: int) -> bool:
+        """Hold what was captured, copied; False, with nothing changed, where it is none of `held` tokens a row."""
+        keys, first = tree["keys"], tree["first"]
+        right = keys.shape == self.keys.shape and keys.dtype == self.keys.dtype
+        right = right and first.dtype == torch.int64 and first.shape == keys.shape[:1]
+        if not right or not 0 <= int(first.min()) <= int(first.max()) <= held - keys.shape[2]:
+            return False
+        self.keys.copy_(keys)
+        self._place(first.numpy(force=True).copy())
+        return True
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._account.release(_OWNER, self.keys.nbytes)
+        self.keys = self.keys.new_empty(0, *self.keys.shape[1:])
+
+
+_REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
+"""An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
+prompt that comes in pieces, the first of which is a poor sample of it; by a piece that is shorter than one before, and
+so probably the last; and by what was generated."""
+_LEAST = 512
+"""Tokens from which on there are compact keys; with an adapter that was calibrated, any."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of a configuration decides how units are ranked and chosen."""
+
+    dtype: torch.dtype | None
+    """Of compact keys that are truncated to `rank`; None: they are coded in `summary_bytes`."""
+    num_sinks: int
+    rank: int | None = None
+    summary_bytes: int | None = None
+    selection: str = "default"
+    """"default": heads normalised before they are summed; "paper": raw sums; "random": a floor to compare with."""
+    target_mass: float | None = None
+    measures_density: bool = False
+    reserve: int = 0
+    """Tokens to make room for at once."""
+    steps_per_selection: int = 1
+    """The most steps that attend to one choice."""
+
+    @property
+    def estimates(self) -> bool:
+        """Units are ranked by shares of attention."""
+        return self.selection == "default"
+
+
+class LowRankShared(NamedTuple):
+    """What the predictors of a cache have in common."""
+
+    account: MemoryAccount
+    workspace: Workspace
+    generator: torch.Generator
+    counters: Callable[[], Counters]
+    postponed: Callable[[], bool] = lambda: False
+    rest: Callable[[], None] = lambda: None  # gives back what only selecting needs
+
+
+class LearntKeys:
+    """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens; and the keys of the
+    sinks, which are compared exactly, as those of the latest tokens are.
+
+    Args:
+        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
+            metric of its queries.
+    """
+
+    def __init__(
+        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, adapter: torch.Tensor | None
+    ) -> None:
+        self.form, self.rows, self.rules, self.adapter = form, rows, rules, adapter
+        self.keys: CompactKeys | None = None
+        self.sinks: SinkKeys | None = None
+        self.fitted_at = 0
+        """Tokens that were known when it was found out how keys are made compact."""
+        self.longest_piece = 0
+        """Tokens of the longest piece of a prompt that came: a shorter one is probably the last."""
+        self._shared = shared
+
+    @staticmethod
+    def planned(
+        form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
+    ) -> LayerPlan:
+        """What one layer of `heads` query heads takes; `rank` is the rules', or the adapter's; `wanted` units are
+        selected at most."""
+        width, group, closely = form.key_width, form.group_size, CANDIDATES * wanted
+        if rules.dtype is None:
+            nbytes = rules.summary_bytes or default_summary_bytes(width)
+            plan = CodedKeys.planned(width, nbytes, context, rows, heads, group, closely)
+            fitting = coding_bytes(width, form.dtype.itemsize, rows, context)
+        else:
+            rank = min(width, rank or default_rank(width))
+            plan = LowRankKeys.planned(width, rank, rules.dtype, context, rows, heads, group, closely)
+            fitting = fitting_bytes(width, rows)
+        query = rows * heads * form.key_dim
+        tables = query * LATEST_QUERIES * form.dtype.itemsize if rules.measures_density else 0
+        tables += KeptChoice.planned(query, rows * wanted) if rules.steps_per_selection > 1 else 0
+        sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows) if rules.estimates else {})
+        return plan + LayerPlan(Planned({"tables": tables}, {"tables": tables}) + sinks, Planned({"fitting": fitting}))
+
+    @property
+    def units(self) -> int:
+        """Units a row that can be ranked."""
+        return 0 if self.keys is None else self.keys.tokens // self.form.group_size
+
+    @property
+    def others(self) -> int:
+        """Units a row that can be ranked, less those that are taken for the sinks'."""
+        return max(0, self.units - (0 if self.sinks is None else self.sinks.units.shape[1]))
+
+    # --- learning ----------------------------------------------------------------------------------------------
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
+        that is found out of all of them, in two passes, or when more come, if that is postponed."""
+        piece, longest = queries.shape[2], self.longest_piece
+        self.longest_piece = max(piece, longest)
+        often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
+        grown = sealed.tokens >= self.fitted_at * often
+        keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
+        if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
+            for part in sealed.keys:
+                self.keys.append(part)
+        elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
+            seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
+            self._fit(keys, sealed, seen, visible)
+        if self.keys is not None and self.sinks is None and self.rules.estimates and self.rules.num_sinks:
+            seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
+            sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
+            self.sinks = SinkKeys.of(keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
+
+    @property
+    def _least(self) -> int:
+        """Tokens from which on there are compact keys."""
+        rank = self.rules.rank or default_rank(self.form.key_width)
+        return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
+
+    def _fit(
+        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
+    ) -> None:
+        """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
+        self._shared.rest()  # a step may find it out, and that takes as much as selecting
+        shared, form, rules = self._shared, self.form, self.rules
+        heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
+        if rules.dtype is None:
+            nbytes = rules.summary_bytes or default_summary_bytes(form.key_width)
+            room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
+            with shared.account.holding("fitting", room):
+                coding = fit_coding(keys(), sealed.tokens, heads, visible, nbytes, seen)
+            self.close()
+            self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
+        else:
+            rank = rules.rank or default_rank(form.key_width)
+            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows)):
+                found = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
+            self.close()
+            self.keys = LowRankKeys(
+                found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
+            )
+        self.keys.reserve(max(sealed.tokens, rules.reserve))
+        for part in keys():
+            self.keys.append(part)
+        self.fitted_at = sealed.tokens
+
+    # --- ranking -----------------------------------------------------------------------------------------------
+
+    def rank(
+        self, query: Query, wanted: int, rows: Sequence[int] | None = None, *, mass: bool = False
+    ) -> Ranking:
+        """Of the units for a query; right among the `wanted` best, and of those `rows` alone; None: of all. `mass`: as
+        in `rank_units`."""
+        keys, seen = self.keys, self.seen(query)
+        assert keys is not None
+        exact = self._exact_scores(query, seen) if self.rules.estimates else None
+        apart = None if self.sinks is None else self.sinks.units
+        return rank_units(
+            keys, query.states, query.scaling, self.form.group_size, wanted, self.rules.selection, seen, exact, apart,
+            rows, mass,
+        )  # fmt: skip
+
+    def rank_among(self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None) -> np.ndarray:
+        """See `ranking.rank_among`."""
+        keys, seen = self.keys, self.seen(query)
+        assert keys is not None
+        exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
+        return rank_among(
+            keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond
+        )
+
+    def seen(self, query: Query) -> torch.Tensor | None:
+        """(B, tokens) bool: what of the tokens that are ranked is no padding; None: all."""
+        assert self.keys is not None
+        return None if query.visible is None else query.visible[:, : self.keys.tokens].expand(self.rows, -1)
+
+    def _exact_scores(self, query: Query, seen: torch.Tensor | None) -> np.ndarray:
+        """Scaled scores (B, H, t), float32, of the query against the keys of the sinks and the latest tokens."""
+        keys = latest = query.recent()
+        if self.sinks is not None:
+            keys = torch.cat([self.sinks.keys, keys], 2)
+        # By numpy: products this small are done before torch's threads are awake.
+        held = keys.float().numpy(force=True)
+        states = query.states.float().numpy(force=True).reshape(*held.shape[:2], -1, held.shape[3])
+        scores = np.matmul(states, held.swapaxes(2, 3)).reshape(len(held), query.states.shape[1], held.shape[2])
+        scores *= np.float32(query.scaling)
+        if query.visible is not None:
+            here = query.visible[:, query.visible.shape[1] - latest.shape[2] :].expand(self.rows, -1)
+            if self.sinks is not None and seen is not None:
+                here = torch.cat([self.sinks.visible(seen), here], 1)
+            scores = np.where(here[:, None].numpy(force=True), scores, HIDDEN)
+        return scores
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> None:
+        """Only the first `units` units stay."""
+        if self.sinks is not None and units * self.form.group_size < self.sinks.end:
+            self.close()  # others may come in the place of the first tokens
+        if self.keys is not None:
+            self.keys.truncate(units * self.form.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self.rows = len(rows)
+        for part in (self.keys, self.sinks):
+            if part is not None:
+                part.select_rows(rows)
+
+    def close(self) -> None:
+        """Give the memory back; it may learn anew."""
+        for part in (self.keys, self.sinks):
+            if part is not None:
+                part.close()
+        self.keys = self.sinks = None
+        self.fitted_at = 0
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def lesson(self) -> dict[str, Any] | None:
+        """As `Learner.lesson`."""
+        if self.keys is None:
+            return None
+        own = {"adapter": self.adapter, "fitted_at": self.fitted_at, "longest_piece": self.longest_piece}
+        return {"summary": self.keys.lesson(), "sinks": None, **own}
+
+    def capture(self) -> dict[str, Any]:
+        """As `Predictor.capture`."""
+        return {
+            "summary": None if self.keys is None else self.keys.capture(),
+            "sinks": None if self.sinks is None else self.sinks.capture(),
+            "adapter": self.adapter,
+            "fitted_at": self.fitted_at,
+            "longest_piece": self.longest_piece,
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """As `Predictor.restore`; `tree` also has "units", how many the history holds. Raises `ContextError`."""
+        summary, adapter, shared, form = tree["summary"], tree["adapter"], self._shared, self.form
+        finite = {"low": -LARGEST, "high": LARGEST}
+        right = adapter is None or is_tensor(adapter, (form.key_width, None), torch.float32, **finite)
+        if not right or (adapter is not None and not 0 < adapter.shape[1] <= form.key_width):
+            raise self._wrong(f"its adapter is {shown(adapter)}, for keys of {form.key_width}")
+        if not isinstance(summary, dict | None) or not isinstance(tree["sinks"], dict | None):
+            kinds = type(summary).__name__, type(tree["sinks"]).__name__
+            raise self._wrong(f"its compact keys are {kinds[0]}, and its keys of the first tokens {kinds[1]}")
+        if summary is not None:
+            keys: CompactKeys
+            if "coding" in summary:
+                keys = CodedKeys.restore(
+                    summary, form.num_key_heads, shared.account, shared.workspace, form.group_size
+                )
+            else:
+                keys = LowRankKeys.restore(summary, shared.account, shared.workspace)
+            self.keys, sealed = keys, tree["units"] * form.group_size
+            if not keys.fits(self.rows, sealed, form.num_key_heads, form.key_dim):
+                raise self._wrong(f"its compact keys are none of {self.rows} x {sealed} tokens of this model")
+            keys.reserve(self.rules.reserve)
+        if tree["sinks"] is not None:
+            captured, first = tree["sinks"], np.zeros(self.rows, dtype=np.int64)
+            shape = self.rows, form.num_key_heads, None, form.key_dim
+            if not is_tensor(captured["keys"], shape, form.dtype) or not captured["keys"].numel():
+                raise self._wrong(f"its keys of the first tokens are {shown(captured['keys'])}")
+            count, device = captured["keys"].shape[2], captured["keys"].device
+            self.sinks = SinkKeys(form, self.rows, count, device, shared.account, first)
+            if not self.sinks.restore(captured, tree["units"] * form.group_size):
+                raise self._wrong("its keys of the first tokens are none of this model")
+        for name in ("fitted_at", "longest_piece"):
+            if type(tree[name]) is not int or tree[name] < 0:
+                raise self._wrong(f"{name} is {tree[name]!r:.80}")
+        self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
+
+    def _wrong(self, what: str) -> ContextError:
+        return not_whole("what was learnt of the keys of a layer", what)

@@ -1,0 +1,187 @@
+"""Attention over a copy in a few bits, some entries of which are replaced by those that were stored (SpeCache, 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...history.records import RecordFormat
+from ...kernels.on_a_device import has_kernels
+from .chosen_entries import Entries
+from .copy import LowBitCopy
+
+# `MixedAttention` in a few kernels, on a GPU
+
+class FusedAttention:
+    """As `MixedAttention`, where `fits` says so; `latest` may come in parts. Products with the copy are of half
+    precision, sums of single; those with stored entries in TF32, which has all of 16 bits, or of 32 bits in 32. Nothing
+    is kept between two calls."""
+
+    def __init__(
+        self, copy: LowBitCopy, query: torch.Tensor, scaling: float,
+        latest: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        heads = copy.form.entry.num_key_heads
+        self._copy, self._scaling, self._latest, self._mask = copy, scaling, latest, mask
+        self._count = query.shape[2]
+        self._queries = query.unflatten(1, (heads, -1)).flatten(2, 3).contiguous()
+
+    @staticmethod
+    def fits(
+        copy: LowBitCopy, query: torch.Tensor, mask: torch.Tensor | None, softcap: float | None,
+        s_aux: torch.Tensor | None,
+    ) -> bool:  # fmt: skip
+        """A mask says of each token alone whether it is seen: of the copy's all queries see the same."""
+        entry = copy.form.entry
+        if softcap is not None or s_aux is not None or not has_kernels(query.device, entry.key_dim, entry.value_dim):
+            return False
+        from ...kernels.mixed_attention_triton import MOST_QUERIES
+
+        queries = query.shape[1] // entry.num_key_heads * query.shape[2]
+        return queries <= MOST_QUERIES and (mask is None or mask.dtype == torch.bool)
+
+    def attend(
+        self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As `MixedAttention.attend`; `asked` are adjacent, and any call may be the `last`."""
+        with torch.cuda.device_of(self._queries):  # a kernel is launched on the current one
+            return self._attend(replaced, asked)
+
+    def _attend(
+        self, replaced: Sequence[Entries], asked: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from ...kernels.mixed_attention_triton import Parts
+
+        tokens, form, mask = self._copy.tokens, self._copy.form, self._mask
+        rows, heads = self._queries.shape[:2]
+        hidden = torch.empty(rows, heads, tokens + 1, dtype=torch.uint8, device=self._queries.device)
+        seen = None
+        if mask is None:
+            hidden.zero_()
+        else:
+            hidden[:, :, :tokens] = ~mask[:, :1, -1, :tokens]
+            hidden[:, :, tokens] = 1
+            seen = mask[:, 0, -1, tokens:].byte().expand(rows, -1).contiguous()
+            replaced = [self._seen(one, hidden) for one in replaced]
+        for one in replaced:  # the last column is for tokens that are none
+            hidden.scatter_(2, one.tokens.masked_fill(one.tokens < 0, tokens), 1)
+        given = self._queries, self._scaling, self._count, form.entry.value_dim, hidden
+        parts = Parts(*given, len(replaced) + len(self._latest), form.group)
+        held = self._copy.capture()
+        parts.copy(held["keys"], held["values"], form.bits)
+        for one in replaced:
+            parts.stored(one.keys, one.values, one.tokens)
+        after, first = sum(keys.shape[2] for keys, _ in self._latest), 0
+        for keys, values in self._latest:
+            stop = first + keys.shape[2]
+            parts.latest(keys, values, None if seen is None else seen[:, first:stop].contiguous(), after - stop)
+            first = stop
+        output = parts.merged()
+        return output, list(parts.shares(asked[0], len(asked))) if asked else []
+
+    @staticmethod
+    def _seen(held: Entries, hidden: torch.Tensor) -> Entries:
+        """Those that are not hidden; the others are none."""
+        places = held.tokens.masked_fill(held.tokens < 0, hidden.shape[2] - 1)
+        return Entries(held.tokens.masked_fill(hidden.gather(2, places) != 0, -1), held.keys, held.values)
+
+
+class MixedAttention:
+    """Of the queries (B, H, q, D) of one call, over all tokens: those of `copy` before the latest ones, in one softmax.
+
+    Valid until the copy changes. Scores and shares are float32; the query heads of a key head lie together: (B, Hk, n,
+    ...) with n = H / Hk q, head by head.
+
+    Args:
+        latest: keys (B, Hk, t, Dk) and values (B, Hk, t, Dv) of all tokens behind the copy's, the queries' own at last.
+        mask: (·, 1, q, tokens), boolean (True: visible) or additive; None: causal, aligned at the lower right.
+    """
+
+    def __init__(
+        self, copy: LowBitCopy, query: torch.Tensor, scaling: float, latest: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        heads = copy.form.entry.num_key_heads
+        self._copy, self._mask, self._softcap = copy, mask, softcap
+        self._count = query.shape[2]
+        self._states = (query.float() * scaling).unflatten(1, (heads, -1)).flatten(2, 3)
+        self._aux = None
+        if s_aux is not None:
+            self._aux = s_aux.float().view(heads, -1).repeat_interleave(self._count, 1)[None, ..., None]
+        self._keys, self._values = latest
+        shape = *self._states.shape[:3], copy.tokens + 1  # the last one stands for tokens that are none
+        self._scores = self._states.new_full((1,), -torch.inf).expand(shape).contiguous()
+        held = self._scores[..., :-1]
+        copy.scores(self._states, held)
+        self._cap(held)
+        if mask is not None:
+            self._hide(held, mask[..., : copy.tokens])
+        self._recent = self._cap(self._states @ self._keys.float().transpose(2, 3))
+        if mask is not None:
+            self._hide(self._recent, mask[..., copy.tokens :])
+        else:
+            own = self._recent.unflatten(2, (-1, self._count))
+            for before in range(1, self._count):
+                own[:, :, :, -before - 1, -before:] = -torch.inf
+
+    @staticmethod
+    def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, entries: int) -> int:
+        """What `entries` tokens a row that are attended to as they were stored take while they are: side by side, then
+        in float32, and their scores, places and shares, of `queries` of `heads` heads each."""
+        side_by_side = form.entry_bytes + form.entry_bytes // form.dtype.itemsize * 4
+        return rows * entries * (side_by_side + heads * queries * 20)
+
+    def _cap(self, scores: torch.Tensor) -> torch.Tensor:
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        return scores
+
+    def _hide(self, scores: torch.Tensor, mask: torch.Tensor) -> None:
+        """Apply a mask (·, 1, q, m) to scores (B, Hk, n, m)."""
+        own, mask = scores.unflatten(2, (-1, self._count)), mask[:, :, None]  # (B, Hk, G, q, m)
+        if mask.dtype == torch.bool:
+            own.masked_fill_(~mask, -torch.inf)
+        else:
+            own += mask
+
+    def attend(
+        self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Attention with the tokens of `replaced`, distinct ones, as they are there: (B, q, H, Dv) float32; and what of
+        it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of each of
+        the queries `asked`. After the `last` call there is no other."""
+        scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
+        nothing = scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)
+        tokens = torch.cat([nothing, *(one.tokens for one in replaced)], 2)
+        places = tokens.masked_fill(tokens < 0, none)
+        keys = torch.cat([*(one.keys for one in replaced), self._keys[:, :, :0]], 2)
+        values = torch.cat([*(one.values for one in replaced), self._values], 2).float()
+        every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
+        own = self._cap(self._states @ keys.float().transpose(2, 3))
+        if self._mask is not None and self._mask.dtype != torch.bool:  # its bias is the token's
+            bias = self._mask[:, :, :, : none + 1].expand(len(own), own.shape[1], -1, -1)
+            bias = bias.gather(3, places[:, :, None].expand(-1, -1, self._count, -1))  # (B, Hk, q, m)
+            own.unflatten(2, (-1, self._count)).add_(bias[:, :, None])
+        own.masked_fill_(scores.gather(3, every) == -torch.inf, -torch.inf)  # hidden, or none
+        scores.scatter_(3, every, -torch.inf)
+        exact = torch.cat([own, self._recent], 3)
+        most = torch.maximum(scores.amax(3, keepdim=True), exact.amax(3, keepdim=True))
+        if self._aux is not None:
+            most = torch.maximum(most, self._aux)
+        most.clamp_(min=torch.finfo(torch.float32).min)  # a query that sees nothing
+        scores.sub_(most).exp_()
+        exact.sub_(most).exp_()
+        total = scores.sum(3, keepdim=True) + exact.sum(3, keepdim=True)
+        if self._aux is not None:
+            total += (self._aux - most).exp()
+        total.masked_fill_(total == 0, 1)
+        scores /= total
+        exact /= total
+        output = self._copy.weighted(scores[..., :-1]) + exact @ values
+        output = output.unflatten(2, (-1, self._count)).flatten(1, 2).transpose(1, 2)
+        return output, [self._shares(scores, exact, places, query) for query in asked]
+
+    def _shares(self, scores: torch.Tensor, exact: torch.Tensor, places: torch.Tensor, asked: int) -> torch.Tensor:
+        low, own = (one.unflatten(2, (-1, self._count))[:, :, :, asked].sum(2) for one in (scores, exact))
+        return low.scatter_add_(2, places, own[..., : places.shape[2]])[..., :-1]

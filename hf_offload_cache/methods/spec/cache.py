@@ -1,0 +1,305 @@
+"""`SpecCache`: SpeCache (section 3). A copy in a few bits guesses, what was stored answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from ...config import OffloadConfig
+from ...core.layer import OffloadLayer
+from ...core.layers import has_linear_state
+from ...core.selective_cache import SelectiveCache
+from ...core.step import Step
+from ...errors import not_whole, shown
+from ...memory.fit import Search
+from ...model.foreign_hooks import ForeignHooks
+from ...model.geometry import Geometry
+from ...model.look_ahead import length_dependent, rotary_kinds
+from .config import SpecConfig
+from .layer import SpecLayer
+from .plan import UNDER_WAY, fit_spec
+from .top_up import TopUp
+
+# A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
+
+_OF_TOKENS = ("position_ids", "cache_position")
+"""Arguments that have something for each token that comes, on their last axis."""
+_ALIKE = ("token_type_ids", "mm_token_type_ids")
+"""The same; a guess is of the kind of the token before it."""
+_KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS, *_ALIKE}
+_OF_ALL_TOKENS = ("output_attentions", "output_router_logits")
+"""Asked for by an argument or the model's config: what tells of all tokens of a forward, a guess among them."""
+
+
+def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
+    """Why a model cannot be given a guess beside its token; None: it can."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return "what it gives is no text"
+    keep = 0
+    for layer in layers:
+        known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
+        keep += has_linear_state(layer) or not known
+    if keep:
+        return f"{keep} of its layers cannot run two tokens and keep one"
+    return length_dependent(model)
+
+
+def most_positions(model: Any) -> int | None:
+    """How many positions a model has; None: rotary embeddings, which go on beyond those it was trained with."""
+    if rotary_kinds(model):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def most_ids(model: Any) -> int | None:
+    """How many ids a model has embeddings of; None: that is not known."""
+    try:
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        known = None
+    return getattr(model.config.get_text_config(), "vocab_size", None) if known is None else known
+
+
+def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
+    """Whether `guess` is a tensor of ids (sequences, 1) for which the model has embeddings."""
+    if not isinstance(guess, torch.Tensor) or guess.dtype != torch.int64 or guess.shape != (sequences, 1):
+        return False
+    known = most_ids(model)
+    return bool((guess >= 0).all()) and (known is None or bool((guess < known).all()))
+
+
+def record_past(layers: list[Any]) -> list[Any]:
+    """Let layers of transformers' own keep what a guess pushes out of their windows; those that did not already."""
+    found = [layer for layer in layers if getattr(layer, "record_past", True) is False]
+    for layer in found:
+        layer.activate_past_recording()
+    return found
+
+
+def may_guess(call: dict[str, Any], config: Any) -> bool:
+    """Whether a model of `config` may be given one token more than this call of one token a sequence has: its arguments
+    are known to allow it, and what it returns is known."""
+    ids, mask, keep = (call.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
+    if ids is None or ids.ndim != 2 or ids.shape[1] != 1 or call.get("return_dict") is False:
+        return False
+    if isinstance(keep, torch.Tensor) or (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)):
+        return False
+    for name in _OF_ALL_TOKENS:
+        asked = call.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            return False
+    others = (value for name, value in call.items() if name not in _KNOWN)
+    return not any(isinstance(value, torch.Tensor) for value in others)
+
+
+def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
+    """The call with `guess`, ids (B, 1), behind its token."""
+    ids, mask, keep = call["input_ids"], call.get("attention_mask"), call.get("logits_to_keep")
+    changed = {**call, "input_ids": torch.cat([ids, guess.to(ids.device)], 1)}
+    if mask is not None:
+        changed["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, -1:])], 1)
+    for name in _OF_TOKENS:
+        if (places := call.get(name)) is not None:
+            changed[name] = torch.cat([places, places[..., -1:] + 1], -1)
+    for name in _ALIKE:
+        if (kinds := call.get(name)) is not None:
+            changed[name] = torch.cat([kinds, kinds[..., -1:]], -1)
+    if keep:
+        changed["logits_to_keep"] = keep + 1
+    return changed
+
+
+def guess_of(output: Any, known: int | None) -> torch.Tensor | None:
+    """The likeliest token (B, 1) after the last one of a model's output; None where it has no logits, or those of more
+    than the `known` ids: of codes, which no id of text stands for."""
+    logits = getattr(output, "logits", None)
+    if logits is None or (known is not None and logits.shape[-1] > known):
+        return None
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def without_guess(output: Any) -> Any:
+    """The output of a model, in place, as if it had been given no guess."""
+    output.logits = output.logits[:, :-1]
+    if (states := getattr(output, "hidden_states", None)) is not None:
+        output.hidden_states = tuple(one[..., :-1, :] for one in states)
+    return output
+
+
+class SpecCache(SelectiveCache):
+    """Keeps the KV cache on disk, and in memory a copy of it in a few bits.
+
+    `model.generate(..., past_key_values=SpecCache(model))`. See `SpecConfig` for the fields. Prefill is exact. A step
+    of decoding attends to every token: to the first and the latest ones, and to those that matter most, as they were
+    stored, to the others as the copy has them. Which matter most a guess of the next token says, which is decoded
+    beside each token, so that they are read while the rest of the step is computed.
+    """
+
+    config_class: ClassVar[type[OffloadConfig]] = SpecConfig
+    layer_class: ClassVar[type[OffloadLayer]] = SpecLayer
+    config: SpecConfig
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
+        self._guess: torch.Tensor | None = None
+        self._can_guess, self._most_positions, self._most_ids = True, most_positions(model), most_ids(model)
+        self._watchers, self._told_of_watchers = ForeignHooks([model]), False
+        self._top_up = TopUp(self.config.top_up)
+        for layer in self.selective:
+            if isinstance(layer, SpecLayer):
+                layer.top_up = self._top_up
+        if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
+            self.storage.pinned = True
+        self._recording: list[Any] = []
+        """Layers of transformers' own that keep, for this step, what a guess pushes out."""
+        if self.config.exact or not self.config.speculative or not self.config.chosen:
+            return
+        if reason := reason_against_guesses(model, self.layers):
+            self._can_guess = False
+            self._warn(f"speculative=False for {type(model).__name__}: {reason}")
+            return
+        layers = [layer for layer in self.selective if isinstance(layer, SpecLayer)]
+        for place, layer in enumerate(layers):
+            layer.collects = layers[(place - UNDER_WAY) % len(layers)]
+
+    @property
+    def reads_ahead(self) -> int:
+        return UNDER_WAY if self.config.speculative else 0
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        return []
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_spec(search)
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        self._stop_recording()  # of a step that failed
+        changed = super().begin_step(model, kwargs)
+        step = self.shared.step
+        call = kwargs if changed is None else changed
+        if step is None or not self._guesses(step, call, model.config):
+            self._guess = None
+            return changed
+        step.guessed = 1
+        self._recording = record_past(self.layers)
+        if self._guess is None:
+            self._guess = self._decode_before(model, call)
+            if self._guess is None:
+                step.guessed = 0
+                return changed
+            self._recording = record_past(self.layers)
+            step.started = time.perf_counter()
+        return with_guess(call, self._guess)
+
+    def _guesses(self, step: Step, call: dict[str, Any], model_config: Any) -> bool:
+        """Whether a guess is decoded beside the token of this step."""
+        config = self.config
+        selecting = self.selecting
+        if selecting is None or not selecting.worthwhile or self.recording:
+            return False
+        if not (config.speculative and config.chosen and self._can_guess):
+            return False
+        there = self._most_positions is None or step.history + 2 <= self._most_positions
+        if not there or not step.selects or step.tokens != 1 or not may_guess(call, model_config):
+            return False
+        if not any(isinstance(layer, SpecLayer) and layer.has_copy for layer in self.selective):
+            return False  # nothing could be fetched for it
+        return not self._is_watched()
+
+    def _is_watched(self) -> bool:
+        """Whether hooks of others would see the guess as the latest token. The cache says so once."""
+        hook = self._watchers.find()
+        if hook is not None and not self._told_of_watchers:
+            self._told_of_watchers = True
+            self._warn(
+                f"no guess is decoded while others' forward hooks are on the model ({hook}), because they would see it "
+                "as the latest token: remove them for guesses, or pass speculative=False"
+            )
+        return hook is not None
+
+    def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
+        """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
+        is kept, counted or seen."""
+        with torch.no_grad():
+            output = model.forward(**call)
+        self._take_back_guess()
+        guess = guess_of(output, self._most_ids)
+        self._can_guess = guess is not None
+        return guess
+
+    def _take_back_guess(self) -> None:
+        """What other layers hold of the guess is gone; ours have kept nothing of it."""
+        layer: Any
+        for layer in self._with_length:
+            if not isinstance(layer, OffloadLayer):
+                layer.crop(-1)
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        for layer in self._recording:
+            layer.record_past = False
+        self._recording = []
+
+    def end_step(self, output: Any = None) -> Any:
+        step = self.shared.step
+        seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
+        if step is not None and step.guessed:
+            self._guess = guess_of(output, self._most_ids)
+            self._take_back_guess()
+            output = without_guess(output)
+        changed = super().end_step(output)
+        if told := self._top_up.end_step(seconds):
+            self._warn(told)
+        return output if changed is None and step is not None and step.guessed else changed
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        super().rest()
+        for layer in self.selective:
+            assert isinstance(layer, SpecLayer)
+            layer.drop_chosen()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._guess = None
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select_guess(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        before = self.sequences
+        super().batch_repeat_interleave(repeats)
+        self._select_guess(torch.arange(before, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select_guess(torch.as_tensor(indices, device="cpu"))
+
+    def _select_guess(self, rows: torch.Tensor) -> None:
+        """Row i of the guess becomes what row `rows[i]` is; a guess of several rows a sequence is dropped."""
+        if self._guess is not None:
+            self._guess = self._guess[rows.to(self._guess.device)] if self._rows_of_ids == 1 else None
+
+    def forget(self) -> None:
+        self._stop_recording()
+        super().forget()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "guess": self._guess if self._rows_of_ids == 1 else None}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        super().restore(tree)
+        guess = tree.get("guess")  # contexts of before have none
+        if guess is not None and not is_a_guess(guess, len(tree["ids"]), self.model):
+            what = f"the guess is {shown(guess)}, and no token of the model's for each of {len(tree['ids'])} sequences"
+            raise not_whole("the state", what)
+        self._guess = guess

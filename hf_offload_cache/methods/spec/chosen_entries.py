@@ -1,0 +1,202 @@
+"""The entries that each key head of a row wants, as they were stored, beside a copy of all (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...fetch.choice import Choice
+from ...memory.account import MemoryAccount, lasting_empty
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Keys (rows, heads, m, Dk) and values (rows, heads, m, Dv) of `tokens` (rows, heads, m) int64, -1: none, which are
+    undefined there and finite. All on one device."""
+
+    tokens: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def records_of(tokens: np.ndarray, group_size: int, most: int) -> list[Choice]:
+    """The units of `group_size` tokens in the order of the sequence that hold `tokens` (rows, heads, m), -1: none: of
+    each row the first `most`, then more."""
+    wanted = np.zeros((len(tokens), int(tokens.max(initial=-1)) // group_size + 2), dtype=bool)
+    wanted[np.arange(len(tokens))[:, None], (tokens // group_size).reshape(len(tokens), -1)] = True  # -1: the last one
+    rows = [own.nonzero()[0] for own in wanted[:, :-1]]
+    units = np.full((len(rows), max(map(len, rows), default=0)), -1, dtype=np.int64)
+    for own, found in zip(units, rows, strict=True):
+        own[: len(found)] = found
+    return [Choice(units[:, start : start + most]) for start in range(0, units.shape[1], most)]
+
+
+def picked(form: Any, records: torch.Tensor, choice: Choice, tokens: np.ndarray) -> Entries:
+    """The entries of those of `tokens` (rows, heads, m) that lie in `records` (rows, M, entries a record, entry width)
+    of `choice`, as `records_of` named them: a copy."""
+    units, own = choice.units, tokens // form.group_size
+    at, there = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=bool)
+    for row, held in enumerate(units):
+        held = held[held >= 0]
+        if held.size:
+            at[row] = np.minimum(np.searchsorted(held, own[row]), held.size - 1)
+            there[row] = held[at[row]] == own[row]
+    place = torch.from_numpy(at * form.group_size + tokens % form.group_size).to(records.device)
+    keys, values = form.split(records.flatten(1, 2))
+    of_row, of_head = (torch.arange(count, device=records.device) for count in tokens.shape[:2])
+    where = of_row[:, None, None], of_head[:, None], place
+    return Entries(torch.from_numpy(np.where(there, tokens, -1)).to(records.device), keys[where], values[where])
+
+
+class ChosenEntries:
+    """Room for `count` entries a row and key head, in the account as "chosen entries", on the history's device. What is
+    wanted again stays where it lies. For the thread that runs the model, which on a GPU waits for nothing of it."""
+
+    def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
+        self.form, self.count, self._device, self._account = form, count, device, account
+        account.hold("chosen entries", self.planned(form, rows, count))
+        shape = rows, form.num_key_heads, count
+        self.tokens = lasting_empty(*shape, dtype=torch.int64, device=device).fill_(-1)
+        """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
+        self.wanted: torch.Tensor | None = None
+        """The tokens (rows, heads, m) that are to be held, -1: none; None: those that are."""
+        self.absent: torch.Tensor | None = None
+        """Those of them that are not here, (rows, heads, m), -1 behind them; None as well."""
+        self.empty = True
+        """It holds nothing."""
+        self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
+        self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
+        self._under_way: torch.cuda.Event | None = None
+
+    @staticmethod
+    def planned(form: Any, rows: int, count: int) -> int:
+        """Bytes of so many entries a row and head; which they are, which are wanted, and which of these are absent."""
+        return rows * count * (form.entry_bytes + 3 * 8 * form.num_key_heads)
+
+    @property
+    def nbytes(self) -> int:
+        return 3 * self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+
+    @property
+    def entries(self) -> Entries:
+        """All of them: views, valid until the next change."""
+        self._wait()
+        return Entries(self.tokens, self.keys, self.values)
+
+    def absent_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of `tokens` (rows, heads, m), -1: none, that are not here, (rows, heads, m), -1 behind them."""
+        self._wait()
+        return tokens.masked_fill(_among(tokens, self.tokens), -1).sort(2, descending=True).values
+
+    def want(self, tokens: torch.Tensor) -> torch.Tensor:
+        """From the next `take` on these are held, (rows, heads, `count` at most), -1: none, and no others. Returns what
+        is `absent`."""
+        self.wanted, self.absent = tokens, self.absent_of(tokens)
+        return self.absent
+
+    def take(self, new: Sequence[Entries]) -> None:
+        """Hold what is wanted; what is absent is in `new`, each where it is among `absent`."""
+        self._wait()
+        if self.wanted is None:
+            return
+        self.tokens.masked_fill_(~_among(self.tokens, self.wanted), -1)
+        free = (self.tokens >= 0).byte().argsort(dim=2, stable=True)
+        for some in new:
+            slot, there = free[:, :, : some.tokens.shape[2]], some.tokens >= 0
+            self.tokens.scatter_(2, slot, torch.where(there, some.tokens, self.tokens.gather(2, slot)))
+            for held, came in ((self.keys, some.keys), (self.values, some.values)):
+                place = slot[..., None].expand(came.shape)
+                held.scatter_(2, place, torch.where(there[..., None], came, held.gather(2, place)))
+        self.empty = self.empty and not self.wanted.shape[2]
+        self.wanted = self.absent = None
+
+    def exchange(
+        self,
+        wanted: torch.Tensor,
+        exchanged: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        gather: Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], None],
+        stream: torch.cuda.Stream,
+    ) -> torch.Tensor:
+        """As `want` and `take`: by `exchanged(tokens, wanted)`, which says who comes and how many, and by `gather` of
+        those into keys and values, on `stream`. Does not block; what the current stream is given later finds it done.
+        Returns how many are wanted, and came: (2,) int64."""
+        self._wait()
+        self.wanted = self.absent = None
+        came, counts = exchanged(self.tokens, wanted)
+        for used in (came, self.keys, self.values):
+            used.record_stream(stream)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            gather(came, (self.keys, self.values))
+            self._under_way = stream.record_event()
+        self.empty = self.empty and not wanted.shape[2]
+        return counts
+
+    def _wait(self) -> None:
+        """What the current stream is given from now on finds what was exchanged."""
+        if self._under_way is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._under_way)
+            self._under_way = None
+
+    def settle(self) -> None:
+        """Block until nothing is read out of host memory any more."""
+        if self._under_way is not None:
+            self._under_way.synchronize()
+            self._under_way = None
+
+    def truncate(self, tokens: int) -> None:
+        """Only those of the first `tokens` tokens stay, and are wanted."""
+        self.settle()
+        self.tokens.masked_fill_(self.tokens >= tokens, -1)
+        if self.wanted is not None and self.absent is not None:  # of inference mode, perhaps: not to be changed
+            self.wanted = self.wanted.masked_fill(self.wanted >= tokens, -1)
+            absent = self.absent.masked_fill(self.absent >= tokens, -1)
+            self.absent = absent.sort(2, descending=True).values
+        self.empty = not bool((self.tokens >= 0).any())
+
+    def grow(self, count: int) -> None:
+        """Make room for this larger number of entries. Raises `BudgetError` with nothing changed."""
+        self.settle()
+        before, old = self.nbytes, {name: getattr(self, name) for name in ("tokens", "keys", "values")}
+        self._account.hold("chosen entries", self.planned(self.form, len(self.tokens), count))
+        for name, held in old.items():
+            shape = *held.shape[:2], count, *held.shape[3:]
+            grown = lasting_empty(*shape, dtype=held.dtype, device=held.device).fill_(-1 if name == "tokens" else 0)
+            grown[:, :, : self.count] = held
+            setattr(self, name, grown)
+        self.count = count
+        self._account.release("chosen entries", before)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        self.settle()
+        before, own = self.nbytes, rows.to(self._device)
+        after = self.planned(self.form, len(rows), self.count)
+        self._account.hold("chosen entries", after)
+        if self.wanted is not None and self.absent is not None:
+            self.wanted, self.absent = self.wanted[own], self.absent[own]
+        for name in ("tokens", "keys", "values"):  # not of inference mode, which lasts no longer
+            old = getattr(self, name)
+            new = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+            setattr(self, name, torch.index_select(old, 0, own, out=new))
+        self._account.release("chosen entries", before)
+
+    def close(self) -> None:
+        self.settle()
+        self._account.release("chosen entries", self.nbytes)
+        for name in ("tokens", "keys", "values"):  # a view of nothing would keep the memory
+            old = getattr(self, name)
+            setattr(self, name, old.new_empty(0, *old.shape[1:]))
+
+
+def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
+    """Which of `these` tokens (rows, heads, m) are among `those` (rows, heads, n) of the same row and head; not -1."""
+    if not those.shape[2]:
+        return torch.zeros_like(these, dtype=torch.bool)
+    ascending = those.sort(2).values
+    at = torch.searchsorted(ascending, these.contiguous()).clamp_(max=those.shape[2] - 1)
+    return (ascending.gather(2, at) == these) & (these >= 0)

@@ -1,0 +1,335 @@
+"""A copy of keys and values in a few bits, and what attention over it takes (SpeCache, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...errors import not_whole
+from ...history.base import Sealed
+from ...history.records import RecordFormat
+from ...kernels import low_bit
+from ...kernels.low_bit import BLOCK, packed, row_bytes
+from ...kernels.on_a_device import has_kernels
+from ...memory.account import MemoryAccount, lasting_empty
+from ...memory.plan import LayerPlan, Planned
+
+# How a copy in a few bits lies in memory (KIVI; SpeCache, section 3.4)
+
+@dataclass(frozen=True)
+class LowBitForm:
+    """Keys in groups of `group` tokens, each channel by itself; values in groups of at most `group` channels, each
+    token by itself. Rows are as `kernels.low_bit` has them.
+
+    Attributes:
+        plain: 1-bit groups as KIVI has them, for comparison (SpeCache, table 5).
+    """
+
+    entry: RecordFormat
+    bits: int
+    group: int
+    plain: bool = False
+
+    @cached_property
+    def value_dim(self) -> int:
+        """Channels of a value, filled up to whole bytes."""
+        return -(-self.entry.value_dim // 8) * 8
+
+    @cached_property
+    def value_group(self) -> int:
+        """Channels of a group of a value."""
+        return max(size for size in range(8, self.group + 1, 8) if self.value_dim % size == 0)
+
+    def layout(self, rows: int, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shapes, of bytes, of `rows` rows of `tokens` tokens, whole groups: keys (rows, Hk, groups, Dk, row bytes) and
+        values (rows, Hv, groups of channels, tokens, row bytes)."""
+        entry, parts = self.entry, self.value_dim // self.value_group
+        key_row, value_row = (row_bytes(group, self.bits) for group in (self.group, self.value_group))
+        return {
+            "keys": (rows, entry.num_key_heads, tokens // self.group, entry.key_dim, key_row),
+            "values": (rows, entry.num_value_heads, parts, tokens, value_row),
+        }
+
+    def nbytes(self, rows: int, tokens: int) -> int:
+        """Of that."""
+        return sum(torch.Size(shape).numel() for shape in self.layout(rows, tokens).values())
+
+
+_PIECE = 512
+"""Tokens of a row that are quantised at a time."""
+_QUANTISED = {"cuda": 16 * _PIECE}
+"""Tokens of all rows that are, by type of device: what keeps it busy. Elsewhere a piece."""
+
+
+def _at_once(device_type: str) -> int:
+    return _QUANTISED.get(device_type, _PIECE)
+
+
+def fitting_bytes(form: LowBitForm, tokens: int, device_type: str) -> int:
+    """While so many tokens of all rows are quantised: some of them in 32 bits three times, and their codes."""
+    width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
+    return min(tokens, _at_once(device_type)) * width * 13
+
+
+class LowBitCopy:
+    """Of `rows` rows of tokens, whole groups. In the account as "low-bit copy", on the device of the history. For the
+    thread that runs the model. Products and sums are made block by block: it is never unpacked as a whole.
+
+    Args:
+        reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
+    """
+
+    def __init__(
+        self, form: LowBitForm, rows: int, device: torch.device, account: MemoryAccount, reserve: int = 0
+    ) -> None:
+        self.form, self.rows, self.tokens, self.device = form, rows, 0, device
+        self._account, self._reserve, self._room = account, reserve // form.group * form.group, 0
+        self._parts = self._made(rows, 0)
+
+    def _made(self, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        self._account.hold("low-bit copy", self.form.nbytes(rows, tokens))
+        layout = self.form.layout(rows, tokens)
+        return {name: lasting_empty(*shape, dtype=torch.uint8, device=self.device) for name, shape in layout.items()}
+
+    def _need(self, tokens: int) -> None:
+        """Have room for so many a row. Raises `BudgetError` with nothing changed."""
+        if tokens > self._room:
+            more = 0 if self._reserve or not self.tokens else tokens // 8 // self.form.group * self.form.group
+            room = max(tokens + more, self._reserve)
+            old, self._parts = self._parts, self._made(self.rows, room)
+            for name, part in self._held(old, self.tokens).items():
+                self._held(self._parts, self.tokens)[name].copy_(part)
+            self._let_go(old)
+            self._room = room
+
+    def _let_go(self, parts: dict[str, torch.Tensor]) -> None:
+        self._account.release("low-bit copy", sum(part.nbytes for part in parts.values()))
+
+    def _held(self, parts: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """What `parts` have of the first `tokens` tokens."""
+        return {"keys": parts["keys"][:, :, : tokens // self.form.group], "values": parts["values"][:, :, :, :tokens]}
+
+    # --- in ----------------------------------------------------------------------------------------------------
+
+    def append(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
+        """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv), each valid until the next, follow those that are held:
+        `tokens` then, whole groups. Raises `BudgetError`, and what `parts` raise, having changed nothing."""
+        self._need(tokens)
+        held = self.tokens
+        fitting = fitting_bytes(self.form, self.rows * (tokens - held), self.device.type)
+        with self._account.holding("fitting", fitting):
+            for keys, values in _pieces(parts, _PIECE):
+                self._quantise(held, keys, values)
+                held += keys.shape[2]
+        self.tokens = held
+
+    def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        form, group, stop = self.form, self.form.group, first + keys.shape[2]
+        rows = max(1, _at_once(self.device.type) // keys.shape[2])
+        for start in range(0, self.rows, rows):
+            some = slice(start, start + rows)
+            groups = keys[some].unflatten(2, (-1, group)).transpose(3, 4)
+            into = self._parts["keys"][some, :, first // group : stop // group]
+            into.copy_(self._packed(groups).view_as(into))
+            own = values[some]
+            filling = own[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
+            groups = torch.cat([own, filling], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
+            into = self._parts["values"][some, :, :, first:stop]
+            into.copy_(self._packed(groups).view_as(into))
+
+    def _packed(self, groups: torch.Tensor) -> torch.Tensor:
+        return packed(groups.reshape(-1, groups.shape[-1]), self.form.bits, plain=self.form.plain)
+
+    # --- out ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _kernels(self) -> Any:
+        if not has_kernels(self.device, self.form.entry.key_dim, self.form.value_dim):
+            return low_bit
+        from ...kernels import low_bit_triton
+
+        return low_bit_triton
+
+    def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
+        self._kernels.scores(queries, self._held(self._parts, self.tokens)["keys"], self.form.bits, out)
+        return out
+
+    def weighted(self, shares: torch.Tensor) -> torch.Tensor:
+        """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
+        values = self._held(self._parts, self.tokens)["values"]
+        total: torch.Tensor = self._kernels.weighted(shares, values, self.form.bits, self.form.group)
+        return total[..., : self.form.entry.value_dim]
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def truncate(self, tokens: int) -> None:
+        """Only the first `tokens`, whole groups, stay."""
+        self.tokens = min(self.tokens, tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` is now."""
+        old, rows = self._parts, rows.to(self.device)
+        if len(rows) == self.rows:
+            held = self._held(old, self.tokens)
+            pieces = *held["keys"].split(BLOCK // self.form.group, 2), *held["values"].split(BLOCK, 3)
+            for some in pieces:
+                some.copy_(some.index_select(0, rows))
+            return
+        self._parts = self._made(len(rows), self._room)
+        for name, part in old.items():
+            torch.index_select(part, 0, rows, out=self._parts[name])
+        self._let_go(old)
+        self.rows = len(rows)
+
+    def capture(self) -> dict[str, Any]:
+        """Views, valid until the next change."""
+        return dict(self._held(self._parts, self.tokens))
+
+    def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
+        """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        for part, shape in self.form.layout(self.rows, tokens).items():
+            found = tree.get(part)
+            if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != torch.uint8:
+                what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, torch.Tensor) else type(found)
+                raise not_whole(name, f"{part} of its low-bit copy are {what}, and {shape} bytes are needed")
+        self._need(tokens)
+        for part, held in self._held(self._parts, tokens).items():
+            held.copy_(tree[part])
+        self.tokens = tokens
+
+    def close(self) -> None:
+        """Give the memory back; it may be filled anew."""
+        self._let_go(self._parts)
+        self._parts, self.tokens, self._room = self._made(self.rows, 0), 0, 0
+
+
+def _pieces(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same, `size` tokens at a time, and at last what is left: views, or copies of what lies in several parts."""
+    begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for keys, values in parts:
+        first = sum(held.shape[2] for held, _ in begun)
+        edges = [0, *range(size - first, keys.shape[2] + 1, size)]
+        for start, stop in pairwise(edges):
+            yield _joined([*begun, (keys[:, :, start:stop], values[:, :, start:stop])])
+            begun = []
+        if keys.shape[2] > edges[-1]:
+            begun.append((keys[:, :, edges[-1] :].clone(), values[:, :, edges[-1] :].clone()))
+    if begun:
+        yield _joined(begun)
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+# Tokens judged by a copy of their keys in a few bits (SpeCache, section 3.3)
+
+LOYALTY = 4
+"""What is held counts so many times as much when the next is chosen: among shares that are alike it does not matter
+much which tokens are as they were stored, and reads are saved."""
+
+
+class LowBitPredictor:
+    """Holds the copy, which attention goes over, and says what of it matters most. See `Learner`.
+
+    Args:
+        reserve: tokens a row that the copy is to have room for at once; 0: it grows.
+    """
+
+    def __init__(
+        self, form: LowBitForm, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount, name: str,
+        reserve: int = 0,
+    ) -> None:  # fmt: skip
+        self.copy, self._num_sinks, self._name = LowBitCopy(form, rows, device, account, reserve), num_sinks, name
+
+    @staticmethod
+    def planned(
+        form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int, device_type: str = "cpu"
+    ) -> LayerPlan:
+        """What `rows` rows of `tokens` tokens take, `queries` of `heads` heads each in a step, and `scores` of each
+        head for all tokens at a time."""
+        held = form.nbytes(rows, tokens)
+        moving = {"moving rows": held} if rows > 1 else {}
+        many, few = (fitting_bytes(form, rows * min(tokens, count), device_type) for count in (tokens, form.group))
+        scored = LowBitPredictor.scored_bytes(form, tokens, rows, heads, queries, scores)
+        decode = {**moving, "fitting": few, "scores": max(0, scored - few)}  # one after the other
+        return LayerPlan(Planned.always({"low-bit copy": held}), Planned({**moving, "fitting": many}, decode))
+
+    @staticmethod
+    def scored_bytes(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> int:
+        """While attention goes over `tokens` tokens: see `planned`; and a block of a head, unpacked, and its scores."""
+        key_heads, block = form.entry.num_key_heads, min(tokens, BLOCK)
+        width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
+        spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
+        unpacked = block * (width + spread + 4 * queries * heads // key_heads)
+        among = rows * key_heads * (tokens + 2)  # of each token whether it is held
+        return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + among + unpacked
+
+    def ready(self, units: int) -> bool:
+        return self.copy.tokens == units * self.copy.form.entry.group_size
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Of what it has learned all but these."""
+        assert self.copy.tokens + sealed.fresh == sealed.tokens, "tokens are missing"
+        self.copy.append(sealed.parts, sealed.tokens)
+
+    def most(
+        self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tokens (rows, heads, m) int64 that have most of `shares` (rows, heads, tokens) of the attention, which
+        are changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
+        `held`, (rows, heads, n), -1: none, count `LOYALTY` times."""
+        sinks, count = min(self._num_sinks, shares.shape[2]), min(count, shares.shape[2])
+        if not count:
+            return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
+        if held is not None:
+            times = torch.ones_like(held, dtype=shares.dtype).masked_fill_(held >= 0, LOYALTY)  # none of them twice
+            shares.scatter_reduce_(2, held.clamp(min=0), times, "prod")
+        if visible is None:
+            shares[:, :, :sinks] = torch.inf
+        else:
+            begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
+            first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
+            shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
+        found = shares.topk(count, 2, sorted=False).indices
+        if visible is None:
+            return found
+        seen = visible[:, : shares.shape[2]].to(shares.device)  # what is hidden is none, however few there are
+        of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
+        return torch.where(seen[of_row, found], found, -1)
+
+    def truncate(self, units: int) -> None:
+        self.copy.truncate(units * self.copy.form.entry.group_size)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self.copy.select_rows(rows)
+
+    def lesson(self) -> dict[str, Any] | None:
+        return None
+
+    def capture(self) -> dict[str, Any]:
+        return self.copy.capture()
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        tokens = tree["units"] * self.copy.form.entry.group_size
+        if tokens % self.copy.form.group:
+            raise not_whole(self._name, f"{tokens} tokens are no whole groups of {self.copy.form.group}")
+        self.copy.restore(tree, tokens, self._name)
+
+    @property
+    def tables_nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.copy.close()

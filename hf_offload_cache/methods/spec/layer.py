@@ -1,0 +1,238 @@
+"""A layer of `SpecCache`: a low-bit copy that guesses, and what was stored, which answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...core.layer import Output
+from ...core.step import Step
+from ...errors import not_whole, shown
+from ...fetch.fetcher import Fetcher
+from ...history.base import Sealed
+from ...history.position_history import is_tensor
+from ...model.attention_call import AttentionCall
+from ...stores.base import FreezableStore
+from .attention import FusedAttention, MixedAttention
+from .chosen_entries import Entries
+from .copy import LowBitPredictor
+from .entries import SpecEntries
+from .plan import TOGETHER
+
+
+class SpecLayer(SpecEntries):
+    """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
+
+    collects: SpecLayer | None = None
+    """The layer whose read for the next step is collected when this one chooses; set by the cache."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._leaving: Entries | None = None
+        """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
+        self._shared_keys = False
+        """Several calls attend to one `update`, as the prompt has shown: what has left is theirs, too."""
+        self._attended = False
+        """A call of this step has attended: another layer that shares these keys does not choose for the next."""
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.config.records_apart else super().slots
+
+    @property
+    def fetcher(self) -> Fetcher:
+        own = super().fetcher
+        own.most_records = own.read_at_once = self.together(self.history.form, self.config)
+        return own
+
+    # --- the copy ----------------------------------------------------------------------------------------------
+
+    def make_predictor(self) -> LowBitPredictor:
+        history, config = self.history, self.config
+        reserve = max(0, (config.max_context or 0) - config.num_recent)
+        own = history.rows, config.num_sinks, history.device, self.shared.storage.account, self.name, reserve
+        return LowBitPredictor(self.copy_form(history.form, config), *own)
+
+    def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
+        predictor = self.predictor
+        if predictor is None:
+            return
+        if step.selects:
+            keys, values = (torch.cat(parts, 2) for parts in zip(*sealed.parts, strict=True))
+            tokens = torch.arange(sealed.tokens - sealed.fresh, sealed.tokens, device=keys.device)
+            self._leaving = Entries(tokens.expand(keys.shape[:3]), keys, values)
+        if predictor.copy.tokens + sealed.fresh == sealed.tokens:
+            super().learn(sealed, call, step)
+        else:  # attention did not come to us when some of it was sealed
+            predictor.copy.truncate(0)
+            blocks = ((block.keys, block.values) for block in self.history.blocks(sealed.tokens))
+            predictor.copy.append(blocks, sealed.tokens)
+
+    @property
+    def has_copy(self) -> bool:
+        """Attention is ours, and there is something to choose from."""
+        return self.state == "tagged" and self.predictor is not None and self.predictor.copy.tokens > 0
+
+    def can_choose(self) -> bool:
+        predictor, units = self.predictor, self.history.units
+        return predictor is not None and predictor.ready(units)
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def _latest(self, call: AttentionCall) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the latest tokens, guesses at last."""
+        keys, values = self.history.form.split(self.history.recent)
+        if not self.guessed:
+            return [(keys, values)]
+        guesses = call.key[:, :, -self.guessed :], call.value[:, :, -self.guessed :]
+        return [(keys, values), (guesses[0].to(keys.dtype), guesses[1].to(keys.dtype))]
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._leaving, self._attended = None, False
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _attend(self, call: AttentionCall) -> Output:
+        self._shared_keys |= self._attended
+        try:
+            return super()._attend(call)
+        finally:
+            self._attended = True
+            if not self._shared_keys:
+                self._leaving = None
+
+    def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
+        """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
+        candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
+        assert self.predictor is not None
+        account, form, step = self.shared.storage.account, self.history.form, self.shared.step
+        if step is not None and call.mask is not None and call.mask.shape[2] == call.query.shape[2]:
+            mask, seen = step.streamed(call.mask)
+            if mask is None and seen is None:  # it says what attention without a mask is
+                call = replace(call, mask=None)
+        with account.holding("picked entries", self.picked_bytes(form, self.history.rows, self.config)):
+            return self._attend_to_all(call, visible), None
+
+    def _attend_to_all(self, call: AttentionCall, visible: torch.Tensor | None) -> torch.Tensor:
+        assert self.predictor is not None
+        storage, copy, (heads, queries) = self.shared.storage, self.predictor.copy, call.query.shape[1:3]
+        with storage.timeline.span("gather", self.layer_idx):
+            if not self._attended:
+                if self.collects is not None:
+                    self.collects.collect_soon()
+                self.collect()
+        together = min(queries, TOGETHER)
+        asked = heads, together, self.scores_of(self.config, together)
+        scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
+        latest = self.history.recent.shape[1] + self.guessed
+        stored = self.stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
+        account = storage.account
+        with (
+            storage.timeline.span("attend", self.layer_idx),
+            account.holding("scores", scored),
+            account.holding("stored entries", stored),
+        ):
+            begin = queries - together
+            output, replaced, wanted = self._last(call, begin, visible)
+            before = [
+                self._over(call, start, min(start + together, begin)).attend(replaced)[0]
+                for start in range(0, begin, together)
+            ]
+            if wanted is not None:  # at last: what is exchanged for the next step is no more attended to in this one
+                self._fetch(wanted, at_once=not self._shared_keys)
+        return torch.cat([*before, output], 1).to(call.query.dtype)
+
+    def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
+        """Attention of some of the queries of a call, over what is not behind the last of them."""
+        assert self.predictor is not None
+        later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
+        mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
+        latest = self._latest(call)
+        if not later and FusedAttention.fits(copy, query, mask, call.softcap, call.s_aux):
+            return FusedAttention(copy, query, call.scaling, latest, mask)
+        keys, values = (torch.cat(parts, 2) if len(parts) > 1 else parts[0] for parts in zip(*latest, strict=True))
+        keys, values = (one[:, :, : one.shape[2] - later] for one in (keys, values))
+        return MixedAttention(copy, query, call.scaling, (keys, values), mask, call.softcap, call.s_aux)
+
+    def _last(
+        self, call: AttentionCall, begin: int, visible: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Entries], torch.Tensor | None]:
+        """Attention of the queries of a call from `begin` on, what of the copy was replaced, and which tokens are to be
+        fetched for the next step."""
+        assert self.predictor is not None
+        config, queries = self.config, call.query.shape[2]
+        mixed = self._over(call, begin, queries)
+        replaced = [] if self._leaving is None else [self._leaving]
+        if not config.chosen or self._attended:
+            if config.chosen:
+                replaced = [self._held().entries, *replaced]
+            self.attends_to(call, replaced)
+            return mixed.attend(replaced)[0], replaced, None
+        asked, real = queries - begin - 1, queries - self.guessed
+        chosen, ahead = self._held(), queries > 1 or self.guessed > 0
+        if real and (self.top_up.on or not ahead or chosen.empty):
+            keeps = self.keeps_scores(config)
+            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
+            if not keeps:
+                del mixed  # its scores go before there are others
+                mixed = self._over(call, begin, queries)
+            if ahead and not chosen.empty:
+                wanted = self.predictor.most(shares, visible, config.chosen)
+                first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
+                with self.top_up.reading(self.history.device):
+                    replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
+            else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
+                self._want(self._wanted(shares, visible))
+                self.collect()
+                replaced, self._leaving = [], None
+        replaced = [chosen.entries, *replaced]
+        output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
+        self.attends_to(call, replaced)
+        if shared:
+            *before, following = shared
+            # a token wants much of what the one before did, or what follows that: heads that copy
+            for one in before if config.selection == "default" else ():
+                following += one
+                following[..., 1:] += one[..., :-1]
+            return output, replaced, self._wanted(following, visible)
+        return output, replaced, None
+
+    def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
+        """These entries, beside the latest ones, are attended to as they were stored by this call."""
+        counters = self.shared.storage.counters
+        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        counters.attend(queries, self.history.length, self.history.recent.shape[1])
+        for one in stored:
+            if one.tokens.numel():
+                counters.later(tokens_attended=queries * (one.tokens >= 0).sum(2).amax())
+
+    # --- changes and contexts ----------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
+        tree, chosen = super().capture(), self.chosen
+        held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
+        learnt = tree["predictor"] if self._filled and self.can_choose() else None
+        return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
+
+    @classmethod
+    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        return {"chosen": None, **tree}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
+        super().restore(tree, parts, device)
+        wanted = tree["chosen"]
+        if wanted is None or self.selecting is None or not self._filled or not self.config.chosen:
+            return
+        shape, most = (self.history.rows, self.history.form.num_key_heads), self.held
+        if not is_tensor(wanted, (*shape, None), torch.int64, low=-1, high=most - 1):
+            what = f"what was chosen of it is {shown(wanted)}, of {shape} rows and heads"
+            raise not_whole(self.name, what)
+        self._held().want(wanted[:, :, : self.config.chosen].to(device))
