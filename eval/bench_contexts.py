@@ -42,7 +42,7 @@ class Opening:
 
 def _models(real: bool) -> Any:
     if real:
-        from hf_offload_cache.console.default_model import load_default_model
+        from hf_offload_cache.console import load_default_model
 
         return load_default_model(torch.bfloat16)
     return build_model(SMOLLM2), None
@@ -106,7 +106,7 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     """
     from transformers import DynamicCache
 
-    from hf_offload_cache.tuning.grid import bundled_text
+    from hf_offload_cache.tuning import bundled_text
 
     model, tokenizer = _models(True)
     ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[:, :tokens]

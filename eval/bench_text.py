@@ -18,12 +18,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.core.prefill import piece_size
-from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.tuning.by_trial import distance
-from hf_offload_cache.tuning.grid import sample_ids
-from hf_offload_cache.tuning.measure_caches import without_seams
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.core import SelectiveCache, piece_size
+from hf_offload_cache.tuning import distance, sample_ids, without_seams
 
 from .bench import machine
 from .contenders import synchronise

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.cache import OffloadCache
+from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.registry import CACHES, cache_class, class_named
 
 from .baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from hf_offload_cache.fetch.prefetcher import Prefetcher
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
+from hf_offload_cache.fetch import Prefetcher
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.stores import Store, aligned_empty, open_store, probe_direct, probe_uring
 
 from .disk import raw_batch_reads, raw_file
 

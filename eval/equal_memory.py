@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import class_named
-from hf_offload_cache.stores.base import DEVICE_BLOCK
+from hf_offload_cache.stores import DEVICE_BLOCK
 
 from .synthetic import Shape
 

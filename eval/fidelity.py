@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console.answer import build_prompt, prefilled_tokens
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console import build_prompt, load_default_model, prefilled_tokens
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.registry import CACHES
-from hf_offload_cache.tuning.by_trial import distance, perplexity_over, uncertainty
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.tuning import distance, perplexity_over, sample_ids, uncertainty
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens

@@ -26,11 +26,11 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from hf_offload_cache import offload
 from hf_offload_cache.config import parse_size
-from hf_offload_cache.console.named_cache import DYNAMIC, check_fields, load, offloading_class
-from hf_offload_cache.core.cache import OffloadCache
+from hf_offload_cache.console import DYNAMIC, check_fields, load, offloading_class
+from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.interop.offload import FLOOR, beyond_share, request_cache
-from hf_offload_cache.model.look_ahead import reason_against_pieces
+from hf_offload_cache.interop import FLOOR, beyond_share, request_cache
+from hf_offload_cache.model import reason_against_pieces
 
 from .continuations import Asked, Continuations, Needed, Scored
 from .model_arguments import BITS, sort_arguments

@@ -80,7 +80,7 @@ def child(run: Run) -> dict[str, Any]:
     """
     import torch
 
-    from hf_offload_cache.core.selective_cache import SelectiveCache
+    from hf_offload_cache.core import SelectiveCache
     from hf_offload_cache.registry import cache_class
 
     _whole_pages_only()
@@ -129,7 +129,7 @@ def _model(run: Run) -> tuple[Any, int]:
     if run.real:
         import torch
 
-        from hf_offload_cache.console.default_model import load_default_model
+        from hf_offload_cache.console import load_default_model
 
         model, _ = load_default_model(torch.bfloat16)
         return model, model.config.vocab_size

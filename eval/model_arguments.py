@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
-from hf_offload_cache.console.named_cache import DYNAMIC, offloading_class
+from hf_offload_cache.console import DYNAMIC, offloading_class
 from hf_offload_cache.errors import ConfigError
 
 

@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console.answer import build_prompt, generate_answer
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.grid import bundled_prose
+from hf_offload_cache.console import build_prompt, generate_answer, load_default_model
+from hf_offload_cache.tuning import bundled_prose
 
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
 NOUNS = ("lighthouse", "orchard", "library", "harbour", "windmill", "greenhouse", "tower", "bridge", "museum", "well")

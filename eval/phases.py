@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.tuning import sample_ids
 
 from .bench_text import FIRST, SHORT, TOKENS, USUAL, Contender, text_rows
 from .needles import parse_setting

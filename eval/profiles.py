@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.stores.base import Store
+from hf_offload_cache.core import OffloadCache
+from hf_offload_cache.stores import Store
 from hf_offload_cache.testing import DeviceClock, ThrottledStore
 
 

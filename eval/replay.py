@@ -18,9 +18,7 @@ import numpy as np
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.core.selective_cache import Pace
-from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.core import OffloadCache, Pace, SelectiveLayer
 
 from .baselines.paged import PagedCache
 from .contenders import IN_MEMORY, RELOADS, Setting, make, models, synchronise

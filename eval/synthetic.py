@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.core import OffloadLayer
+from hf_offload_cache.model import AttentionCall
 
 NOISE = 1.25
 """Root mean square of the part of a key that is its own. It keeps the best groups from lying side by side more than a

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hf_offload_cache.console.default_model import load_default_tokenizer
-from hf_offload_cache.tuning.grid import bundled_prose
+from hf_offload_cache.console import load_default_tokenizer
+from hf_offload_cache.tuning import bundled_prose
 
 
 class Tokens:

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console.answer import build_prompt
-from hf_offload_cache.console.named_cache import load
+from hf_offload_cache.console import build_prompt, load
 
 document = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("document.txt")
 question = sys.argv[2] if len(sys.argv) > 2 else "What is the access code of the north greenhouse?"

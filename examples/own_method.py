@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_offload_cache.config import SelectiveConfig
-from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.history.records import sealed_groups
-from hf_offload_cache.predictors.summaries import SummaryPredictor
+from hf_offload_cache.core import SelectiveCache, SelectiveLayer
+from hf_offload_cache.history import sealed_groups
+from hf_offload_cache.predictors import SummaryPredictor
 
 
 @dataclass(frozen=True)

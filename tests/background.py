@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.engines import probe_direct, probe_uring
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores import MemoryStore, Store, aligned_empty, probe_direct, probe_uring
 from hf_offload_cache.testing import RECORD_BYTES, WrapperStore
 
 LONG = 30.0

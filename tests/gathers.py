@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
-from hf_offload_cache.history.position_history import PositionHistory
+from hf_offload_cache.core import SelectiveLayer
+from hf_offload_cache.fetch import Choice, Fetched, Fetcher
+from hf_offload_cache.history import PositionHistory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values (rows, Hk, T, D)."""

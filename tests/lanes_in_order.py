@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_offload_cache.streaming.cells import Cells, State
-from hf_offload_cache.streaming.loader import Loader
+from hf_offload_cache.streaming import Cells, Loader, State
 
 
 def compute_from(monkeypatch: pytest.MonkeyPatch, ready: Callable[[Loader], bool]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels.low_bit import packed, unpacked
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import LowBitCopy, LowBitForm
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,11 @@ import numpy as np
 import torch
 
 from hf_offload_cache.config import SelectiveConfig
-from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice, Extents
-from hf_offload_cache.history.base import Block, Sealed
-from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.predictors.base import Query
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.core import SelectiveCache, SelectiveLayer
+from hf_offload_cache.fetch import Choice, Extents
+from hf_offload_cache.history import Block, PositionHistory, RecordFormat, Sealed
+from hf_offload_cache.predictors import Query
+from hf_offload_cache.stores import aligned_empty
 
 
 class ShuffledHistory(PositionHistory):

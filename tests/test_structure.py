@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -93,6 +94,39 @@ def test_no_circle(package: Package) -> None:
 
 def test_imports_run_downwards(package: Package) -> None:
     assert_none(upwards(package))
+
+
+def test_no_method_imports_another(package: Package) -> None:
+    def method(file: str) -> str | None:
+        parts = file.split("/")
+        return parts[1] if parts[0] == "methods" and len(parts) > 2 else None
+
+    pairs = [(one, method(one.importer), method(one.imported)) for one in package.imports]
+    assert_none([str(one) for one, importer, imported in pairs if importer and imported and importer != imported])
+    assert {method(file) for file in package.files} >= {"disk_swap", "cluster", "spec", "abstract_tree"}
+
+
+def test_tests_import_rooms_and_not_their_files() -> None:
+    """So that a file can move without an edit here. Private names, and names that a file of the room has too, are
+    imported where they are."""
+    found = []
+    for path in sorted([*TESTS.rglob("*.py"), *(TESTS.parent / "eval").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("hf_offload_cache."):
+                continue
+            parts = str(node.module).split(".")[1:]
+            room = parts[:2] if parts[0] == "methods" else parts[:1]
+            face = importlib.import_module(".".join(["hf_offload_cache", *room])) if parts[0] in ROOMS else None
+            if face is None or parts == room or parts[0] in ("kernels", "testing"):
+                continue
+            names = [one.name for one in node.names if not one.name.startswith("_")]
+            found += [f"{path.name}:{node.lineno} imports {node.module}.{name}" for name in names if offers(face, name)]
+    assert_none(found)
+
+
+def offers(face: object, name: str) -> bool:
+    """Whether a room's face has this name, and it is no file of the room."""
+    return not isinstance(getattr(face, name, None), ModuleType | None)
 
 
 def test_the_root_holds_what_a_user_touches(package: Package) -> None:

@@ -13,16 +13,12 @@ import numpy as np
 import torch
 
 from hf_offload_cache.config import OffloadConfig, SelectiveConfig
-from hf_offload_cache.core.plan import LayerKind
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.records import sealed_groups
-from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.methods.abstract_tree.cache import AbstractTreeCache
-from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
-from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, shares
-from hf_offload_cache.predictors.base import Decision, Query
-from hf_offload_cache.predictors.sinks import largest
+from hf_offload_cache.core import LayerKind
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.history import Sealed, sealed_groups
+from hf_offload_cache.memory import LayerPlan
+from hf_offload_cache.methods.abstract_tree import AbstractTreeCache, AbstractTreeLayer, AbstractTreePredictor, shares
+from hf_offload_cache.predictors import Decision, Query, largest
 
 
 class AllKeysPredictor(AbstractTreePredictor):

@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.history.records import places_within
-from hf_offload_cache.methods.cluster.cache import ClusterCache, ClusterLayer
-from hf_offload_cache.methods.cluster.config import ClusterConfig
-from hf_offload_cache.methods.cluster.history import ClusterHistory
-from hf_offload_cache.methods.cluster.partition import Partition
+from hf_offload_cache.history import places_within
+from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer, Partition
 
 WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""

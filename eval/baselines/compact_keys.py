@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.memory.account import MemoryAccount, lasting_empty
+from hf_offload_cache.memory import MemoryAccount, lasting_empty
 
 _CLIP = 5.0
 """An 8-bit component spans this many root mean squares to either side, as `LowRankKeys`' does."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload_cache.streaming.computing_speed import LayerCells
+from hf_offload_cache.streaming import LayerCells
 
 
 class Roofline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_offload_cache.streaming.plan import Cell, Costs, Plan
+from hf_offload_cache.streaming import Cell, Costs, Plan
 
 _INSTANT = 1e-9
 """Seconds that anything takes at least."""

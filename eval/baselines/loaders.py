@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hf_offload_cache.streaming.cells import Cells
-from hf_offload_cache.streaming.loader import Loader
-from hf_offload_cache.streaming.plan import Cell
+from hf_offload_cache.streaming import Cell, Cells, Loader
 
 EVER = 1e6
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.methods.spec.cache import SpecCache
-from hf_offload_cache.methods.spec.config import SpecConfig
-from hf_offload_cache.methods.spec.copy import LowBitForm
-from hf_offload_cache.methods.spec.layer import SpecLayer
+from hf_offload_cache.core import OffloadLayer
+from hf_offload_cache.methods.spec import LowBitForm, SpecCache, SpecConfig, SpecLayer
 
 
 class PlainLowBitLayer(SpecLayer):

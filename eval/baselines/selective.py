@@ -10,15 +10,11 @@ import numpy as np
 import torch
 
 from hf_offload_cache.config import OffloadConfig, SelectiveConfig
-from hf_offload_cache.core.plan import LayerKind
-from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.plan import LayerPlan, Planned
-from hf_offload_cache.predictors.base import Query
-from hf_offload_cache.predictors.sinks import largest, with_sinks
+from hf_offload_cache.core import LayerKind, SelectiveCache, SelectiveLayer
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.history import Sealed
+from hf_offload_cache.memory import LayerPlan, MemoryAccount, Planned
+from hf_offload_cache.predictors import Query, largest, with_sinks
 
 from .compact_keys import CompactKeys
 

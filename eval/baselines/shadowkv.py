@@ -11,13 +11,9 @@ import numpy as np
 import torch
 
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetched
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.base import Block, Sealed
-from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.fetch import Choice, Fetched, Storage
+from hf_offload_cache.history import Block, PositionHistory, RecordFormat, Sealed
+from hf_offload_cache.model import AttentionCall
 
 from .loki import leading_directions
 from .selective import BaselineCache, BaselineConfig, BaselineLayer, ProjectedKeys

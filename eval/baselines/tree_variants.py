@@ -9,11 +9,15 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.methods.abstract_tree.cache import AbstractTreeCache
-from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
-from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, bounds, important_tokens
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.methods.abstract_tree import (
+    AbstractTreeCache,
+    AbstractTreeLayer,
+    AbstractTreePredictor,
+    bounds,
+    important_tokens,
+)
+from hf_offload_cache.predictors import Query
 
 from .all_keys import FixedChunksCache
 

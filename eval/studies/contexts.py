@@ -14,11 +14,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.core.layer import OffloadLayer
+from hf_offload_cache.core import OffloadCache, OffloadLayer
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.methods.disk_swap.coding import QUERIES_SEEN
-from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.methods.disk_swap import QUERIES_SEEN
+from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.registry import cache_class
 
 from ..baselines.in_memory import IN_MEMORY

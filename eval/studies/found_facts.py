@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console.answer import build_prompt, prefilled_tokens
-from hf_offload_cache.core.cache import OffloadCache
+from hf_offload_cache.console import build_prompt, prefilled_tokens
+from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.errors import BudgetError
 
 from ..needles import Needle

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.core.selective_cache import SelectiveCache
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.methods.cluster.cache import ClusterLayer
-from hf_offload_cache.methods.cluster.entries import ClusteredEntries
+from hf_offload_cache.core import SelectiveCache, SelectiveLayer
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.methods.cluster import ClusteredEntries, ClusterLayer
 
 from .watch import Look, Watch
 

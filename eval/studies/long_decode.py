@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.methods.cluster.config import ClusterConfig
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.methods.cluster import ClusterConfig
+from hf_offload_cache.tuning import sample_ids
 
 from ..bench_text import text_rows
 from .common import Rows, Study, judged, main

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.tuning import sample_ids
 
 from ..bench_text import DYNAMIC, text_rows
 from .common import Rows, Study, judged, main

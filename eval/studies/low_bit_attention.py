@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.attention import MixedAttention
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import LowBitCopy, LowBitForm, MixedAttention
 
 from .common import Rows, Study, judged, main
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console import load_default_model
 
 from .common import Rows, Study, main
 from .contexts import follow, open_cache, prefill, reference_texts, replay

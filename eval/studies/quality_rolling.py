@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console import load_default_model
 
 from ..needles import make_needles
 from .common import Rows, Study, main

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.tuning import sample_ids
 
 from ..bench_text import run as in_turns
 from ..bench_text import text_rows

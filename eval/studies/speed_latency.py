@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from hf_offload_cache.core.selective_layer import SelectiveLayer
+from hf_offload_cache.core import SelectiveLayer
 
 from ..compare import setting_of
 from ..contenders import FULL, METHODS, NO_REUSE, OWN, RELOADS, models

@@ -11,12 +11,18 @@ import numpy as np
 import torch
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.core.filling import Filling
-from hf_offload_cache.streaming.computing_speed import CostNetwork, LayerCells
-from hf_offload_cache.streaming.plan import Line
-from hf_offload_cache.streaming.sparse_prefill import BLOCK, ActiveBlocks, SparsePrefill, measure_active_blocks
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.core import Filling
+from hf_offload_cache.streaming import (
+    BLOCK,
+    ActiveBlocks,
+    CostNetwork,
+    LayerCells,
+    Line,
+    SparsePrefill,
+    measure_active_blocks,
+)
+from hf_offload_cache.tuning import sample_ids
 
 from ..baselines.cost_models import Roofline
 from ..busy import busy

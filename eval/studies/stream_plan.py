@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eval.baselines.greedy import potential_aware
-from hf_offload_cache.streaming.plan import Costs, Line, Plan, attended_by_all, bound, meet, staircase
+from hf_offload_cache.streaming import Costs, Line, Plan, attended_by_all, bound, meet, staircase
 
 from .common import Rows, Study, judged, main
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from hf_offload_cache.console.answer import build_prompt, prefilled_tokens
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.streaming.codec import LEVELS, ChunkShape, encode, unpack
-from hf_offload_cache.tuning.by_trial import distance
+from hf_offload_cache.console import build_prompt, load_default_model, prefilled_tokens
+from hf_offload_cache.streaming import LEVELS, ChunkShape, encode, unpack
+from hf_offload_cache.tuning import distance
 
 from ..needles import make_needles
 from .common import Rows, Study, judged, main

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.streaming.plan import Costs, Line
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.streaming import Costs, Line
 
 from ..bucket_server import BucketServer, bucket_server
 from .common import Rows, Study, judged, main

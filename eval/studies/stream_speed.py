@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.console.default_model import load_default_model
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.streaming import Costs, Line, attended_by_all, meet
 from hf_offload_cache.streaming import stream_context as module
-from hf_offload_cache.streaming.plan import Costs, Line, attended_by_all, meet
-from hf_offload_cache.tuning.grid import sample_ids
+from hf_offload_cache.tuning import sample_ids
 
 from ..baselines.loaders import FromTheFront, SplitLoader, WholeChunks
 from ..bucket_server import TRACES, bucket_server, trace

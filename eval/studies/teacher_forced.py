@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_offload_cache.console.default_model import load_default_model
-from hf_offload_cache.tuning.by_trial import distance, perplexity_over
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.tuning import distance, perplexity_over
 
 from ..needles import parse_setting
 from .common import Rows

@@ -12,13 +12,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetched
-from hf_offload_cache.methods.spec.layer import SpecLayer
-from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.core import OffloadCache, OffloadLayer, SelectiveLayer
+from hf_offload_cache.fetch import Choice, Fetched
+from hf_offload_cache.methods.spec import SpecLayer
+from hf_offload_cache.model import AttentionCall
 
 
 @dataclass(frozen=True)

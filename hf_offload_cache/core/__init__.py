@@ -1,1 +1,18 @@
 """What all methods are made of: the cache, its layers, and what decides in a step."""
+
+from .budgeted import FORMAT as FORMAT
+from .budgeted import load_config as load_config
+from .budgeted import nearest as nearest
+from .cache import OffloadCache as OffloadCache
+from .filling import Filling as Filling
+from .layer import OffloadLayer as OffloadLayer
+from .layer import Rows as Rows
+from .layers import hybrid as hybrid
+from .plan import LayerKind as LayerKind
+from .prefill import piece_size as piece_size
+from .selective_cache import Pace as Pace
+from .selective_cache import SelectiveCache as SelectiveCache
+from .selective_layer import SelectiveLayer as SelectiveLayer
+from .shared import Shared as Shared
+from .step import Step as Step
+from .token_log import TokenLog as TokenLog

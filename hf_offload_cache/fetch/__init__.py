@@ -1,1 +1,34 @@
 """A choice in, entries out: slots, staging, reads ahead and writes behind."""
+
+from .areas import Areas as Areas
+from .areas import ByteRows as ByteRows
+from .areas import Staging as Staging
+from .choice import Choice as Choice
+from .choice import Extents as Extents
+from .choice import Fetched as Fetched
+from .choice import valid_entries as valid_entries
+from .fetcher import Fetcher as Fetcher
+from .policy import AlignedWith as AlignedWith
+from .policy import ClusterAligned as ClusterAligned
+from .policy import FirstIn as FirstIn
+from .policy import LeastRecent as LeastRecent
+from .policy import MostUsed as MostUsed
+from .policy import Policies as Policies
+from .policy import Policy as Policy
+from .prefetcher import STALLED_READS as STALLED_READS
+from .prefetcher import Prefetcher as Prefetcher
+from .prefetcher import Ticket as Ticket
+from .reader_pool import Jobs as Jobs
+from .reader_pool import join_all as join_all
+from .reader_pool import split as split
+from .reader_pool import start_worker as start_worker
+from .reads import EarlyLook as EarlyLook
+from .replica_link import Link as Link
+from .replica_link import LinkRates as LinkRates
+from .replica_link import Rates as Rates
+from .storage import Storage as Storage
+from .tier import ABSENT as ABSENT
+from .tier import SlotTable as SlotTable
+from .tier import SlotTier as SlotTier
+from .tier import Tier as Tier
+from .write_queue import WriteQueue as WriteQueue

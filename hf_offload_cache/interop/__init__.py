@@ -1,1 +1,21 @@
 """What makes others use a cache of this library: pipelines, servers, whoever calls `generate`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .offload import FLOOR as FLOOR
+    from .offload import beyond_share as beyond_share
+    from .offload import request_cache as request_cache
+
+_HOME = {
+    "FLOOR": "offload",
+    "beyond_share": "offload",
+    "request_cache": "offload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,1 +1,27 @@
 """The seams in a transformers model, attention, the look-ahead, and what of a model matters to a cache."""
+
+from .attach import PrepareInputs as PrepareInputs
+from .attach import release as release
+from .attention_call import TAG as TAG
+from .attention_call import AttentionCall as AttentionCall
+from .attention_call import Tag as Tag
+from .fingerprint import check_fingerprint as check_fingerprint
+from .fingerprint import full_fingerprint as full_fingerprint
+from .geometry import Geometry as Geometry
+from .geometry import KeptLayer as KeptLayer
+from .geometry import LayerShape as LayerShape
+from .look_ahead import LookAhead as LookAhead
+from .look_ahead import reason_against_pieces as reason_against_pieces
+from .masks import additive_mask as additive_mask
+from .masks import mask_at as mask_at
+from .masks import seen_before as seen_before
+from .masks import shown as shown
+from .place import TESTED as TESTED
+from .place import decoder_blocks as decoder_blocks
+from .place import no_place as no_place
+from .seam import Attachable as Attachable
+from .seam import Seam as Seam
+from .stream_attention import attend_block as attend_block
+from .stream_attention import attend_block_reference as attend_block_reference
+from .stream_attention import stream_attention_reference as stream_attention_reference
+from .weights import SAMPLE as SAMPLE

@@ -1,1 +1,8 @@
 """What a cache did: counters, the report, the timeline."""
+
+from .counters import Counters as Counters
+from .report import StreamReport as StreamReport
+from .report import least_size_text as least_size_text
+from .trace import NO_TIMELINE as NO_TIMELINE
+from .trace import Timeline as Timeline
+from .trace import Trace as Trace

@@ -4,13 +4,83 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .solve import Limits
-    from .tuned import Tuned
-    from .tuner import tune
+    from .by_trial import LEAD as LEAD
+    from .by_trial import RECITED as RECITED
+    from .by_trial import Nearness as Nearness
+    from .by_trial import Trial as Trial
+    from .by_trial import distance as distance
+    from .by_trial import divergence as divergence
+    from .by_trial import perplexity_over as perplexity_over
+    from .by_trial import uncertainty as uncertainty
+    from .calibrate import calibrate_budgets as calibrate_budgets
+    from .grid import bundled_prose as bundled_prose
+    from .grid import bundled_text as bundled_text
+    from .grid import sample_ids as sample_ids
+    from .grid import windows as windows
+    from .lookup import Reader as Reader
+    from .lookup import Selections as Selections
+    from .lookup import recorded as recorded
+    from .lookup import replay as replay
+    from .measure_caches import TURN as TURN
+    from .measure_caches import Contender as Contender
+    from .measure_caches import follow_in_turns as follow_in_turns
+    from .measure_caches import together as together
+    from .measure_caches import without_seams as without_seams
+    from .solve import Limits as Limits
+    from .solve import Solution as Solution
+    from .synthetic import random_keys_and_values as random_keys_and_values
+    from .synthetic import two_blocks as two_blocks
+    from .tables import CompressionTable as CompressionTable
+    from .tables import IoProfile as IoProfile
+    from .tables import ModelProfile as ModelProfile
+    from .tables import ReuseTable as ReuseTable
+    from .tables import along as along
+    from .tuned import Tuned as Tuned
+    from .which_cache import ComparedPlan as ComparedPlan
+    from .which_cache import compare_plans as compare_plans
+    from .which_cache import identity_of as identity_of
+    from .which_cache import measured_caches as measured_caches
+    from .which_cache import shape_of as shape_of
 
-__all__ = ["Limits", "Tuned", "tune"]
-
-_HOME = {"Limits": "solve", "Tuned": "tuned", "tune": "tuner"}
+_HOME = {
+    "ComparedPlan": "which_cache",
+    "CompressionTable": "tables",
+    "Contender": "measure_caches",
+    "IoProfile": "tables",
+    "LEAD": "by_trial",
+    "Limits": "solve",
+    "ModelProfile": "tables",
+    "Nearness": "by_trial",
+    "RECITED": "by_trial",
+    "Reader": "lookup",
+    "ReuseTable": "tables",
+    "Selections": "lookup",
+    "Solution": "solve",
+    "TURN": "measure_caches",
+    "Trial": "by_trial",
+    "Tuned": "tuned",
+    "along": "tables",
+    "bundled_prose": "grid",
+    "bundled_text": "grid",
+    "calibrate_budgets": "calibrate",
+    "compare_plans": "which_cache",
+    "distance": "by_trial",
+    "divergence": "by_trial",
+    "follow_in_turns": "measure_caches",
+    "identity_of": "which_cache",
+    "measured_caches": "which_cache",
+    "perplexity_over": "by_trial",
+    "random_keys_and_values": "synthetic",
+    "recorded": "lookup",
+    "replay": "lookup",
+    "sample_ids": "grid",
+    "shape_of": "which_cache",
+    "together": "measure_caches",
+    "two_blocks": "synthetic",
+    "uncertainty": "by_trial",
+    "windows": "grid",
+    "without_seams": "measure_caches",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,7 @@ import torch
 from harness import prompt
 from transformers import DynamicCache
 
-from hf_offload_cache.console.answer import document_part, question_part
-from hf_offload_cache.console.named_cache import load
+from hf_offload_cache.console import document_part, load, question_part
 
 NEW = 8
 DIES_AT = "w4"

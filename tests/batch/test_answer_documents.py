@@ -21,15 +21,13 @@ from nothing_left import no_threads_and_descriptors
 from words import words
 
 from hf_offload_cache import AnswerDocuments, answer_documents
+from hf_offload_cache.batch import COLUMNS, DocumentError, PublishedContexts, SavedContexts
 from hf_offload_cache.batch import documents as document_answers
-from hf_offload_cache.batch.documents import DocumentError
-from hf_offload_cache.batch.ray_data import COLUMNS
-from hf_offload_cache.batch.shared_contexts import PublishedContexts, SavedContexts
-from hf_offload_cache.console.answer import PromptTooLongError
+from hf_offload_cache.console import PromptTooLongError
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, StoreFullError
-from hf_offload_cache.fetch.prefetcher import Prefetcher
+from hf_offload_cache.fetch import Prefetcher
 from hf_offload_cache.registry import CACHES
-from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
+from hf_offload_cache.streaming import NAME, StreamManifest
 
 SMALL: dict[str, Any] = {"num_recent": 8, "group_size": 4, "max_new_tokens": NEW}
 EXACT: dict[str, Any] = {**SMALL, "exact": True}

@@ -12,11 +12,10 @@ import torch
 import transformers
 
 from hf_offload_cache import registry
-from hf_offload_cache.console import answer
+from hf_offload_cache.console import answer, build_prompt
 from hf_offload_cache.console import arguments as common
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
-from hf_offload_cache.console.answer import build_prompt
 from hf_offload_cache.methods.cluster import cache as cluster
 
 WORDS = [f"w{i}" for i in range(96)]

@@ -19,13 +19,10 @@ from harness import PROMPT, SMALL, prompt
 from harness import tiny as tiny_model
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache
-from hf_offload_cache.console import answer
+from hf_offload_cache.console import answer, build_prompt, document_part, printable, question_part
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
-from hf_offload_cache.console.answer import build_prompt, document_part, question_part
-from hf_offload_cache.console.arguments import printable
-from hf_offload_cache.contexts import listing
-from hf_offload_cache.contexts.manifest import Manifest
+from hf_offload_cache.contexts import Manifest, listing
 from hf_offload_cache.errors import ConfigError
 
 WORDS = [f"w{i}" for i in range(96)]

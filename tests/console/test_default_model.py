@@ -16,8 +16,7 @@ from eval import needles
 from hf_offload_cache.console import default_model
 from hf_offload_cache.console import default_model as unpacked_model
 from hf_offload_cache.console import named_cache as load_model
-from hf_offload_cache.model.fingerprint import full_fingerprint
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry, full_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from hf_offload_cache.console.default_model import read_header
+from hf_offload_cache.console import read_header
 
 
 def text(value):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_offload_cache.console import DamagedError, check, keep, models_folder
 from hf_offload_cache.console import default_model as unpacked_model
-from hf_offload_cache.console.default_model import DamagedError, check, keep, models_folder
 
 
 def write_two(folder: Path) -> None:

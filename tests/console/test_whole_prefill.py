@@ -12,7 +12,7 @@ from rope_models import dynamic_rope, long_rope
 from transformers import DynamicCache
 from words import words
 
-from hf_offload_cache.console.answer import PromptTooLongError, build_prompt, check_length
+from hf_offload_cache.console import PromptTooLongError, build_prompt, check_length
 from hf_offload_cache.console.main import main
 
 ORIGINAL = 1200

@@ -124,7 +124,7 @@ class _Worker:
         return [str(warning.message) for warning in told]
 
     def remove(self, place: str, wipe: bool) -> int:
-        from hf_offload_cache.contexts.folder import remove
+        from hf_offload_cache.contexts import remove
 
         return remove(place, wipe=wipe)
 

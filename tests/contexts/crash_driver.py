@@ -23,8 +23,7 @@ import torch
 from saved_contexts import answer, feed, files_of, ids, prefilled, same
 from saved_contexts import opened as opened_as
 
-from hf_offload_cache.contexts.file_system import FileSystem
-from hf_offload_cache.contexts.folder import entries, sweep
+from hf_offload_cache.contexts import FileSystem, entries, sweep
 from hf_offload_cache.contexts.listing import listing
 from hf_offload_cache.registry import cache_class
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_offload_cache.contexts.file_system import FileSystem
-from hf_offload_cache.contexts.folder import entries, publish, read_small, reading, remove, sweep, write_file
+from hf_offload_cache.contexts import FileSystem, entries, read_small, reading, remove, sweep, write_file
+from hf_offload_cache.contexts.folder import publish
 
 MANIFEST = "manifest.json"
 SHARED = b"the same in every version" * 7

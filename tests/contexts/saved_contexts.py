@@ -16,9 +16,8 @@ import xxhash
 from harness import COMMON, Decoded, build
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.contexts.data_files import MANIFEST_NAME
-from hf_offload_cache.contexts.state import pack, unpack
-from hf_offload_cache.core.selective_cache import SelectiveCache
+from hf_offload_cache.contexts import MANIFEST_NAME, pack, unpack
+from hf_offload_cache.core import SelectiveCache
 
 FIELDS: dict[str, Any] = {
     "group_size": 8,

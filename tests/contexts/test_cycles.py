@@ -12,7 +12,7 @@ import pytest
 import saved_contexts
 from saved_contexts import answer, feed, ids, opened, prefilled, same
 
-from hf_offload_cache.contexts.folder import remove
+from hf_offload_cache.contexts import remove
 from hf_offload_cache.testing import file_maps, open_descriptors
 
 CYCLES, FIRST = 150, 20

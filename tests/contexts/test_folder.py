@@ -15,15 +15,7 @@ from typing import Any
 import pytest
 from kill_points import FailAt, NoLocks, Quick, ShortWrites, age, contents, names_in, save, temporaries, version_of
 
-from hf_offload_cache.contexts.folder import (
-    entries,
-    open_file,
-    open_folder,
-    read_small,
-    remove,
-    sweep,
-    write_file,
-)
+from hf_offload_cache.contexts import entries, open_file, open_folder, read_small, remove, sweep, write_file
 from hf_offload_cache.errors import ContextError, StoreError, StoreFullError
 
 NAME = f"{'0123456789abcdef' * 2}.records"

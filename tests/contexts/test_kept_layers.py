@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrDynamicReferenceSlidingWindowLayer
 
-from hf_offload_cache.contexts.open import capture_kept, restore_kept, select_kept_rows
+from hf_offload_cache.contexts import capture_kept, restore_kept, select_kept_rows
 from hf_offload_cache.errors import ContextError
 
 

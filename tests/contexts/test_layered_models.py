@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache, offload_cache
 from hf_offload_cache.errors import ReadOnlyError, UnsupportedModelError
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing.comparison import TOLERANCE
 
 LENGTH, NEW = 70, 5

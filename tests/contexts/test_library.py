@@ -20,8 +20,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache, OffloadCache
 from hf_offload_cache.contexts import library as prefixes
-from hf_offload_cache.contexts import listing
-from hf_offload_cache.contexts.configuration import prompt_of
+from hf_offload_cache.contexts import listing, prompt_of
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextError, EncryptionKeyError
 
 OPEN: dict[str, Any] = {"engine": "mapped"}

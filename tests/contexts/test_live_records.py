@@ -13,9 +13,9 @@ from saved_contexts import FIELDS, LONG, answer, feed, ids, opened, prefilled, s
 from transformers import LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.contexts.library import bytes_of
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.contexts import bytes_of
+from hf_offload_cache.core import OffloadLayer
+from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 
 

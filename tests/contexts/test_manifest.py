@@ -31,9 +31,7 @@ from saved_contexts import (
 )
 
 from hf_offload_cache import errors
-from hf_offload_cache.contexts.data_files import MANIFEST_NAME
-from hf_offload_cache.contexts.manifest import Manifest
-from hf_offload_cache.contexts.reader import read_manifest
+from hf_offload_cache.contexts import MANIFEST_NAME, Manifest, read_manifest
 
 NAMED = (errors.ContextError, errors.StoreError, errors.EncryptionKeyError, errors.ConfigError)
 MOST_BYTES = 64 * 2**20

@@ -13,8 +13,7 @@ from context_process import Other, digest
 from saved_contexts import files_of, opened, prefilled
 
 from hf_offload_cache import ContextLibrary
-from hf_offload_cache.contexts.folder import entries, remove
-from hf_offload_cache.contexts.listing import total_bytes
+from hf_offload_cache.contexts import entries, remove, total_bytes
 from hf_offload_cache.errors import ContextError
 
 STEPS = 6

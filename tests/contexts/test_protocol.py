@@ -16,10 +16,9 @@ from transformers import DynamicCache
 
 import hf_offload_cache.contexts
 from hf_offload_cache import DiskSwapCache, OffloadCache, OffloadConfig
-from hf_offload_cache.contexts.open import open_context
-from hf_offload_cache.contexts.protocol import StoredLayer
-from hf_offload_cache.contexts.save import fork, save
-from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.contexts import StoredLayer, fork, open_context
+from hf_offload_cache.contexts.save import save
+from hf_offload_cache.memory import MemoryAccount
 
 ROOM = Path(hf_offload_cache.contexts.__file__).parent
 LOWER = {"config", "errors", "registry", "memory", "model", "history", "report", "stores"}

@@ -26,8 +26,8 @@ from kill_points import (
     version_of,
 )
 
-from hf_offload_cache.contexts.file_system import FileSystem
-from hf_offload_cache.contexts.folder import MANIFEST_NAME, entries, open_folder, publish, reading, remove, sweep
+from hf_offload_cache.contexts import MANIFEST_NAME, FileSystem, entries, open_folder, reading, remove, sweep
+from hf_offload_cache.contexts.folder import publish
 from hf_offload_cache.errors import ContextError, StoreError
 
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]

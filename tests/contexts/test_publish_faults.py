@@ -27,8 +27,8 @@ from kill_points import (
     version_of,
 )
 
-from hf_offload_cache.contexts.file_system import FileSystem
-from hf_offload_cache.contexts.folder import entries, publish, remove, sweep
+from hf_offload_cache.contexts import FileSystem, entries, remove, sweep
+from hf_offload_cache.contexts.folder import publish
 from hf_offload_cache.errors import StoreError, StoreFullError
 
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]

@@ -33,7 +33,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, verify
-from hf_offload_cache.contexts.reader import read_manifest
+from hf_offload_cache.contexts import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
     CacheClosedError,
@@ -45,7 +45,7 @@ from hf_offload_cache.errors import (
     PromptError,
     StoreError,
 )
-from hf_offload_cache.stores.base import Store
+from hf_offload_cache.stores import Store
 from hf_offload_cache.testing import FaultyStore
 
 Between = Callable[[Any, Path], Any]

@@ -28,9 +28,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache
 from hf_offload_cache.kernels.int4 import quantise
-from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
-from hf_offload_cache.methods.cluster.pages import in_order
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.methods.abstract_tree import ChunkHistory
+from hf_offload_cache.methods.cluster import in_order
+from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing import open_descriptors
 
 SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64, "layer_budgets": "measured"}

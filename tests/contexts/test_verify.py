@@ -13,8 +13,8 @@ import torch
 from harness import SMALL, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache, verify
+from hf_offload_cache.contexts import Manifest
 from hf_offload_cache.contexts import verify as module
-from hf_offload_cache.contexts.manifest import Manifest
 from hf_offload_cache.errors import ContextError, EncryptionKeyError
 
 RECORD = 4096

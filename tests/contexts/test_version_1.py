@@ -14,7 +14,7 @@ from saved_contexts import rewrite_values, values_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache, verify
-from hf_offload_cache.model.fingerprint import full_fingerprint
+from hf_offload_cache.model import full_fingerprint
 
 WRITTEN_WITH = "5.23.0"
 """The version of transformers, whose configurations have other fields in others."""

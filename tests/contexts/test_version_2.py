@@ -12,10 +12,8 @@ import torch
 from harness import tiny
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.contexts import save
-from hf_offload_cache.contexts.data_files import MANIFEST_NAME
-from hf_offload_cache.contexts.manifest import VERSION, Manifest
-from hf_offload_cache.methods.disk_swap.compact_keys import CodedKeys
+from hf_offload_cache.contexts import MANIFEST_NAME, VERSION, Manifest, save
+from hf_offload_cache.methods.disk_swap import CodedKeys
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 8, "num_recent": 8, "reuse_capacity": 24}
 

@@ -17,12 +17,10 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.core.layers import hybrid
+from hf_offload_cache.core import OffloadCache, OffloadLayer, hybrid
 from hf_offload_cache.errors import PromptError
 from hf_offload_cache.fetch import areas
-from hf_offload_cache.methods.disk_swap.cache import DiskSwapLayer
+from hf_offload_cache.methods.disk_swap import DiskSwapLayer
 
 EXACT: dict[str, Any] = {"exact": True, "engine": "memory", **SMALL}
 

@@ -17,9 +17,9 @@ from checked_cache import checked
 from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
 from long_llama import LENGTH, SOME, long_model
 
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.methods.spec.entry_reads import EntryReads
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.fetch import Fetcher
+from hf_offload_cache.methods.spec import EntryReads
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
 METHODS = (*CACHES, "examples.own_method:PageCache")

@@ -19,13 +19,10 @@ from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig
-from hf_offload_cache.core import selective_layer
-from hf_offload_cache.core.selective_layer import SelectiveLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetched
-from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
-from hf_offload_cache.model.attention_call import AttentionCall
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.core import SelectiveLayer, selective_layer
+from hf_offload_cache.fetch import Choice, Fetched
+from hf_offload_cache.methods.disk_swap import LowRankPredictor
+from hf_offload_cache.model import AttentionCall, Geometry
 
 LENGTH, NEW = 1500, 24
 FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}

@@ -16,7 +16,7 @@ from long_models import long_fresh
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.fetch.prefetcher import Ticket
+from hf_offload_cache.fetch import Ticket
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.testing import open_descriptors
 

@@ -14,9 +14,7 @@ from long_models import long_tiny, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import BudgetError, StoreError, StoreFullError
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.prefetcher import Prefetcher
-from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.fetch import Fetcher, Prefetcher, Storage
 from hf_offload_cache.testing import FaultyStore
 
 LENGTH, STEPS = 620, 8

@@ -16,11 +16,9 @@ from long_models import long_fresh
 from examples.own_method import PageCache, PageLayer, PagePredictor
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import BudgetError, StoreError
-from hf_offload_cache.fetch.choice import Choice, Extents
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.tier import SlotTier, Tier
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.fetch import Choice, Extents, Fetcher, SlotTier, Tier
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.predictors import Query
 
 LENGTH = 700
 FIELDS: dict[str, Any] = {"engine": "memory", "num_selected": 64}

@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.layer import OffloadLayer
+from hf_offload_cache.core import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.fetch.prefetcher import Prefetcher, Ticket
+from hf_offload_cache.fetch import Prefetcher, Ticket
 
 LENGTH = 620
 SLOW = pytest.mark.slow

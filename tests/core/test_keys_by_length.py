@@ -23,7 +23,7 @@ from hf_offload_cache import (
     stream_context,
 )  # fmt: skip
 from hf_offload_cache.errors import ConfigError, UnsupportedModelError
-from hf_offload_cache.tuning.measure_caches import Contender, follow_in_turns
+from hf_offload_cache.tuning import Contender, follow_in_turns
 
 ORIGINAL = 200
 FIELDS: dict[str, Any] = {**SMALL, "exact": True, "engine": "memory"}

@@ -14,8 +14,7 @@ from long_models import long_fresh, sparse
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.cache import OffloadCache
-from hf_offload_cache.core.step import Step
+from hf_offload_cache.core import OffloadCache, Step
 
 LENGTH = 620
 EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}

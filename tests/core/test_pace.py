@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_offload_cache.core.selective_cache import Pace
+from hf_offload_cache.core import Pace
 
 
 def drive(pace: Pace, steps: int, seconds: dict[bool, float]) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload_cache.core.layer import Rows
+from hf_offload_cache.core import Rows
 
 B, HK, T, D = 2, 3, 5, 4
 

@@ -32,16 +32,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError, StoreFullError
-from hf_offload_cache.fetch.prefetcher import STALLED_READS, Prefetcher
-from hf_offload_cache.fetch.reader_pool import Jobs, _SharedRead, join_all, start_worker
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.machine import SPARE_DESCRIPTORS, check_descriptors, free_descriptors
+from hf_offload_cache.fetch import STALLED_READS, Jobs, Prefetcher, Storage, join_all, start_worker
+from hf_offload_cache.fetch.reader_pool import _SharedRead
+from hf_offload_cache.memory import SPARE_DESCRIPTORS, MemoryAccount, check_descriptors, free_descriptors
 from hf_offload_cache.model import attach
-from hf_offload_cache.report.trace import Timeline
-from hf_offload_cache.stores.base import Store
-from hf_offload_cache.stores.engines import open_store
-from hf_offload_cache.stores.uring.ring import DEPTH, Ring
+from hf_offload_cache.report import Timeline
+from hf_offload_cache.stores import DEPTH, Ring, Store, open_store
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, pattern, read
 
 SHORT = 0.05

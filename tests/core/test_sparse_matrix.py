@@ -17,11 +17,10 @@ from long_models import LENGTH, long_tiny, sparse
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
-from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.methods.disk_swap.cache import DiskSwapLayer
+from hf_offload_cache.core import OffloadLayer
+from hf_offload_cache.fetch import Choice, Fetched, Fetcher
+from hf_offload_cache.history import PositionHistory
+from hf_offload_cache.methods.disk_swap import DiskSwapLayer
 
 MATRIX = ("llama", "qwen3", "gemma3", "mistral", "phi3", "opt", "gpt_neox", "gpt_oss", "deepseek_v2")
 MODELS = (*MATRIX, "phi", "stablelm", "falcon_h1", "qwen3_next")

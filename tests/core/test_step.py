@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_offload_cache.core.step import Step
+from hf_offload_cache.core import Step
 
 
 def step() -> Step:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.core.token_log import TokenLog
-from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.core import TokenLog
+from hf_offload_cache.memory import MemoryAccount
 
 operation = st.one_of(
     st.tuples(st.just("append"), st.integers(1, 6), st.integers(-4, 3)),

@@ -14,9 +14,8 @@ from page_run import Setting
 from short_tuning import tune_shortly
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.report.report import StreamReport
-from hf_offload_cache.streaming import stream_context
-from hf_offload_cache.streaming.stream_manifest import NAME
+from hf_offload_cache.report import StreamReport
+from hf_offload_cache.streaming import NAME, stream_context
 
 ANYBODY = {"ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": "nothing"}
 PUBLIC = {

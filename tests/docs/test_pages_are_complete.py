@@ -16,7 +16,7 @@ from site_pages import DOCS, FRONT, PAGES, ROOT, code, name, prose, section, tab
 
 import hf_offload_cache
 from hf_offload_cache import errors
-from hf_offload_cache.console.main import parser
+from hf_offload_cache.console import parser
 from hf_offload_cache.registry import CACHES, cache_class
 
 PACKAGE = Path(hf_offload_cache.__file__).parent
@@ -179,8 +179,8 @@ def test_examples_are_listed() -> None:
 
 
 def test_the_files_of_contexts_have_their_names() -> None:
-    from hf_offload_cache.contexts.folder import MANIFEST_NAME
-    from hf_offload_cache.streaming.stream_manifest import NAME
+    from hf_offload_cache.contexts import MANIFEST_NAME
+    from hf_offload_cache.streaming import NAME
 
     said = prose(DOCS / "on-disk-format.md")
     assert f"`{MANIFEST_NAME}` | format and library version" in said
@@ -189,7 +189,7 @@ def test_the_files_of_contexts_have_their_names() -> None:
 
 def test_the_versions_are_those_that_install() -> None:
     """Of the README and the first page, as setup.cfg and the tested version have them."""
-    from hf_offload_cache.model.place import TESTED
+    from hf_offload_cache.model import TESTED
 
     required = (ROOT / "setup.cfg").read_text()
     torch, transformers = re.search(r"torch>=([\d.]+)", required), re.search(r"transformers>=([\d.]+)", required)

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from eval import synthetic
 from eval.baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache
 from eval.baselines.tree_variants import AllHalvesTreeCache, BoundsChunksCache, BoundsTreeCache, DescendingTreeCache
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.methods.abstract_tree.cache import AbstractTreeCache
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.methods.abstract_tree import AbstractTreeCache
 
 SHAPE = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
 TOKENS, CHUNK = 600, 16

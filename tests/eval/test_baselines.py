@@ -20,9 +20,9 @@ from eval.baselines.loki import LokiCache, leading_directions
 from eval.baselines.paged import PagedCache
 from eval.baselines.shadowkv import ShadowKVCache
 from hf_offload_cache.errors import BudgetError, PromptError
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.model.attention_call import AttentionCall
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.registry import CACHES, cache_class
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=128)

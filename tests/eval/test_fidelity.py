@@ -26,7 +26,7 @@ from eval.studies.contexts import follow, prefill
 from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.methods.cluster import cache as cluster
-from hf_offload_cache.tuning.by_trial import distance, perplexity_over
+from hf_offload_cache.tuning import distance, perplexity_over
 
 IDS = torch.randint(4, 199, (1, 60), generator=torch.Generator().manual_seed(0))
 

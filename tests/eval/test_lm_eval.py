@@ -22,11 +22,9 @@ from words import words
 from eval.continuations import Asked, Continuations, Needed, runs
 from eval.lm_eval import OffloadLM, main
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console import default_model
-from hf_offload_cache.console.named_cache import offloading_class
+from hf_offload_cache.console import default_model, offloading_class
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.model import foreign_hooks
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry, foreign_hooks
 from hf_offload_cache.registry import CACHES
 
 OPTIONS: dict[str, Any] = {"max_length": 2000, "device": "cpu"}

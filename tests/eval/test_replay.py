@@ -20,7 +20,7 @@ from eval.contenders import FULL, IN_MEMORY, JUDGED_WHOLE, METHODS, NO_REUSE, OW
 from eval.studies import speed_budget, speed_group, speed_latency, speed_throughput
 from eval.studies.common import Study, main
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch import Choice
 from hf_offload_cache.testing import ThrottledStore
 
 TINY = synthetic.Shape(layers=2, heads=4, kv_heads=2, head_dim=64, hidden=32, intermediate=64, vocabulary=128)

@@ -18,10 +18,7 @@ from eval.baselines.cost_models import Roofline
 from eval.bucket_server import TRACES, bucket_server, trace
 from eval.busy import busy
 from eval.studies import common, stream_costs, stream_plan, stream_quality, stream_requests, stream_speed
-from hf_offload_cache.streaming import loader
-from hf_offload_cache.streaming.codec import LEVELS
-from hf_offload_cache.streaming.computing_speed import CostNetwork, LayerCells
-from hf_offload_cache.streaming.transport import HttpTransport, fetch
+from hf_offload_cache.streaming import LEVELS, CostNetwork, HttpTransport, LayerCells, fetch, loader
 
 
 def test_every_contender_fills_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

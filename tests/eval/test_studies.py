@@ -24,7 +24,7 @@ from eval.needles import Needle
 from eval.studies import common, contexts, found_facts, quality_needles_depth, quality_reuse, teacher_forced, watch
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.fetch.choice import Choice, Fetched
+from hf_offload_cache.fetch import Choice, Fetched
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
 QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")

@@ -27,7 +27,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 import hf_offload_cache
-from hf_offload_cache.console.named_cache import load
+from hf_offload_cache.console import load
 from hf_offload_cache.registry import CACHES
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +46,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 BESIDE = {
-    "hf_offload_cache.console.named_cache": {"load"},
-    "hf_offload_cache.console.answer": {"build_prompt"},
+    "hf_offload_cache.console": {"build_prompt", "load"},
     "eval.lm_eval": {"OffloadLM", "TASKS"},
 }
 """What notebooks import that is not in `hf_offload_cache.__all__`."""

@@ -15,10 +15,10 @@ from examples.own_method import PageCache, PagePredictor
 from hf_offload_cache.config import SelectiveConfig
 from hf_offload_cache.console import main as console
 from hf_offload_cache.errors import ConfigError, ContextMismatchError
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.predictors import Query
 
 SOURCE = Path(__file__).parents[2] / "examples" / "own_method.py"
 TREE = ast.parse(SOURCE.read_text())

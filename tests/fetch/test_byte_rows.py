@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.fetch.areas import ByteRows
+from hf_offload_cache.fetch import ByteRows
 
 
 @pytest.mark.parametrize("rows", [slice(3), np.array([4, 0, 4]), np.array([2, 1, 0], dtype=np.int32)])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch.choice import Choice
+from hf_offload_cache.fetch import Choice
 
 
 def of(*rows: list[int], importance: list[list[float]] | None = None) -> Choice:

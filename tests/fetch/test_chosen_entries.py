@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.chosen_entries import ChosenEntries, Entries, picked, records_of
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import ChosenEntries, Entries, picked, records_of
 
 FORM = RecordFormat(2, 3, 2, 5, torch.float32, 4)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_offload_cache.fetch.choice import Choice, Extents, valid_entries
+from hf_offload_cache.fetch import Choice, Extents, valid_entries
 
 
 def test_what_is_kept_of_a_unit_counts_through_its_runs() -> None:

@@ -16,14 +16,20 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import BudgetError, CacheClosedError, StalledError, StoreError
-from hf_offload_cache.fetch.areas import Areas
-from hf_offload_cache.fetch.choice import Choice, Extents
-from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
-from hf_offload_cache.fetch.policy import FirstIn, LeastRecent, Policy
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.fetch.tier import SlotTier
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.fetch import (
+    Areas,
+    Choice,
+    Extents,
+    Fetched,
+    Fetcher,
+    FirstIn,
+    LeastRecent,
+    Policy,
+    SlotTier,
+    Storage,
+)
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing import FaultyStore, LatencyStore
 from hf_offload_cache.testing.wrappers import WrapperStore
 

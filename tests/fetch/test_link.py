@@ -15,17 +15,12 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError
+from hf_offload_cache.fetch import Areas, Choice, Fetcher, Link, LinkRates, Rates, SlotTier, Storage
 from hf_offload_cache.fetch import replica_link as link_rates
-from hf_offload_cache.fetch.areas import Areas
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.replica_link import Link, LinkRates, Rates
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.fetch.tier import SlotTier
-from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels.int4 import dequantised, quantise
-from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.methods.abstract_tree import ChunkHistory
+from hf_offload_cache.stores import MemoryStore
 
 FORM = RecordFormat(1, 16, 1, 16, torch.float32, 64)
 CPU = torch.device("cpu")

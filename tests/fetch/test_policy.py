@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch.policy import (
+from hf_offload_cache.fetch import (
     AlignedWith,
     ClusterAligned,
     FirstIn,
@@ -15,8 +15,8 @@ from hf_offload_cache.fetch.policy import (
     MostUsed,
     Policies,
     Policy,
+    SlotTable,
 )
-from hf_offload_cache.fetch.tier import SlotTable
 
 POLICIES: list[Policies] = [FirstIn, LeastRecent]
 

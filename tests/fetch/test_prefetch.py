@@ -25,16 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch.areas import Staging
-from hf_offload_cache.fetch.prefetcher import Prefetcher, _end
-from hf_offload_cache.fetch.reader_pool import split
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.report.trace import Timeline
-from hf_offload_cache.stores.base import Store, aligned_empty, runs
-from hf_offload_cache.stores.engines import open_store
+from hf_offload_cache.fetch import Prefetcher, Staging, split
+from hf_offload_cache.fetch.prefetcher import _end
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.report import Timeline
+from hf_offload_cache.stores import Ring, Store, UringStore, aligned_empty, open_store, runs
 from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.ring import Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,

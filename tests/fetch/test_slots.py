@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hf_offload_cache.fetch.tier import ABSENT, SlotTable
+from hf_offload_cache.fetch import ABSENT, SlotTable
 
 EMPTY = -1
 """When an empty slot was filled: before every other."""

@@ -12,12 +12,9 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import BudgetError, ContextError, StoreError
-from hf_offload_cache.fetch.areas import Areas
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.history.tail import RollingTail
-from hf_offload_cache.methods.abstract_tree.history import AbstractPages, ChunkHistory, page_size
+from hf_offload_cache.fetch import Areas, Fetcher, Storage
+from hf_offload_cache.history import RecordFormat, RollingTail
+from hf_offload_cache.methods.abstract_tree import AbstractPages, ChunkHistory, page_size
 from hf_offload_cache.testing import FaultyStore
 from hf_offload_cache.testing.histories import some_keys_and_values
 

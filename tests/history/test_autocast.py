@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload_cache.history.autocast import autocast_dtype, without_autocast
+from hf_offload_cache.history import autocast_dtype, without_autocast
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hf_offload_cache.errors import StoreFullError
-from hf_offload_cache.history.tail import BlockTable
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.history import BlockTable
+from hf_offload_cache.stores import MemoryStore
 
 
 class CountingStore(MemoryStore):

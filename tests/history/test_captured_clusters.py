@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.methods.cluster.config import ClusterForm
-from hf_offload_cache.methods.cluster.history import ClusterHistory
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.methods.cluster import ClusterForm, ClusterHistory
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 CPU, CLUSTERS = torch.device("cpu"), ClusterForm(size=6, capacity=12)

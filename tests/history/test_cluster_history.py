@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.base import History
-from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.history import History, RecordFormat
+from hf_offload_cache.methods.cluster import (
+    HELD_BACK,
+    ClusteredEntries,
+    ClusterForm,
+    ClusterHistory,
+    fullest,
+    in_order,
+    streaming,
+)
 from hf_offload_cache.methods.cluster import (
     entries as clustered_entries,
 )
@@ -28,12 +36,7 @@ from hf_offload_cache.methods.cluster import (
 from hf_offload_cache.methods.cluster import (
     partition as new_clusters,
 )
-from hf_offload_cache.methods.cluster.config import ClusterForm
-from hf_offload_cache.methods.cluster.entries import ClusteredEntries, fullest
-from hf_offload_cache.methods.cluster.history import HELD_BACK, ClusterHistory
-from hf_offload_cache.methods.cluster.pages import in_order
-from hf_offload_cache.methods.cluster.plan import streaming
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
 
 CLUSTERS = ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=5, join_every=4)

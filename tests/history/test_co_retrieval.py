@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreFullError
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.methods.cluster.config import ClusterForm
-from hf_offload_cache.methods.cluster.history import HELD_BACK, ClusterHistory
-from hf_offload_cache.methods.cluster.pages import in_order
-from hf_offload_cache.methods.cluster.partition import chain, co_retrieved, in_pools, pairs
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.methods.cluster import (
+    HELD_BACK,
+    ClusterForm,
+    ClusterHistory,
+    chain,
+    co_retrieved,
+    in_order,
+    in_pools,
+    pairs,
+)
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 TOKENS = HELD_BACK + 80

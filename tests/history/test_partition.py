@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.methods.cluster.partition import FEWEST, Moments, Partition, halves, k_means
-from hf_offload_cache.stores.mapped import MappedTable
+from hf_offload_cache.methods.cluster import FEWEST, Moments, Partition, halves, k_means
+from hf_offload_cache.stores import MappedTable
 
 DIM = 6
 

@@ -10,9 +10,8 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreFullError
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.history import PositionHistory, RecordFormat
 
 ROWS, HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, GROUP, RECENT = 2, 2, 3, 1, 5, 4, 6
 FORM = RecordFormat(HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, torch.float32, GROUP)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.core.layer import OffloadLayer
-from hf_offload_cache.core.shared import Shared
-from hf_offload_cache.history.records import TARGET_RECORD_BYTES, RecordFormat
-from hf_offload_cache.stores.base import DEVICE_BLOCK, aligned_empty
+from hf_offload_cache.core import OffloadLayer, Shared
+from hf_offload_cache.history import TARGET_RECORD_BYTES, RecordFormat
+from hf_offload_cache.stores import DEVICE_BLOCK, aligned_empty
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

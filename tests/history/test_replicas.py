@@ -14,14 +14,11 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import ContextError, StoreError
-from hf_offload_cache.fetch.areas import ByteRows
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.records import RecordFormat
+from hf_offload_cache.fetch import ByteRows, Storage
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels.int4 import dequantised, quantise
-from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
-from hf_offload_cache.methods.abstract_tree.replicas import ReplicaFormat
-from hf_offload_cache.stores.base import aligned_empty
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.methods.abstract_tree import ChunkHistory, ReplicaFormat
+from hf_offload_cache.stores import MemoryStore, aligned_empty
 
 FORM = RecordFormat(1, 16, 1, 16, torch.float32, 64)
 CPU = torch.device("cpu")

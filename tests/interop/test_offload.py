@@ -33,7 +33,7 @@ from words import words
 
 from hf_offload_cache import ClusterCache, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextMismatchError, UnsupportedModelError
-from hf_offload_cache.interop.offload import request_cache
+from hf_offload_cache.interop import request_cache
 from hf_offload_cache.registry import CACHES, cache_class
 
 NEW = 12

@@ -7,8 +7,8 @@ import pytest
 import torch
 from triton_kernels import DEVICES, kernels
 
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.stores import MemoryStore
 
 
 @pytest.mark.parametrize("device", DEVICES)

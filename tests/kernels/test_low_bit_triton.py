@@ -8,8 +8,8 @@ from low_bits import entry, states
 from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.kernels import low_bit
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import LowBitCopy, LowBitForm
 
 
 @pytest.mark.parametrize("device", DEVICES)

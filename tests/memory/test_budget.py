@@ -24,13 +24,11 @@ from hf_offload_cache import (
 )
 from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
-from hf_offload_cache.fetch.prefetcher import Prefetcher
-from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.fetch import Prefetcher
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.disk_swap import fit as summary_bytes
-from hf_offload_cache.methods.disk_swap.coding import most_bytes
-from hf_offload_cache.methods.disk_swap.fit import worth
-from hf_offload_cache.model import geometry
-from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
+from hf_offload_cache.methods.disk_swap import most_bytes, worth
+from hf_offload_cache.model import Geometry, KeptLayer, LayerShape, geometry
 
 SMOL = Geometry.uniform(30, 9, 3, 64)
 LLAMA_8B = Geometry.uniform(32, 32, 8, 128)

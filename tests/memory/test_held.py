@@ -114,7 +114,7 @@ def test_what_is_kept_is_planned_and_no_more(model_name: str) -> None:
 
 
 def _geometry(model: Any) -> Any:
-    from hf_offload_cache.model.geometry import Geometry
+    from hf_offload_cache.model import Geometry
 
     return Geometry.of(model)
 

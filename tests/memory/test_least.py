@@ -17,8 +17,8 @@ from hf_offload_cache import OffloadCache, registry
 from hf_offload_cache.config import parse_size
 from hf_offload_cache.console.main import main
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.model.geometry import Geometry, KeptLayer, LayerShape
-from hf_offload_cache.report.report import least_size_text
+from hf_offload_cache.model import Geometry, KeptLayer, LayerShape
+from hf_offload_cache.report import least_size_text
 
 GEOMETRIES = {
     "SmolLM2": Geometry.uniform(30, 9, 3, 64),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_offload_cache.memory.machine import free_disk
+from hf_offload_cache.memory import free_disk
 
 
 def test_free_disk_is_what_this_user_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

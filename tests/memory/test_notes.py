@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, offload, offload_cache, registry
 from hf_offload_cache.console.main import main
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.memory.plan import MemoryPlan, Planned
+from hf_offload_cache.memory import MemoryPlan, Planned
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.model import place as tested_version
-from hf_offload_cache.model.geometry import Geometry
 
 SMOL = Geometry.uniform(30, 9, 3, 64)
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "max_position_embeddings": 32768}

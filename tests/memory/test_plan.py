@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_offload_cache.memory.plan import LayerPlan, MemoryPlan, Planned
+from hf_offload_cache.memory import LayerPlan, MemoryPlan, Planned
 
 
 def plain(planned: Planned) -> tuple[dict[str, int], dict[str, int]]:

@@ -17,14 +17,11 @@ from harness import generate, prompt
 from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.core.selective_cache import Pace
+from hf_offload_cache.core import Pace
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.reads import EarlyLook
-from hf_offload_cache.methods.abstract_tree.history import ChunkHistory
-from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.model.look_ahead import LookAhead
+from hf_offload_cache.fetch import EarlyLook, Fetcher
+from hf_offload_cache.methods.abstract_tree import AbstractTreeLayer, ChunkHistory
+from hf_offload_cache.model import Geometry, LookAhead
 
 LENGTH = 700
 

@@ -18,8 +18,8 @@ from long_llama import feed, long_model
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig, verify
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
 from hf_offload_cache.kernels.int4 import dequantised, quantise
-from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.methods.abstract_tree import AbstractTreeLayer
+from hf_offload_cache.model import Geometry
 
 LENGTH = 1100
 FIELDS: dict[str, Any] = {

@@ -16,11 +16,10 @@ from long_llama import long_model
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.contexts.configuration import saved_fields
+from hf_offload_cache.contexts import saved_fields
 from hf_offload_cache.errors import ConfigError, StoreError
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.policy import MostUsed
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.fetch import Fetcher, MostUsed
+from hf_offload_cache.model import Geometry
 
 LENGTH = 700
 FIELDS: dict[str, Any] = {"chunk_size": 16, "num_selected": 48, "num_opened": 96, "num_recent": 8, "num_sinks": 3}

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import Adapter, DiskSwapCache, calibrate
 from hf_offload_cache.errors import AdapterError
 from hf_offload_cache.model.fingerprint import fingerprint
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import open_descriptors
 
 FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64, "layer_budgets": "uniform"}

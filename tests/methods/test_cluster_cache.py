@@ -14,12 +14,10 @@ from long_llama import feed, long_model
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer
 from hf_offload_cache.methods.cluster import cache as cluster
-from hf_offload_cache.methods.cluster.cache import ClusterCache, ClusterLayer
-from hf_offload_cache.methods.cluster.config import ClusterConfig
-from hf_offload_cache.methods.cluster.history import ClusterHistory
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.stores.mapped import MappedTable
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.stores import MappedTable
 from hf_offload_cache.testing import open_descriptors
 
 LENGTH = 300

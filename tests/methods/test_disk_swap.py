@@ -16,13 +16,11 @@ from harness import PAD, Decoded, assert_exact, compare, generate, prompt, uncha
 from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.step import Step
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.methods.disk_swap import integer_product
-from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
-from hf_offload_cache.model.attention_call import AttentionCall
-from hf_offload_cache.model.look_ahead import LookAhead
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.core import Step
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.methods.disk_swap import LowRankPredictor, integer_product
+from hf_offload_cache.model import AttentionCall, LookAhead
+from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import open_descriptors
 
 

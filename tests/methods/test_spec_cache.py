@@ -25,13 +25,9 @@ from transformers import (
 )
 
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
+from hf_offload_cache.methods.spec import LOYALTY, SpecCache, SpecConfig, SpecLayer, entry_reads
 from hf_offload_cache.methods.spec import copy as low_bit_copy
-from hf_offload_cache.methods.spec import entry_reads
-from hf_offload_cache.methods.spec.cache import SpecCache
-from hf_offload_cache.methods.spec.config import SpecConfig
-from hf_offload_cache.methods.spec.copy import LOYALTY
-from hf_offload_cache.methods.spec.layer import SpecLayer
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry
 
 LENGTH, NEW = 300, 80
 

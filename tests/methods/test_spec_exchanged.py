@@ -14,9 +14,7 @@ from spec_fields import SMALL
 from transformers import DynamicCache
 
 from hf_offload_cache import SpecCache
-from hf_offload_cache.methods.spec.chosen_entries import ChosenEntries
-from hf_offload_cache.methods.spec.entry_reads import EntryReads
-from hf_offload_cache.methods.spec.pinned_entries import PinnedEntries
+from hf_offload_cache.methods.spec import ChosenEntries, EntryReads, PinnedEntries
 
 MEMORY: dict[str, Any] = {**SMALL, "group_size": 32, "engine": "memory"}
 

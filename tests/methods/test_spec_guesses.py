@@ -24,15 +24,19 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.attention import MixedAttention
-from hf_offload_cache.methods.spec.cache import SpecCache
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm, LowBitPredictor
-from hf_offload_cache.methods.spec.entry_reads import EntryReads
-from hf_offload_cache.methods.spec.layer import SpecLayer
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.fetch import Fetcher
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import (
+    EntryReads,
+    LowBitCopy,
+    LowBitForm,
+    LowBitPredictor,
+    MixedAttention,
+    SpecCache,
+    SpecLayer,
+)
+from hf_offload_cache.model import Geometry
 
 LENGTH = 300
 

@@ -32,14 +32,18 @@ from transformers import (
 )
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.attention import MixedAttention
-from hf_offload_cache.methods.spec.cache import SpecCache
-from hf_offload_cache.methods.spec.chosen_entries import Entries
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm, LowBitPredictor
-from hf_offload_cache.methods.spec.layer import SpecLayer
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import (
+    Entries,
+    LowBitCopy,
+    LowBitForm,
+    LowBitPredictor,
+    MixedAttention,
+    SpecCache,
+    SpecLayer,
+)
+from hf_offload_cache.model import Geometry
 
 LENGTH = 300
 SOME: dict[str, Any] = {**SMALL, "num_selected": 20, "bits": 1}

@@ -9,7 +9,7 @@ import torch
 from attention_tolerances import BFLOAT16, FLOAT32
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_offload_cache.model.attention_call import TAG, AttentionCall, Tag
+from hf_offload_cache.model import TAG, AttentionCall, Tag
 
 
 class _Module(torch.nn.Module):

@@ -15,11 +15,9 @@ from harness import SMALL, fresh, prompt, unchanged
 from walk import tiny_model
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.selective_cache import Pace
-from hf_offload_cache.model import attach
+from hf_offload_cache.core import Pace
+from hf_offload_cache.model import Attachable, Seam, attach, decoder_blocks
 from hf_offload_cache.model import seam as seams
-from hf_offload_cache.model.place import decoder_blocks
-from hf_offload_cache.model.seam import Attachable, Seam
 
 FIELDS: dict[str, Any] = {**SMALL, "num_selected": 16, "engine": "memory"}
 KINDS: dict[str, dict[str, Any]] = {

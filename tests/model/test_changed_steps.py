@@ -12,8 +12,8 @@ from harness import CASES, SMALL, assert_exact, fresh, prompt, reference, tiny, 
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.model.attach import attach, release
-from hf_offload_cache.model.seam import Attachable
+from hf_offload_cache.model import Attachable, release
+from hf_offload_cache.model.attach import attach
 
 
 class SecondToken:

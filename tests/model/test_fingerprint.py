@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import ContextMismatchError
-from hf_offload_cache.model.fingerprint import check_fingerprint, full_fingerprint
-from hf_offload_cache.model.weights import SAMPLE, weights
+from hf_offload_cache.model import SAMPLE, check_fingerprint, full_fingerprint
+from hf_offload_cache.model.weights import weights
 
 LLAMA = "llama"
 

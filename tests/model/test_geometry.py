@@ -15,8 +15,7 @@ from harness import COMMON, build, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload
-from hf_offload_cache.model import geometry
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry, geometry
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from harness import fresh, prompt, tiny
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.model.look_ahead import LookAhead
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.model import LookAhead
 
 FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 512, "look_ahead": True, "engine": "memory"}
 

@@ -10,8 +10,8 @@ from harness import fresh
 from transformers import DynamicCache
 
 from hf_offload_cache import ClusterCache, DiskSwapCache
+from hf_offload_cache.model import seen_before
 from hf_offload_cache.model import stream_attention as streaming
-from hf_offload_cache.model.masks import seen_before
 
 
 def causal(rows: int, queries: int, columns: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.model.attach import PrepareInputs
+from hf_offload_cache.model import PrepareInputs
 
 FIELDS: dict[str, Any] = {"exact": True, "engine": "memory", **SMALL}
 

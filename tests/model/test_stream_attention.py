@@ -11,15 +11,15 @@ from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.model.masks import additive_mask, mask_at, shown
-from hf_offload_cache.model.stream_attention import (
-    _efficient,
-    _flash,
+from hf_offload_cache.model import (
+    additive_mask,
     attend_block,
     attend_block_reference,
-    stream_attention,
+    mask_at,
+    shown,
     stream_attention_reference,
 )
+from hf_offload_cache.model.stream_attention import _efficient, _flash, stream_attention
 
 
 def tensors(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hf_offload_cache import __all__ as exported
-from hf_offload_cache.console.main import parser
+from hf_offload_cache.console import parser
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "__pycache__")

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache import AbstractTreeConfig
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.methods.abstract_tree.predictor import AbstractTreePredictor, bounds, likely, shares, standing
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.history import RecordFormat, Sealed
+from hf_offload_cache.memory import LayerPlan, MemoryAccount
+from hf_offload_cache.methods.abstract_tree import AbstractTreePredictor, bounds, likely, shares, standing
+from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import PredictorTests
 
 

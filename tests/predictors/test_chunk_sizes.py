@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_offload_cache.methods.abstract_tree.config import SIZES, best_size, expected_judged, judged_by_equation_2
+from hf_offload_cache.methods.abstract_tree import SIZES, best_size, expected_judged, judged_by_equation_2
 
 
 def test_equation_2_is_written_as_in_the_paper() -> None:

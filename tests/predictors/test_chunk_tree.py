@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.methods.abstract_tree.predictor import best_tokens, front, important_tokens
+from hf_offload_cache.methods.abstract_tree import best_tokens, front, important_tokens
 
 
 class Scores:

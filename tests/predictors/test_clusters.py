@@ -11,8 +11,8 @@ import torch
 from harness import prompt
 from long_llama import feed, long_model
 
-from hf_offload_cache.methods.cluster.cache import ClusterCache, ClusterLayer
-from hf_offload_cache.predictors.base import Query
+from hf_offload_cache.methods.cluster import ClusterCache, ClusterLayer
+from hf_offload_cache.predictors import Query
 
 FIELDS: dict[str, Any] = {"num_recent": 8, "join_every": 16, "look_ahead": False, "engine": "memory"}
 

@@ -10,19 +10,22 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.memory.account import MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap import integer_product, ranking
-from hf_offload_cache.methods.disk_swap.coding import (
+from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import (
+    BLOCK,
+    HIDDEN,
+    CodedKeys,
     Coding,
     allocate,
     bytes_of,
     default_summary_bytes,
     fit_coding,
+    integer_product,
     most_bytes,
     most_components,
+    rank_units,
+    ranking,
 )
-from hf_offload_cache.methods.disk_swap.compact_keys import BLOCK, HIDDEN, CodedKeys
-from hf_offload_cache.methods.disk_swap.ranking import rank_units
 
 KV, HEADS, DIM = 2, 6, 16
 WIDTH = KV * DIM

@@ -7,10 +7,8 @@ import torch
 from low_bits import entry, states
 from triton_kernels import DEVICES, kernels
 
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.attention import FusedAttention, MixedAttention
-from hf_offload_cache.methods.spec.chosen_entries import Entries
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import Entries, FusedAttention, LowBitCopy, LowBitForm, MixedAttention
 
 LATEST, HEADS = 39, 6
 

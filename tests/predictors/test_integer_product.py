@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.methods.disk_swap import integer_product
-from hf_offload_cache.methods.disk_swap.integer_product import multiplied, rounded
+from hf_offload_cache.methods.disk_swap import integer_product, multiplied, rounded
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.methods.disk_swap.kept_choice import CONSECUTIVE, LEAST_CONSECUTIVE, NEVER, KeptChoice
+from hf_offload_cache.fetch import Choice
+from hf_offload_cache.methods.disk_swap import CONSECUTIVE, LEAST_CONSECUTIVE, NEVER, KeptChoice
 
 ROWS, HEADS, DIM, BUDGET = 2, 3, 8, 4
 

@@ -13,13 +13,12 @@ from harness import generate, prompt
 from long_llama import LONG, long_model, run, sparse
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core.step import Step
+from hf_offload_cache.core import Step
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.fetch.fetcher import Fetched, Fetcher
-from hf_offload_cache.methods.disk_swap.cache import DiskSwapLayer
-from hf_offload_cache.methods.disk_swap.layer_budgets import MOST, spread
-from hf_offload_cache.model.attention_call import AttentionCall
-from hf_offload_cache.tuning.calibrate import calibrate_budgets
+from hf_offload_cache.fetch import Fetched, Fetcher
+from hf_offload_cache.methods.disk_swap import MOST, DiskSwapLayer, spread
+from hf_offload_cache.model import AttentionCall
+from hf_offload_cache.tuning import calibrate_budgets
 
 
 def curve(needed: int, length: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 from low_bits import entry, made, states, stood_for
 
 from hf_offload_cache.errors import BudgetError, ContextError
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.methods.spec.copy import LowBitCopy, LowBitForm
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import LowBitCopy, LowBitForm
 
 
 def check(copy: LowBitCopy, keys: torch.Tensor, values: torch.Tensor) -> None:

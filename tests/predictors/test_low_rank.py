@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_offload_cache.memory.account import MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap import compact_keys as low_rank_keys
-from hf_offload_cache.methods.disk_swap.coding import (
+from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import (
+    BLOCK,
+    LowRankKeys,
     principal_directions,
     query_moment,
+    rank_among,
+    rank_units,
     reconstruction,
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.methods.disk_swap.compact_keys import BLOCK, LowRankKeys
-from hf_offload_cache.methods.disk_swap.ranking import rank_among, rank_units
+from hf_offload_cache.methods.disk_swap import compact_keys as low_rank_keys
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM

@@ -7,9 +7,7 @@ import pytest
 import torch
 from low_bits import entry, made, states, stood_for
 
-from hf_offload_cache.methods.spec.attention import MixedAttention
-from hf_offload_cache.methods.spec.chosen_entries import Entries
-from hf_offload_cache.methods.spec.copy import LowBitForm
+from hf_offload_cache.methods.spec import Entries, LowBitForm, MixedAttention
 
 TOKENS, LATEST, HEADS = 192, 9, 6
 

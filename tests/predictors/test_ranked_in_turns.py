@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.account import MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap.compact_keys import CodedKeys
-from hf_offload_cache.methods.disk_swap.learnt_keys import LearntKeys, LowRankShared, Rules
-from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
-from hf_offload_cache.methods.disk_swap.ranking import CANDIDATES, few_of_many
-from hf_offload_cache.predictors.base import Query
-from hf_offload_cache.report.counters import Counters
+from hf_offload_cache.history import RecordFormat, Sealed
+from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import (
+    CANDIDATES,
+    CodedKeys,
+    LearntKeys,
+    LowRankPredictor,
+    LowRankShared,
+    Rules,
+    few_of_many,
+)
+from hf_offload_cache.predictors import Query
+from hf_offload_cache.report import Counters
 
 KV, HEADS, DIM, GROUP, UNITS, BUDGET = 2, 4, 16, 4, 200, 6
 FORM = RecordFormat.of_sizes((KV, DIM, KV, DIM), torch.float32, GROUP)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.predictors.sinks import largest, sink_units, with_sinks
+from hf_offload_cache.predictors import largest, sink_units, with_sinks
 
 
 @pytest.mark.parametrize(

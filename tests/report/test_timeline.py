@@ -23,10 +23,10 @@ from harness import SMALL, fresh, generate, prompt, tiny
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.report.counters import Counters as CacheCounters
-from hf_offload_cache.report.trace import NO_TIMELINE, Timeline, Trace
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.report import NO_TIMELINE, Timeline, Trace
+from hf_offload_cache.report import Counters as CacheCounters
+from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing import LatencyStore
 
 PROMPT, NEW, CHUNK = 640, 8, 160

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_offload_cache.stores.atomic_file import replace_file
+from hf_offload_cache.stores import replace_file
 
 
 def test_the_new_one_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

@@ -12,15 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import ContextError, CorruptRecordError, EncryptionKeyError
-from hf_offload_cache.stores.base import FreezableStore, aligned_empty
-from hf_offload_cache.stores.encryption import Encryption, decrypt, encrypt, key_check, load_key, make_guard, open_guard
-from hf_offload_cache.stores.engines import probe_direct, probe_uring
-from hf_offload_cache.stores.file import DirectStore
-from hf_offload_cache.stores.guard import Checksums
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES
-from hf_offload_cache.stores.uring.uring_store import UringStore
+from hf_offload_cache.stores import (
+    BOUNCE_BYTES,
+    Checksums,
+    DirectStore,
+    Encryption,
+    FreezableStore,
+    MappedStore,
+    MemoryStore,
+    UringStore,
+    aligned_empty,
+    decrypt,
+    encrypt,
+    key_check,
+    load_key,
+    make_guard,
+    open_guard,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.testing import RECORD_BYTES, FreezableStoreTests, fill, pattern, read
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

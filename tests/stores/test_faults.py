@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.record_file import ScratchFile
+from hf_offload_cache.stores import (
+    MemoryStore,
+    ScratchFile,
+    Store,
+    aligned_empty,
+    open_store,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, fill, open_descriptors, pattern, read
 
 

@@ -12,11 +12,17 @@ import torch
 import xxhash
 
 from hf_offload_cache.errors import CorruptRecordError
+from hf_offload_cache.stores import (
+    Checksums,
+    Encryption,
+    RecordGuard,
+    Store,
+    aligned_empty,
+    open_store,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.stores import guard as guard_module
-from hf_offload_cache.stores.base import Store, aligned_empty
-from hf_offload_cache.stores.encryption import Encryption
-from hf_offload_cache.stores.engines import open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
 from hf_offload_cache.testing import RECORD_BYTES, fill, pattern, read
 
 KEY = bytes(range(32))

@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CacheClosedError, CorruptRecordError, StalledError, StoreError, StoreFullError
-from hf_offload_cache.stores.base import FreezableStore, LateRead, Transfer, aligned_empty, runs
-from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.layered import LayeredStore
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores import (
+    FreezableStore,
+    LateRead,
+    LayeredStore,
+    MappedStore,
+    MemoryStore,
+    RecordGuard,
+    Transfer,
+    aligned_empty,
+    choose_engine,
+    open_store,
+    probe_direct,
+    runs,
+)
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,

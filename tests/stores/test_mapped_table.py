@@ -12,7 +12,7 @@ import pytest
 
 from eval.memory import resident_bytes
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores.mapped import MappedTable
+from hf_offload_cache.stores import MappedTable
 
 SIZE = 3 << 20
 

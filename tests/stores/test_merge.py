@@ -17,14 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
+from hf_offload_cache.stores import (
+    THROUGH_BYTES,
+    Checksums,
+    Encryption,
+    FreezableStore,
+    LayeredStore,
+    MappedStore,
+    RecordGuard,
+    choose_engine,
+    open_guard,
+    open_named,
+    open_store,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.stores import layered as merge
-from hf_offload_cache.stores.base import FreezableStore
-from hf_offload_cache.stores.encryption import Encryption, open_guard
-from hf_offload_cache.stores.engines import choose_engine, open_named, open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.file import THROUGH_BYTES
-from hf_offload_cache.stores.guard import Checksums, RecordGuard
-from hf_offload_cache.stores.layered import LayeredStore
-from hf_offload_cache.stores.mapped import MappedStore
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, read
 
 KEY = bytes(range(32))

@@ -14,17 +14,28 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores import named
-from hf_offload_cache.stores.base import FreezableStore, Store, aligned_empty
-from hf_offload_cache.stores.encryption import Encryption, open_guard
-from hf_offload_cache.stores.engines import choose_engine, open_named, open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.file import DirectStore
-from hf_offload_cache.stores.guard import RecordGuard
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import MemoryStore
-from hf_offload_cache.stores.record_file import BOUNCE_BYTES, RecordFile, ScratchFile
-from hf_offload_cache.stores.uring.ring import Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore
+from hf_offload_cache.stores import (
+    BOUNCE_BYTES,
+    DirectStore,
+    Encryption,
+    FreezableStore,
+    MappedStore,
+    MemoryStore,
+    RecordFile,
+    RecordGuard,
+    Ring,
+    ScratchFile,
+    Store,
+    UringStore,
+    aligned_empty,
+    choose_engine,
+    named,
+    open_guard,
+    open_named,
+    open_store,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 KEY = bytes(range(32))

@@ -15,10 +15,9 @@ from transformers import DynamicCache
 
 from hf_offload_cache import OffloadCache
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.fetch.prefetcher import Prefetcher
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.base import Store, aligned_empty, check_batch, check_range, require_freezable, runs
+from hf_offload_cache.fetch import Prefetcher, Storage
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.stores import Store, aligned_empty, check_batch, check_range, require_freezable, runs
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, StoreTests, fill, pattern, read
 
 

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.fetch.write_queue import WriteQueue
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.stores.encryption import make_guard
-from hf_offload_cache.stores.engines import open_store, planned_ring, planned_store, probe_direct, probe_uring
-from hf_offload_cache.stores.uring.queues import ring_bytes
-from hf_offload_cache.stores.uring.ring import DEPTH, IO_RING, Ring
+from hf_offload_cache.fetch import WriteQueue
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.stores import (
+    DEPTH,
+    IO_RING,
+    Ring,
+    make_guard,
+    open_store,
+    planned_ring,
+    planned_store,
+    probe_direct,
+    probe_uring,
+    ring_bytes,
+)
 from hf_offload_cache.testing import open_descriptors
 
 

@@ -22,11 +22,9 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError
-from hf_offload_cache.stores.base import aligned_empty, runs
-from hf_offload_cache.stores.engines import probe_uring
+from hf_offload_cache.stores import Batch, Ring, UringStore, aligned_empty, probe_uring, runs
 from hf_offload_cache.stores.uring import queues as io_uring
-from hf_offload_cache.stores.uring.ring import Batch, Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore, _cut
+from hf_offload_cache.stores.uring.uring_store import _cut
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
 
 LONG = 30.0

@@ -16,17 +16,24 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StalledError, StoreError
-from hf_offload_cache.stores import engines
-from hf_offload_cache.stores.base import FreezableStore, aligned_empty
-from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct, probe_uring
-from hf_offload_cache.stores.file import DirectStore
-from hf_offload_cache.stores.mapped import MappedStore
-from hf_offload_cache.stores.memory import FreeList, MemoryStore
-from hf_offload_cache.stores.record_file import ScratchFile
+from hf_offload_cache.stores import (
+    DirectStore,
+    FreeList,
+    FreezableStore,
+    MappedStore,
+    MemoryStore,
+    Ring,
+    ScratchFile,
+    UringStore,
+    aligned_empty,
+    choose_engine,
+    engines,
+    open_store,
+    probe_direct,
+    probe_uring,
+)
 from hf_offload_cache.stores.uring import queues as io_uring
 from hf_offload_cache.stores.uring import uring_store as uring
-from hf_offload_cache.stores.uring.ring import Ring
-from hf_offload_cache.stores.uring.uring_store import UringStore
 from hf_offload_cache.testing import (
     RECORD_BYTES,
     FaultyStore,

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from eval.profiles import EMMC, PROFILES, SD, UFS
-from hf_offload_cache.stores.base import FreezableStore, aligned_empty
-from hf_offload_cache.stores.engines import choose_engine, open_store, probe_direct
-from hf_offload_cache.stores.memory import MemoryStore
+from hf_offload_cache.stores import FreezableStore, MemoryStore, aligned_empty, choose_engine, open_store, probe_direct
 from hf_offload_cache.testing import DeviceClock, FreezableStoreTests, ThrottledStore, fill, read
 
 

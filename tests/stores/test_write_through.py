@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores.engines import choose_engine, open_store
-from hf_offload_cache.stores.file import THROUGH_BYTES, FileStore, spans
-from hf_offload_cache.stores.record_file import MOST_PARTS, ScratchFile
+from hf_offload_cache.stores import MOST_PARTS, THROUGH_BYTES, FileStore, ScratchFile, choose_engine, open_store, spans
 from hf_offload_cache.testing import RECORD_BYTES, pattern, read
 
 MOST = THROUGH_BYTES // RECORD_BYTES

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from hf_offload_cache.streaming.cells import Cells, State
+from hf_offload_cache.streaming import Cells, State
 
 
 def test_streaming_comes_from_the_end_and_never_for_the_first_layer() -> None:

@@ -10,7 +10,7 @@ import torch
 import zstandard
 
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
-from hf_offload_cache.streaming.codec import LEVELS, ChunkShape, encode, unpack, unpacked_bytes
+from hf_offload_cache.streaming import LEVELS, ChunkShape, encode, unpack, unpacked_bytes
 
 
 def chunk(

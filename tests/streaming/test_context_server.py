@@ -18,8 +18,7 @@ from nothing_left import no_threads_and_descriptors
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.console import main as console
-from hf_offload_cache.streaming import context_server
-from hf_offload_cache.streaming.context_server import ContextServer
+from hf_offload_cache.streaming import ContextServer, context_server
 
 NAME, DIGEST = "stream.json", "0123456789" * 4
 IDS = torch.randint(3, 90, (1, 129), generator=torch.Generator().manual_seed(0))

@@ -17,9 +17,8 @@ from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.streaming import loader
+from hf_offload_cache.streaming import NAME, loader
 from hf_offload_cache.streaming import objects as hub_commits
-from hf_offload_cache.streaming.stream_manifest import NAME
 
 CONTEXT, SIZE, URL = 256, 64, f"hf://{REPOSITORY}/contexts/manual"
 

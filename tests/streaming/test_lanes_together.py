@@ -17,11 +17,7 @@ from static_server import served
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.methods.disk_swap import learnt_keys
-from hf_offload_cache.streaming.cells import Cells, State
-from hf_offload_cache.streaming.computing_speed import ComputingSpeed
-from hf_offload_cache.streaming.loader import Loader
-from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
-from hf_offload_cache.streaming.teacher import Teacher
+from hf_offload_cache.streaming import NAME, Cells, ComputingSpeed, Loader, State, StreamManifest, Teacher
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from long_llama import long_model
 from static_server import served
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.streaming.computing_speed import ComputingSpeed, CostNetwork, LayerCells, LayerCosts
+from hf_offload_cache.streaming import ComputingSpeed, CostNetwork, LayerCells, LayerCosts
 
 LAYERS, BLOCK, TOKENS = 30, 128, 1024
 noise = np.random.default_rng(0)

@@ -27,8 +27,7 @@ from transformers import (
 
 from eval.baselines.greedy import potential_aware
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.core import filling
-from hf_offload_cache.core.filling import Filling
+from hf_offload_cache.core import Filling, filling
 from hf_offload_cache.errors import (
     ConfigError,
     ContextMismatchError,
@@ -37,13 +36,23 @@ from hf_offload_cache.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from hf_offload_cache.streaming import codec, publish
+from hf_offload_cache.streaming import (
+    GROUP,
+    NAME,
+    ChunkShape,
+    Costs,
+    binding,
+    bound,
+    codec,
+    encode,
+    line_of,
+    meet,
+    publish,
+    staircase,
+    unpack,
+)
 from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.streaming import streaming_lane as decoder
-from hf_offload_cache.streaming.codec import GROUP, ChunkShape, encode, unpack
-from hf_offload_cache.streaming.plan import Costs, bound, meet, staircase
-from hf_offload_cache.streaming.stream_manifest import NAME, binding
-from hf_offload_cache.streaming.streaming_lane import line_of
 
 
 @pytest.fixture(autouse=True)

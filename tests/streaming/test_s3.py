@@ -17,8 +17,7 @@ from web_store import Reply, web_store
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.errors import ObjectError, StoreError
-from hf_offload_cache.streaming import loader
-from hf_offload_cache.streaming.stream_manifest import NAME
+from hf_offload_cache.streaming import NAME, loader
 
 CONTEXT, SIZE, BUCKET = 256, 64, "contexts"
 

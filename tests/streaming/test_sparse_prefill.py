@@ -16,10 +16,16 @@ from long_llama import long_model
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.core.filling import Filling
+from hf_offload_cache.core import Filling
 from hf_offload_cache.errors import ConfigError, ContextError
-from hf_offload_cache.streaming import loader, sparse_prefill
-from hf_offload_cache.streaming.sparse_prefill import ActiveBlocks, SparsePrefill, attend_blocks, measure_active_blocks
+from hf_offload_cache.streaming import (
+    ActiveBlocks,
+    SparsePrefill,
+    attend_blocks,
+    loader,
+    measure_active_blocks,
+    sparse_prefill,
+)
 
 BLOCK, TOKENS = 32, 200
 """The last block is shorter."""

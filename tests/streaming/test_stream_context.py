@@ -26,8 +26,7 @@ from hf_offload_cache.errors import (
     UnsupportedModelError,
 )
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.streaming import checks
-from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest
+from hf_offload_cache.streaming import NAME, StreamManifest, checks
 
 ALL = list(map(cache_class, CACHES))
 

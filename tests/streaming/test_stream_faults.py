@@ -25,13 +25,22 @@ from static_server import served
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
-from hf_offload_cache.contexts.state import pack
+from hf_offload_cache.contexts import pack
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
-from hf_offload_cache.streaming import checks, loader
+from hf_offload_cache.streaming import (
+    NAME,
+    ComputingSpeed,
+    Costs,
+    StreamManifest,
+    StreamObject,
+    bound,
+    checks,
+    digest,
+    loader,
+    meet,
+    staircase,
+)
 from hf_offload_cache.streaming import streaming_lane as decoder
-from hf_offload_cache.streaming.computing_speed import ComputingSpeed
-from hf_offload_cache.streaming.plan import Costs, bound, meet, staircase
-from hf_offload_cache.streaming.stream_manifest import NAME, StreamManifest, StreamObject, digest
 
 
 @pytest.fixture(autouse=True)

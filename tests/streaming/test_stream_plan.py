@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eval.baselines.greedy import potential_aware
-from hf_offload_cache.streaming.plan import Costs, Line, Plan, attended_by_all, bound, meet, staircase
+from hf_offload_cache.streaming import Costs, Line, Plan, attended_by_all, bound, meet, staircase
 
 
 def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Costs:

@@ -10,10 +10,9 @@ import torch
 from shuffled_history import ShuffledHistory
 
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.fetch.storage import Storage
-from hf_offload_cache.history.position_history import PositionHistory
-from hf_offload_cache.history.records import RecordFormat
-from hf_offload_cache.memory.plan import LayerPlan
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.history import PositionHistory, RecordFormat
+from hf_offload_cache.memory import LayerPlan
 from hf_offload_cache.testing import HistoryTests
 
 CPU = torch.device("cpu")

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from examples.own_method import PageConfig, PagePredictor
-from hf_offload_cache.memory.account import MemoryAccount, Workspace
-from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.methods.disk_swap.learnt_keys import LowRankShared, Rules
-from hf_offload_cache.methods.disk_swap.predictor import LowRankPredictor
-from hf_offload_cache.report.counters import Counters
+from hf_offload_cache.memory import LayerPlan, MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import LowRankPredictor, LowRankShared, Rules
+from hf_offload_cache.report import Counters
 from hf_offload_cache.testing import PredictorTests
 
 

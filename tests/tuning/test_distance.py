@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_offload_cache.tuning.by_trial import distance, divergence, perplexity_over
+from hf_offload_cache.tuning import distance, divergence, perplexity_over
 
 
 def test_distance_of_hand_made_logits() -> None:

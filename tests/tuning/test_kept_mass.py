@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_offload_cache.methods.disk_swap.config import DiskSwapConfig
+from hf_offload_cache.methods.disk_swap import DiskSwapConfig
+from hf_offload_cache.tuning import CompressionTable
 from hf_offload_cache.tuning.kept_mass import kept_mass
-from hf_offload_cache.tuning.tables import CompressionTable
 
 SETTINGS = DiskSwapConfig(num_selected=64, num_recent=8, num_sinks=4)
 

@@ -16,12 +16,10 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from hf_offload_cache import DiskSwapCache, measure_caches, offload_cache, registry
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.methods.cluster import cache as cluster
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.model.seam import Seam
+from hf_offload_cache.model import Geometry, Seam
+from hf_offload_cache.tuning import TURN, identity_of, measured_caches, shape_of, together, without_seams
 from hf_offload_cache.tuning import measure_caches as measuring
 from hf_offload_cache.tuning import which_cache as compare_plans
-from hf_offload_cache.tuning.measure_caches import TURN, together, without_seams
-from hf_offload_cache.tuning.which_cache import identity_of, measured_caches, shape_of
 
 CONTEXT, STEPS = 1200, 12
 FULL = CONTEXT * 3 * 2 * 2 * 16 * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_offload_cache.errors import ConfigError
-from hf_offload_cache.tuning.grid import bundled_text, sample_ids, windows
+from hf_offload_cache.tuning import bundled_text, sample_ids, windows
 
 
 def by_word(text: str, verbose: bool) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from hf_offload_cache import AbstractTreeCache, DiskSwapCache, tune
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.model.geometry import Geometry
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import by_trial, tuner
-from hf_offload_cache.tuning.by_trial import LEAD, RECITED, Nearness, Trial
+from hf_offload_cache.tuning import LEAD, RECITED, Nearness, Trial, by_trial, tuner
 
 ASKED: dict[str, Any] = {
     "cache": "abstract-tree", "memory": "1/2", "max_context": 6144, "max_batch": 2, "texts": [token_ids(1200)],

@@ -19,12 +19,11 @@ from hf_offload_cache import DiskSwapCache, OffloadCache, registry, tune
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.model.fingerprint import fingerprint
-from hf_offload_cache.model.geometry import Geometry
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, profile, tuner
+from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, measured_caches, profile, tuner
 from hf_offload_cache.tuning import which_cache as compare_plans
-from hf_offload_cache.tuning.which_cache import measured_caches
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,

@@ -13,10 +13,10 @@ import torch
 from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import Adapter, DiskSwapCache, DiskSwapConfig
-from hf_offload_cache.core.budgeted import FORMAT, load_config, nearest
+from hf_offload_cache.core import FORMAT, load_config, nearest
 from hf_offload_cache.errors import AdapterError, ConfigError
 from hf_offload_cache.model.fingerprint import fingerprint
-from hf_offload_cache.tuning.tuned import Tuned
+from hf_offload_cache.tuning import Tuned
 
 ROWS = [(1, 4096), (1, 8192), (2, 4096), (2, 8192), (8, 4096), (8, 8192)]
 

@@ -12,8 +12,9 @@ import torch
 
 from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.model.geometry import Geometry
-from hf_offload_cache.tuning.which_cache import ComparedPlan, compare_plans, measured_caches, which_cache
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.tuning import ComparedPlan, compare_plans, measured_caches
+from hf_offload_cache.tuning.which_cache import which_cache
 
 PLANS = compare_plans(Geometry.uniform(4, 8, 2, 32, torch.bfloat16), None, 4096, 1, {})
 
