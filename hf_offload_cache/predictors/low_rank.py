@@ -246,7 +246,8 @@ class LowRankPredictor:
     def _restore_latest(self, tree: dict[str, Any]) -> None:
         latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]
         right = all(part is None or is_tensor(part, (self.rows, None), torch.float32) for part in (latest, beyond))
-        right = right and type(since) is int and since in range(STEPS) and (latest is None or latest.shape[1] <= tree["units"])
+        right = right and type(since) is int and since in range(STEPS)
+        right = right and (latest is None or latest.shape[1] <= tree["units"])
         if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
             raise not_whole(self._name, "importance of its groups")
         self._latest, self._beyond = (
