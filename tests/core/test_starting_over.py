@@ -85,8 +85,9 @@ def test_every_cache_goes_on_in_every_way(cls: Any, way: str) -> None:
 def test_what_is_selected_of_is_what_was_made_anew(cls: Any) -> None:
     """A sparse cache decodes across the length, and its books go on."""
     own = model()
-    with cls(own, **FIELDS) as cache:
+    with cls(own, num_selected=32, **FIELDS) as cache:
         generated(own, cache, prompt(own, 2, 60))
+        assert cache.selecting.worthwhile
         assert cache.held() == 69 and cache.input_ids.shape == (2, 69)
         assert cache.report().decode_steps == 8  # the step that made all anew is none
         assert cache.report().tokens == 69
