@@ -13,10 +13,10 @@ from typing import Any
 from .errors import ConfigError
 
 CACHES = {
-    "disk-swap": "hf_offload_cache.methods.disk_swap:DiskSwapCache",
-    "abstract-tree": "hf_offload_cache.methods.abstract_tree:AbstractTreeCache",
-    "cluster": "hf_offload_cache.methods.cluster:ClusterCache",
-    "spec": "hf_offload_cache.methods.spec:SpecCache",
+    "disk-swap": "hf_offload_cache.methods.disk_swap.cache:DiskSwapCache",
+    "abstract-tree": "hf_offload_cache.methods.abstract_tree.cache:AbstractTreeCache",
+    "cluster": "hf_offload_cache.methods.cluster.cache:ClusterCache",
+    "spec": "hf_offload_cache.methods.spec.cache:SpecCache",
 }
 """Name -> "module:Class". Nothing is imported before `cache_class` asks for it."""
 

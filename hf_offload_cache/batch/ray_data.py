@@ -135,7 +135,7 @@ class AnswerDocuments:
     def _row(self, document: Any, questions: Any) -> dict[str, Any]:
         import torch
 
-        from ..console.answer import PromptTooLongError
+        from ..console.arguments import PromptTooLongError
         from .documents import DocumentError
 
         own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreError, torch.OutOfMemoryError)

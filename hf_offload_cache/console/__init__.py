@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .answer import PromptTooLongError as PromptTooLongError
     from .answer import build_prompt as build_prompt
     from .answer import check_length as check_length
     from .answer import document_part as document_part
     from .answer import generate_answer as generate_answer
     from .answer import prefilled_tokens as prefilled_tokens
     from .answer import question_part as question_part
+    from .arguments import PromptTooLongError as PromptTooLongError
     from .arguments import printable as printable
     from .default_model import DamagedError as DamagedError
     from .default_model import check as check
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DYNAMIC": "named_cache",
     "DamagedError": "default_model",
-    "PromptTooLongError": "answer",
+    "PromptTooLongError": "arguments",
     "build_prompt": "answer",
     "check": "default_model",
     "check_fields": "named_cache",

@@ -20,6 +20,7 @@ from ..core.prefill import piece_size, prefill
 from ..errors import ConfigError
 from ..model.look_ahead import stretch
 from ..report.report import CacheReport
+from .arguments import PromptTooLongError
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -92,10 +93,6 @@ def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:
             "document does: run without --save and --context"
         )
     return before, after
-
-
-class PromptTooLongError(ValueError):
-    """Prompt and answer need more positions than the model has; nothing was run."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+class PromptTooLongError(ValueError):
+    """Prompt and answer need more positions than the model has; nothing was run."""
+
+
 class OutputFileError(OSError):
     """The file for the figures cannot be written."""
 

@@ -15,9 +15,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
 from . import generate, inspect, plan, run, streaming, tune, verify
-from . import generate as documents
 from . import manage as contexts
-from .arguments import PROGRAM, NobodyReads, OutputError, OutputFileError, complain, flush, nobody_reads, say
+from .arguments import (
+    PROGRAM,
+    NobodyReads,
+    OutputError,
+    OutputFileError,
+    PromptTooLongError,
+    complain,
+    flush,
+    nobody_reads,
+    say,
+)
 
 _VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
 """Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
@@ -92,12 +101,11 @@ def _versions() -> str:
 
 def _expected() -> tuple[type[Exception], ...]:
     """The errors that are a user's to mend: those this library names. Others keep their traceback."""
-    from .answer import PromptTooLongError
     from .default_model import DefaultModelMissingError
     from .named_cache import ModelLoadError
 
     named = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    own = (documents.PromptFileError, tune.SampleFileError, OutputFileError, OutputError, DefaultModelMissingError)
+    own = (generate.PromptFileError, tune.SampleFileError, OutputFileError, OutputError, DefaultModelMissingError)
     return (*named, *own, ModelLoadError, PromptTooLongError)
 
 

@@ -1,27 +1,65 @@
 """The seams in a transformers model, attention, the look-ahead, and what of a model matters to a cache."""
 
-from .attach import PrepareInputs as PrepareInputs
-from .attach import release as release
-from .attention_call import TAG as TAG
-from .attention_call import AttentionCall as AttentionCall
-from .attention_call import Tag as Tag
-from .fingerprint import check_fingerprint as check_fingerprint
-from .fingerprint import full_fingerprint as full_fingerprint
-from .geometry import Geometry as Geometry
-from .geometry import KeptLayer as KeptLayer
-from .geometry import LayerShape as LayerShape
-from .look_ahead import LookAhead as LookAhead
-from .look_ahead import reason_against_pieces as reason_against_pieces
-from .masks import additive_mask as additive_mask
-from .masks import mask_at as mask_at
-from .masks import seen_before as seen_before
-from .masks import shown as shown
-from .place import TESTED as TESTED
-from .place import decoder_blocks as decoder_blocks
-from .place import no_place as no_place
-from .seam import Attachable as Attachable
-from .seam import Seam as Seam
-from .stream_attention import attend_block as attend_block
-from .stream_attention import attend_block_reference as attend_block_reference
-from .stream_attention import stream_attention_reference as stream_attention_reference
-from .weights import SAMPLE as SAMPLE
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attach import PrepareInputs as PrepareInputs
+    from .attach import release as release
+    from .attention_call import TAG as TAG
+    from .attention_call import AttentionCall as AttentionCall
+    from .attention_call import Tag as Tag
+    from .fingerprint import check_fingerprint as check_fingerprint
+    from .fingerprint import full_fingerprint as full_fingerprint
+    from .geometry import Geometry as Geometry
+    from .geometry import KeptLayer as KeptLayer
+    from .geometry import LayerShape as LayerShape
+    from .look_ahead import LookAhead as LookAhead
+    from .look_ahead import reason_against_pieces as reason_against_pieces
+    from .masks import additive_mask as additive_mask
+    from .masks import mask_at as mask_at
+    from .masks import seen_before as seen_before
+    from .masks import shown as shown
+    from .place import TESTED as TESTED
+    from .place import decoder_blocks as decoder_blocks
+    from .place import no_place as no_place
+    from .seam import Attachable as Attachable
+    from .seam import Seam as Seam
+    from .stream_attention import attend_block as attend_block
+    from .stream_attention import attend_block_reference as attend_block_reference
+    from .stream_attention import stream_attention_reference as stream_attention_reference
+    from .weights import SAMPLE as SAMPLE
+
+_HOME = {
+    "Attachable": "seam",
+    "AttentionCall": "attention_call",
+    "Geometry": "geometry",
+    "KeptLayer": "geometry",
+    "LayerShape": "geometry",
+    "LookAhead": "look_ahead",
+    "PrepareInputs": "attach",
+    "SAMPLE": "weights",
+    "Seam": "seam",
+    "TAG": "attention_call",
+    "TESTED": "place",
+    "Tag": "attention_call",
+    "additive_mask": "masks",
+    "attend_block": "stream_attention",
+    "attend_block_reference": "stream_attention",
+    "check_fingerprint": "fingerprint",
+    "decoder_blocks": "place",
+    "full_fingerprint": "fingerprint",
+    "mask_at": "masks",
+    "no_place": "place",
+    "reason_against_pieces": "look_ahead",
+    "release": "attach",
+    "seen_before": "masks",
+    "shown": "masks",
+    "stream_attention_reference": "stream_attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,8 +1,27 @@
 """What a cache did: counters, the report, the timeline."""
 
-from .counters import Counters as Counters
-from .report import StreamReport as StreamReport
-from .report import least_size_text as least_size_text
-from .trace import NO_TIMELINE as NO_TIMELINE
-from .trace import Timeline as Timeline
-from .trace import Trace as Trace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .counters import Counters as Counters
+    from .report import StreamReport as StreamReport
+    from .report import least_size_text as least_size_text
+    from .trace import NO_TIMELINE as NO_TIMELINE
+    from .trace import Timeline as Timeline
+    from .trace import Trace as Trace
+
+_HOME = {
+    "Counters": "counters",
+    "NO_TIMELINE": "trace",
+    "StreamReport": "report",
+    "Timeline": "trace",
+    "Trace": "trace",
+    "least_size_text": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

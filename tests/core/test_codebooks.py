@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from codebooks import NAMES, coded
+from codebooks import NAMES, Coded, coded
 from transformers import DynamicCache
 
 from hf_offload_cache import (
@@ -33,6 +33,12 @@ SPARSE: dict[Any, dict[str, Any]] = {  # all that is held is selected: what a dy
 }
 
 
+def skip_if_caches_are_wrong(own: Coded, ids: torch.Tensor, expected: torch.Tensor) -> None:
+    """transformers 5.17 generates other tokens with MusicGen Melody when it is given a `DynamicCache`."""
+    if not torch.equal(own.generate(ids, DynamicCache(config=own.model.config)), expected):
+        pytest.skip("in this version of transformers the model is wrong with any cache that it is given")
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sparse"])
 @pytest.mark.parametrize("cache_class", SPARSE)
 @pytest.mark.parametrize("name", NAMES)
@@ -55,6 +61,7 @@ def test_requests_are_offloaded(name: str, cache: str, tmp_path: Path) -> None:
     own = coded(name)
     ids = own.prompt(2, LENGTH)
     expected = own.generate(ids)
+    skip_if_caches_are_wrong(own, ids, expected)
     with offload(own.model, cache, exact=True, path=tmp_path) as done:
         assert torch.equal(own.generate(ids), expected)
     assert done.requests == 1 and done.requests_left_plain == 0
@@ -82,6 +89,7 @@ def test_a_budget_counts_sequences_and_no_rows_of_ids(name: str, tmp_path: Path)
     own = coded(name)
     ids = own.prompt(2, LENGTH)
     expected = own.generate(ids)
+    skip_if_caches_are_wrong(own, ids, expected)
     with offload(own.model, "disk-swap", memory="4MiB", exact=True, path=tmp_path) as done:
         assert torch.equal(own.generate(ids), expected)
     assert done.requests == 1

@@ -44,6 +44,16 @@ def generated(own: Any, cache: Any, ids: torch.Tensor, **options: Any) -> torch.
     return found
 
 
+@functools.cache
+def loses(name: str = "Phi3") -> bool:
+    """transformers itself goes on with the latest token and no other: with Phi-4-multimodal, in older versions with
+    all three."""
+    own = model(name)
+    ids, options = prompt(own, 1, 60), {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+    held = own.generate(ids, past_key_values=DynamicCache(config=own.config), **options).past_key_values
+    return bool(held.get_seq_length() < 69)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -63,7 +73,7 @@ def test_it_generates_what_a_dynamic_cache_does(name: str, length: int) -> None:
         expected = generated(own, DynamicCache(config=own.config), ids, **options)
         with DiskSwapCache(own, exact=True, **FIELDS) as cache:
             assert torch.equal(generated(own, cache, ids, **options), expected)
-            lost = name == "Phi4Multimodal" and length <= ORIGINAL  # transformers' own passes on the latest token only
+            lost = loses(name) and length <= ORIGINAL
             assert cache.held() == 1 if lost else cache.held() == expected.shape[1] - 1
             assert ["dropped the tokens" in text for text in cache.warnings] == [True] * lost
 
@@ -77,13 +87,16 @@ def test_every_cache_goes_on_in_every_way(cls: Any, way: str) -> None:
     expected = generated(own, DynamicCache(config=own.config), ids, **options)
     with cls(own, exact=exact, **FIELDS) as cache:
         found = generated(own, cache, ids, return_dict_in_generate=True, **options)
-        assert found.past_key_values is cache and cache.held() == length + 9
+        assert found.past_key_values is cache
+        assert cache.held() == length + 9 or (loses() and length == 60)
         assert torch.equal(found.sequences, expected)
 
 
 @pytest.mark.parametrize("cls", CACHES)
 def test_what_is_selected_of_is_what_was_made_anew(cls: Any) -> None:
     """A sparse cache decodes across the length, and its books go on."""
+    if loses():
+        pytest.skip("this version of transformers passes on only the latest token")
     own = model()
     with cls(own, num_selected=32, **FIELDS) as cache:
         generated(own, cache, prompt(own, 2, 60))
@@ -108,7 +121,7 @@ def test_candidates_across_the_length(how: str) -> None:
     for cls in CACHES:
         with cls(own, exact=True, **FIELDS) as cache:
             assert torch.equal(generated(own, cache, ids, **options), expected)
-            assert cache.held() >= 76
+            assert cache.held() >= 76 or loses()
 
 
 def _saved(cache: Any, folder: Path) -> Any:
@@ -137,7 +150,8 @@ def test_later_turns_cross_the_length(how: str, length: int, tmp_path: Path) -> 
             assert torch.equal(generated(own, cache, prompt(own, 1, length), **options), first)
             with AGAIN[how](cache, tmp_path) as other:
                 assert torch.equal(generated(own, other, ids, **options), expected)
-                assert other.held() == ids.shape[1] + 3 and not other.warnings
+                lost = loses() and length < ORIGINAL
+                assert bool(other.warnings) == lost and (lost or other.held() == ids.shape[1] + 3)
                 if other is not cache:
                     assert cache.held() == length + 3
                     assert torch.equal(generated(own, cache, ids, **options), expected)
