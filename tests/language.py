@@ -19,7 +19,7 @@ NEVER = {
     r"(?:the )?how manieth": "index",
 }
 """Phrase -> what to write, as `english.md` has it."""
-PHRASE = re.compile("|".join(rf"\b(?:{one})\b" for one in NEVER), re.IGNORECASE)
+PHRASE = re.compile("|".join(rf"\b(?:{one})\b" for one in NEVER).replace(" ", r"\s+"), re.IGNORECASE)
 NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 
 
@@ -45,9 +45,10 @@ def found() -> Iterator[str]:
     for path, line, text in texts:
         prose = NOT_PROSE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
         for match in PHRASE.finditer(prose):
-            better = next(word for phrase, word in NEVER.items() if re.fullmatch(phrase, match[0], re.IGNORECASE))
+            said = " ".join(match[0].split())
+            better = next(word for phrase, word in NEVER.items() if re.fullmatch(phrase, said, re.IGNORECASE))
             at = line + prose.count("\n", 0, match.start())
-            yield f"{path.relative_to(ROOT)}:{at}: {match[0]!r}, better: {better}"
+            yield f"{path.relative_to(ROOT)}:{at}: {said!r}, better: {better}"
 
 
 if __name__ == "__main__":
