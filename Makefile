@@ -82,6 +82,7 @@ test-lowest: $(LOWEST)/.model
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/language.py
 
 kvpress: $(PRESSES)/.kvpress-$(KVPRESS)
 

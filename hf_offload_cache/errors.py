@@ -15,7 +15,7 @@ class AdapterError(ValueError):
 
 
 class BudgetError(ValueError):
-    """The memory, the context or the batch that was planned for would be exceeded; nothing was taken in."""
+    """The memory, the context or the batch that was planned for would be exceeded; nothing was added."""
 
 
 class UnsupportedModelError(ValueError):

@@ -86,8 +86,8 @@ class Recipe:
         return model_digest(full_fingerprint(self.model))
 
     def name(self, ids: torch.Tensor, level: str | None = None) -> str:
-        """32 hex digits, equal for equal ids (1, T) of an equal model, in a cache of this class of which what decides
-        what is stored was asked for alike. With a key nobody without it can tell the name from the ids.
+        """32 hex digits, equal for equal ids (1, T) of an equal model, in a cache of this class with equal fields that
+        decide what is stored. With a key nobody without it can tell the name from the ids.
 
         Of what was asked for and not of what came of it, since a budget is of all tokens, and a later question may be
         longer. `level`: what is kept of keys and values.

@@ -1,7 +1,7 @@
 """Where workers find contexts of documents that were prefilled before, and leave theirs: a folder, or a URL.
 
 Where it is a folder of this machine, or one that is mounted, a context is saved there and opened: that takes no
-computing, copies nothing, and what a cache has learnt is there to the last bit, whatever kinds of layers the model has.
+computing, copies nothing, and a cache's fitted state is there to the last bit, whatever kinds of layers the model has.
 Elsewhere it is published, and streamed.
 
 A context is there whole or not at all: a directory gets its name in one step, and the manifest of what is published
@@ -48,7 +48,7 @@ class Found:
     origin: str = "prefilled"
     """"opened" or "streamed", where `cache` was."""
     damaged: bool = False
-    """What is there is not to be trusted: leave another in its place."""
+    """The stored context is not to be trusted: replace it."""
     closed: bool = False
     """The store refuses or fails, so that nobody knows what is there: leave it as it is."""
     notes: list[str] = field(default_factory=list)
@@ -62,8 +62,8 @@ class SharedContexts(Protocol):
         """The context of ids (1, T), in a cache that has room for `most` tokens."""
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
-        """Leave what `cache` holds, which is ids (1, T), for others; in the place of what is there if that is to be
-        replaced. Returns why not."""
+        """Leave what `cache` holds, which is ids (1, T), for others; with `replace`, instead of a context that
+        is there. Returns why not."""
 
 
 def shared_contexts(

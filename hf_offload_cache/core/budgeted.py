@@ -158,8 +158,8 @@ class Budgeted:
             max_batch: sequences, beams included.
             **fields: fields of the configuration that are to stay as they are; `fit` chooses the others.
 
-        A step or a change of rows beyond what was planned raises `BudgetError` before anything of it is taken in; the
-        cache goes on with what it holds. Raises as the constructor does, and `BudgetError` with the least memory that
+        A step or a change of rows beyond what was planned raises `BudgetError` and leaves the cache
+        unchanged. Raises as the constructor does, and `BudgetError` with the least memory that
         would do.
         """
         at_least(max_context=max_context, max_batch=max_batch)

@@ -246,7 +246,7 @@ def sparse_warning(cache: Any) -> str | None:
         name = model.config._attn_implementation
         why = f"the implementation {name!r} of this model's attention cannot be replaced: 'sdpa' or 'eager' can, "
         why += "if the model offers them"
-    return f"layers {dense} cannot be sparse ({why}); they are exact, brought back whole in every step"
+    return f"layers {dense} cannot be sparse ({why}); they are exact, read completely in every step"
 
 
 class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):

@@ -58,7 +58,7 @@ class Filling:
         return self._cache.offloaded
 
     def teach(self, lessons: dict[int, Any], states: list[str], budgets: Any = None) -> None:
-        """What was learnt where the context was made: see `Learner.lesson`; whether attention was seen to be ours
+        """The fitted state from where the context was made: see `Learner.lesson`; whether attention was seen to be ours
         there; and how the total is spread over the layers, as a cache captures it. Layers that hold something learn
         anew of it; what is of no use to them is in `refused`. Raises `ContextError`, with nothing changed."""
         if not isinstance(lessons, dict) or not isinstance(states, list) or len(states) != len(self.layers):
@@ -70,7 +70,7 @@ class Filling:
 
     def postpone(self, postponed: bool) -> None:
         """Whether more is to come before layers find out, of all that they hold, what they choose by: unless they are
-        taught it. Until they have they cannot choose."""
+        given it. Until they have they cannot choose."""
         if isinstance(self._cache, SelectiveCache) and self._cache.selecting is not None:
             self._cache.selecting.postponed = postponed
 

@@ -88,7 +88,7 @@ class LayerOperations(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Keys (B, Hk, T, Dk) as `DynamicLayer` would hold them, a copy brought back whole; None before the first
+        """Keys (B, Hk, T, Dk) as `DynamicLayer` would hold them, a complete copy; None before the first
         `update`. For models and methods that read a cache's layers: assigning them, or writing into the copy, raises
         `ReadOnlyError`."""
         return self._shown(0)
@@ -149,7 +149,7 @@ class LayerOperations(CacheLayerMixin):
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take in keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) that were computed elsewhere, behind what is held: as
         `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
-        nothing was taken in then, or the cache is not to be used until `reset`."""
+        nothing was added then, or the cache is not to be used until `reset`."""
         self.shared.check_open()
         if not self._filled:
             self.lazy_initialization(keys, values)
@@ -173,7 +173,7 @@ class LayerOperations(CacheLayerMixin):
         return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
 
     def learn_alone(self) -> None:
-        """What was sealed is learnt of, though no attention comes that has queries."""
+        """Learn from what was sealed, though no attention has queries."""
         sealed, self._sealed = self._sealed, None
         if sealed is not None:
             self.learn_keys(sealed)
@@ -269,7 +269,7 @@ class OffloadLayer(LayerOperations):
 
     States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
     "tagged": attention was seen to bring the tag back; `update` returns what the step added, and `attend` finds the
-    rest. "full": attention is not ours to replace; `update` returns the whole history, brought back from the store.
+    rest. "full": attention is not ours to replace; `update` returns the complete history, read from the store.
     """
 
     heads_apart: ClassVar[bool] = False
@@ -334,7 +334,7 @@ class OffloadLayer(LayerOperations):
         Returned are views of the arguments ("tagged", or an empty history), else new tensors with the whole history.
         The arguments are copied: the caller may reuse them after attention. Keys and values of two types, as
         `torch.autocast` makes them, are kept in the type that attention casts both to. Raises `SeamLostError`,
-        `PromptError` and `StoreFullError` before anything is taken in; what `StoreError`s have left of it is taken
+        `PromptError` and `StoreFullError` before anything is added; what `StoreError`s have left of it is taken
         back, or, without a forward around it, the cache is not to be used until `reset`.
         """
         shared, storage = self.shared, self.shared.storage

@@ -31,9 +31,10 @@ class Pace:
     """Says before each step whether to take the first way (`first`), and is told after it how long it took.
 
     Both ways must give the same results. Tries both in turns, forth and back, so that other work on the machine
-    meets them alike, and goes on with the faster one: as soon as each of `CLEAR` steps took less than the other way's
-    step beside it, a tenth less by their medians, or else after `TRIAL` steps of each by their medians. The first step
-    of each is not counted. Tries again after `AGAIN` steps, since the length of the context and other work change.
+    affects both equally, and goes on with the faster one: as soon as each of `CLEAR` steps took less than the other
+    way's step beside it, a tenth less by their medians, or else after `TRIAL` steps of each by their medians. The
+    first step of each is not counted. Tries again after `AGAIN` steps, since the length of the context and other work
+    change.
     """
 
     CLEAR, TRIAL, AGAIN = 3, 8, 512

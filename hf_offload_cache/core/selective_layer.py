@@ -66,14 +66,14 @@ def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
 # A layer that keeps something of what it stores, to choose by
 
 class LearningLayer(SelectivePlan):
-    """The side of `SelectiveLayer` that learns. `selecting` is set by the cache; None: the cache is exact, and nothing
-    is learnt."""
+    """The side of `SelectiveLayer` that learns. `selecting` is set by the cache; None: the cache is exact and learns
+    nothing."""
 
     selecting: Selecting | None = None
     lesson: dict[str, Any] | None = None
-    """What was learnt elsewhere of the queries of what this layer is about to be given: see `Learner.lesson`."""
+    """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
     refused: str | None = None
-    """Why what was learnt elsewhere was of no use."""
+    """Why the fitted state from elsewhere was rejected."""
 
     def _clear(self) -> None:
         super()._clear()
@@ -95,8 +95,8 @@ class LearningLayer(SelectivePlan):
                 self.teach(lesson)
 
     def teach(self, lesson: dict[str, Any]) -> None:
-        """Learn anew of what is held, beginning with what was learnt elsewhere. A lesson that is none of this layer's
-        is `refused`, and what was learnt stays."""
+        """Learn anew from the stored keys, beginning with the fitted state from elsewhere. A state that is none of
+        this layer's is `refused`, and the layer's own stays."""
         self.lesson, self.refused = lesson, None
         if self.predictor is None:
             return
@@ -199,7 +199,7 @@ class SelectiveLayer(LearningLayer):
         """A call of several queries comes; for a method that learns from a prompt's."""
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
-        """What a step attends to was brought; for a method that learns from it."""
+        """Called after a step's entries were fetched; for a method that learns from them."""
 
     # --- memory ------------------------------------------------------------------------------------------------
 

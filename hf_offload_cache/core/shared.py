@@ -25,11 +25,11 @@ class Shared:
         step: the forward under way; None: there is none, or its beginning was not seen.
         unseen: the layer whose keys attention has to see next.
         front: the layer updated last, and what it held before.
-        books_changed: units were sealed, slots were made, or layers changed, since the books were brought to account.
+        books_changed: units were sealed, slots were made, or layers changed, since the books were last closed.
         take_back: gives what undoes what a forward that does not end has added; set by the cache.
         ends_after: told of each layer whose `update` has taken its tokens in: whether the forward ends there; set by
             `Filling`.
-        attend_prompt: attends in the place of layers, where calls have several queries; set by `Filling`.
+        attend_prompt: attends instead of layers, where calls have several queries; set by `Filling`.
     """
 
     def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
@@ -67,7 +67,7 @@ class Shared:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """All layers change alike in here, or the cache is not to be used until `reset`."""
+        """All layers change in the same way in here, or the cache is not to be used until `reset`."""
         self.check_open()
         self.books_changed = True
         try:

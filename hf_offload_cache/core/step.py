@@ -81,7 +81,7 @@ class Step:
         return mask is not None and self._look(mask)[1]
 
     def streamed(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `stream_attention` is to be given as its mask and `seen` in the place of a mask that has a row for each
+        """What `stream_attention` is to be given as its mask and `seen` instead of a mask that has a row for each
         query: see `masks.seen_before`. Looked at once a step for each mask."""
         for known, *found in self._streamed:
             if known is mask:
@@ -243,7 +243,7 @@ def check_planned(config: OffloadConfig, batch: int, length: int) -> None:
         if most is not None and asked > most:
             unit = "sequences" if name == "max_batch" else "tokens a sequence"
             raise BudgetError(
-                f"{name} is {most:,} and this step would make it {asked:,} {unit}; nothing was taken in: make the "
+                f"{name} is {most:,} and this step would make it {asked:,} {unit}; nothing was added: make the "
                 f"cache with {name}={asked} or more, or reset() it for a new context"
             )
 

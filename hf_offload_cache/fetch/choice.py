@@ -26,7 +26,7 @@ class Choice:
     """(rows, M, entries a unit) bool: which entries of the units are attended, in the order of each unit's runs; None:
     all."""
     importance: np.ndarray | None = None
-    """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all alike."""
+    """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all equally."""
     records: np.ndarray | None = None
     """(rows, M): in how many records each unit lies, for the same; None: in one."""
 

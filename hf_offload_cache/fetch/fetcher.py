@@ -21,7 +21,7 @@ class Fetcher:
     """Brings the records of one history to its device. Knows records alone: no layer, budget or padding.
 
     Tiers are asked in order, the nearest first; what none of them has is read, and kept in all of them. A gather that
-    raises has changed nothing, of tiers what was brought before it aside. For the thread that runs the model.
+    raises has changed nothing, except that tiers keep what was read before it. For the thread that runs the model.
 
     Args:
         tiers: nearest first; closed by the fetcher.

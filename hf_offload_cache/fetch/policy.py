@@ -100,7 +100,7 @@ class MostUsed:
     Each record's uses are counted, in a slot or not; with each step that brings something older ones count less. What
     comes takes the place of what was wanted less often, or else finds none: a thing that is wanted once does not push
     out what is wanted in every other step. What a nearer tier has and gives is not counted by a farther one that has it
-    too: that one need not keep it. (With those counted, two tiers hit as often: at 8K tokens of text .594 in the place
+    too: that one need not keep it. (With those counted, two tiers hit as often: at 8K tokens of text .594 instead
     of .593, with slots for a third and two thirds of a selection; .929 of .926, for a third and four thirds.)
     """
 

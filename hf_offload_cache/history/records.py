@@ -110,7 +110,7 @@ PIECE_BYTES = 1 << 20
 
 
 def places_within(counts: np.ndarray) -> np.ndarray:
-    """Of some things, `counts` (n,) of them one after the other, the how manieth of its own each is, from 0 on."""
+    """For runs of lengths `counts` (n,) laid end to end, each element's index within its run."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 

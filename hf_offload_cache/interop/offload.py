@@ -60,7 +60,7 @@ def request_cache(
         memory: the most that the cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold
             ("1/13"); None: what `fields` come to.
         floor: bytes or a size, of each sequence.
-        strict: raise `BudgetError` in the place of all that.
+        strict: raise `BudgetError` instead.
         path, fields: as of the cache.
 
     Raises as `for_budget` and the constructor do: `BudgetError` where `floor` does not do either.

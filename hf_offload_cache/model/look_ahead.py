@@ -167,7 +167,7 @@ def _by_length(kind: str) -> str | None:
 
 
 def rotary_kinds(model: Any) -> set[str]:
-    """As transformers names them; none: positions are learnt, or something else."""
+    """As transformers names them; none: positions are embeddings, or something else."""
     return {kind for module in model.modules() for kind, _ in _kinds_of(module)}
 
 

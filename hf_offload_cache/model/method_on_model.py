@@ -52,7 +52,7 @@ def _nothing() -> None:
 
 
 class MethodOnModel:
-    """In the place of a model's method `name`, which it calls: the class's, or one that the user had put on this model.
+    """Stands for a model's method `name`, which it calls: the class's, or one that the user had put on this model.
     Holds the model weakly: a copy or a pickle of the model holds that copy."""
 
     name: ClassVar[str]

@@ -53,7 +53,7 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
-            "no gradient flows through a history that hf_offload_cache brought back from its store: "
+            "no gradient flows through a history that hf_offload_cache read from its store: "
             "run the forward under torch.no_grad(), or train with DynamicCache"
         )
 

@@ -208,7 +208,7 @@ def unhook(hooks: Hooks) -> None:
 
 
 def strip_hooks(model: torch.nn.Module, counted: set[int]) -> None:
-    """Take off the seams, by `id` not in `counted`, that a copy or a pickle of an attached model brought along."""
+    """Take off the seams, by `id` not in `counted`, that a copy or a pickle of an attached model contains."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Seam) and id(hook) not in counted]:

@@ -13,7 +13,7 @@ from ..history.base import Sealed
 
 Decision = Choice | Generator[Extents | Choice, torch.Tensor, Choice]
 """A choice; or a generator that yields what it wants to look at, is sent the entries (rows, E, entries a record, entry
-width; -1: zeros), and returns the choice. Units, as a `Choice`, are brought as those that are attended to, and kept as
+width; -1: zeros), and returns the choice. Units, as a `Choice`, are fetched as those that are attended to, and kept as
 they are: a choice of the same units, which says what to `keep` of them, is gathered from them. Extents are read for the
 look alone."""
 
@@ -41,7 +41,7 @@ class Learner(Protocol):
         """It has learned of the first `units` units, so that it can choose among them."""
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """Units were sealed. `queries` (B, H, q, D) are those of the call that brought them; `visible` as in `Query`.
+        """Units were sealed. `queries` (B, H, q, D) are those of the call that added them; `visible` as in `Query`.
         What it raises leaves it as it was, or not `ready`."""
 
     def truncate(self, units: int) -> None:
@@ -51,8 +51,8 @@ class Learner(Protocol):
         """Make row i what row `rows[i]` is now."""
 
     def lesson(self) -> dict[str, Any] | None:
-        """What was learnt of queries, as `capture` gives it of no units, for a predictor that is given the same keys
-        without queries; None: nothing is learnt of queries, or not yet."""
+        """State fitted to queries, as `capture` gives it without units, for a predictor that is given the same keys
+        without queries; None: nothing is fitted to queries, or not yet."""
 
     def capture(self) -> dict[str, Any]:
         """All that is held, as a tree of values and tensors for `restore`: not to be changed, no copies."""

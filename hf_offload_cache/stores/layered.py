@@ -182,7 +182,7 @@ class LayeredStore(FreezableStore):
 
     Ids go on from part to part: the first record of a part comes after the last of the part before, as many as its
     `capacity` says. What is allocated lies in the own store, which `make_own` makes when it is first needed, and which
-    is not frozen; or that is `own`, whose records are then taken in with ids behind those of the parts. All of them
+    is not frozen; or that is `own`, whose records then get ids behind those of the parts. All of them
     belong to this store, which closes them. Freed records of parts are kept: others may share them.
 
     `record_bytes` and `name` are those of the first store. Raises `ValueError` when the stores' `record_bytes` differ.

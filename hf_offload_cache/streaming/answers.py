@@ -1,4 +1,4 @@
-"""A store's answers, for reading and writing alike: one table of statuses and exceptions, and the waiting times."""
+"""A store's answers, for reading and writing: one table of statuses and exceptions, and the waiting times."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Forecast:
         return computing / self._cells.layers * (max(at for _, at in coming) - layer) < arrives
 
     def comes_meanwhile(self, first: int, stop: int, layer: int) -> bool:
-        """All that is still to come is here by the time that what has come of these chunks was taken in."""
+        """All that is still to come is here by the time that the parts of these chunks that are here are added."""
         bandwidth, taking = self.bandwidth, self.speed.taking * self.tokens(first, stop) / (stop - first)
         if bandwidth is None or not taking:
             return False

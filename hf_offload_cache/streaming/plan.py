@@ -163,7 +163,7 @@ class Plan:
 
 
 def meet(costs: Costs) -> Plan:
-    """Computed from the front, streamed from the end, until both come to the same cell. On costs that are alike for all
+    """Computed from the front, streamed from the end, until both come to the same cell. On costs that are equal for all
     layers nothing is much better: one chunk is divided at most."""
     if not costs.chunks:
         return Plan((), ())

@@ -176,8 +176,8 @@ def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None
         )
     if key is not None and manifest.key_check is None:
         raise EncryptionKeyError(
-            f"{place}: a key was given, but the context is not encrypted: somebody may have put it in the place of one "
-            "that is; to publish it, give context_key=False (--plain-context)"
+            f"{place}: a key was given, but the context is not encrypted: somebody may have put it where an encrypted "
+            "one was; to publish it, give context_key=False (--plain-context)"
         )
     fields = {} if key is None else {"encryption_key": key}
     opened: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)

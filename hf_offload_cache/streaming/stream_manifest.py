@@ -2,7 +2,7 @@
 
     stream.json              this
     <40 hex>                 objects, named by a digest of their bytes: a chunk of tokens of one layer, and what the
-                             cache has learnt of the prompt
+                             cache has fitted to the prompt
 
 Nothing in it leads out of its folder. It holds no token: those who load a context have its text, and each chunk has a
 digest of all ids up to its end, so that a text which goes on differently has what came before.
@@ -21,10 +21,10 @@ from ..errors import ContextError, shown
 from .codec import ChunkShape
 
 NAME: Final = "stream.json"
-LEARNT, ACTIVE = "what was learnt", "active blocks"
+LEARNT, ACTIVE = "fitted state", "active blocks"
 """Beside the cells."""
 MOST_BYTES: Final = 64 * 2**20
-"""Of what was learnt, and of active blocks; what is larger is not read."""
+"""Of fitted state, and of active blocks; what is larger is not read."""
 MOST_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, of which a cell takes some 75: parsing it takes up to thirty times as much memory."""
 
@@ -96,7 +96,7 @@ class StreamManifest(_Checked):
         if len(self.prefixes) != chunks or len(self.cells) != chunks:
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
         if any(one is not None and one.bytes > MOST_BYTES for one in (self.learnt, self.active)):
-            raise ValueError(f"what was learnt, and active blocks, have {MOST_BYTES:,} bytes at most")
+            raise ValueError(f"fitted state and active blocks may have at most {MOST_BYTES:,} bytes")
         most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
         for row in self.cells:
             if len(row) != self.layers or row[0] is not None:

@@ -73,7 +73,7 @@ class Spool:
 # Cells that have come, as keys and values: decoded by a thread of its own, ahead of the one that takes them in
 
 _AHEAD = 3
-"""Cells that are decoded ahead of the one that is taken in."""
+"""Cells that are decoded ahead of the one that is added."""
 FEW = 128
 """Tokens of a cell that are decoded at a time within a limit of memory: whole groups."""
 

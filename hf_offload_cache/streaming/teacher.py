@@ -1,4 +1,4 @@
-"""What comes along with a context's chunks: what was learnt of its queries, and which blocks they attend to."""
+"""What comes along with a context's chunks: state fitted to its queries, and which blocks they attend to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Teacher:
                 self.trouble.append(line_of(f"{name}: {type(error).__name__}: {error}"))
 
     def expects(self, lane: StreamingLane) -> bool:
-        """What was learnt may still come, and is of use to this cache."""
+        """Fitted state may still arrive, and is of use to this cache."""
         return self._of_use and LEARNT in lane.beside
 
     def _attend(self, tree: Any) -> None:

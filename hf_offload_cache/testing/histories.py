@@ -25,7 +25,7 @@ CONFIG = OffloadConfig(num_recent=8, block_tokens=16, engine="memory")
 
 
 def some_keys_and_values(rows: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys (rows, 2, tokens, 8) and values (rows, 2, tokens, 4), no two alike."""
+    """Keys (rows, 2, tokens, 8) and values (rows, 2, tokens, 4), no two equal."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, FORM.num_key_heads, tokens, FORM.key_dim, generator=generator)
     return keys, torch.randn(rows, FORM.num_value_heads, tokens, FORM.value_dim, generator=generator)

@@ -50,7 +50,7 @@ def random_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys (1, Hk, T, Dk) and values (1, Hv, T, Dv) of one sequence, the same for the same arguments; never zeros.
 
-    Keys are a mean, a part of low rank that drifts slowly from token to token, so that neighbours are alike as in
+    Keys are a mean, a part of low rank that drifts slowly from token to token, so that neighbours are similar as in
     text, and noise: most of their energy fits a compact copy, not all. Values are noise.
     """
     rank, span = 24, 64

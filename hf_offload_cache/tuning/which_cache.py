@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # What each cache of the registry would hold in the same memory, side by side
 
 WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
-"""Tokens that a step may attend to in the place of the default's: nearer to `DynamicCache`, and slower."""
+"""Tokens that a step may attend to instead of the default's: closer to `DynamicCache`, and slower."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ComparedPlan:
     attended: int | None
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
     read_bytes: int | None
-    """About what a step reads for all rows, if nothing that it wants is in memory, of layers that are all alike."""
+    """About what a step reads for all rows, if nothing that it wants is in memory, if all layers have the same form."""
     num_selected: int | None = None
     """One of `WIDER`; None: as the cache has it by default."""
     shortfalls: tuple[str, ...] = ()
@@ -197,7 +197,7 @@ def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
 _ALIKE, _ONE = 0.05, 1.5
-"""Shares of facts found that lie within this of each other are alike, and so are those that differ by one fact."""
+"""Shares of needles within this of each other are ties, and so are those that differ by one needle."""
 _ENOUGH = math.log(1.05)
 """KL in nats that a cache chosen for its speed may have: what text as the model writes it would lose is 5% of its
 perplexity then. Perplexities of a few texts vary more than that."""

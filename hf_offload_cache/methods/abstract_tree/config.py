@@ -34,7 +34,7 @@ def expected_judged(size: int, tokens: int, open_shares: Mapping[int, float]) ->
     """What is judged of `tokens` that begin as chunks of `size`: the chunks, and two parts of each that is split.
 
     `open_shares`: of the chunks of each size, a power of two, down to the least one, the share that their bounds leave
-    open, or for which there is room among what is brought; those of the least size are not split.
+    open, or for which there is room among the chunks read; those of the least size are not split.
     """
     judged, least = tokens / size, min(open_shares)
     while size > least:
@@ -215,7 +215,7 @@ class AbstractTreeConfig(SelectedShareConfig):
 
     @classmethod
     def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """Before there were dense layers all were alike."""
+        """Before there were dense layers, all layers had the same form."""
         return saved if "dense_layers" in saved else {**saved, "dense_layers": 0, "resident_layers": 0}
 
     def _check_selection(self) -> None:

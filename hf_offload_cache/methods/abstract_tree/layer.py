@@ -33,7 +33,7 @@ _FEW = 16
 
 
 class AbstractTreeLayer(SelectiveLayer):
-    """A layer whose chunks are brought by their abstracts, and whose tokens are chosen within them; each key head has
+    """A layer whose chunks are fetched by their abstracts, and whose tokens are chosen within them; each key head has
     chunks of its own."""
 
     heads_apart: ClassVar[bool] = True

@@ -269,7 +269,7 @@ class AbstractTreePredictor(SummaryPredictor):
     """Abstracts (rows, chunks, 2, Hk, D) in memory: the least and the largest of each component of a chunk's keys.
 
     Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their likely
-    highest products are brought; which of their tokens are attended to is found by their keys: by the sum over the
+    highest products are fetched; which of their tokens are attended to is found by their keys: by the sum over the
     row's heads of shares of the attention to all that is there. Products are made where the keys are, on their device;
     what stands first, and which tokens stay, is found on the host.
     """

@@ -57,7 +57,7 @@ class ClusterConfig(SelectedShareConfig):
     (docs/caches/cluster.md has figures). They are larger where the disk would have to have room for more than two and a
     half times the keys."""
     num_clusters: int | None = None
-    """Clusters that each call of many tokens is made into, in the place of those of `cluster_size`: two keys for each
+    """Clusters that each call of many tokens is made into, instead of those of `cluster_size`: two keys for each
     at least, and no more than there is room for. None: by `cluster_size`."""
     cluster_capacity: int | None = None
     """Keys a cluster at most, in whole pages of `group_size`: on the disk each has room for as many. None: twice

@@ -239,8 +239,8 @@ class ClusterPages:
 
 
 def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every page of clusters that have so many `pages` (rows, clusters): its row, its cluster, and the how manieth of
-    these it is; row by row and cluster by cluster."""
+    """Row, cluster and index within its cluster of every page, for clusters with so many `pages` (rows, clusters);
+    row by row and cluster by cluster."""
     rows, clusters = pages.nonzero()
     counts = pages[rows, clusters]
     which = np.repeat(np.arange(counts.size), counts)

@@ -52,7 +52,7 @@ def halves(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Which of keys (n, D) are in the second of the two clusters that theirs is made, (n,) bool. `counts` (k,): keys of
     each cluster, at least 2, one cluster's after the other's. None is empty.
 
-    Two-means, from the two sides of the mean in the direction in which keys vary most. Where all are alike, the later
+    Two-means, from the two sides of the mean in the direction in which keys vary most. If all are equal, the later
     half.
     """
     if (large := counts > 2 * counts.mean()).any():  # so that padding to the largest takes no more than keys do
@@ -231,7 +231,7 @@ class Partition:
             be until it is to be split.
         most_room: how many times what the keys take, were there as many as there were at most, clusters' places may.
             While they take more, clusters are split where they are full alone, and new ones are larger.
-        number: clusters that many at once are made into, in the place of those of `size`; two keys for each, and room.
+        number: clusters that many at once are made into, instead of those of `size`; two keys for each, and room.
         mapped: puts means where it gives them a table; None: they are in memory. It may raise `StoreError`.
     """
 

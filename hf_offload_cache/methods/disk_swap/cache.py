@@ -41,7 +41,7 @@ _LEARNT = (
 )  # fmt: skip
 """What of a captured layer is its predictor's."""
 _NOTHING = {"fitted_at": 0, "longest_piece": 0, "measured_at": 0, "since": 0, "kept": {"usual": NEVER, "choice": None}}
-"""Those that are there of a layer that has learnt nothing."""
+"""Those of a layer without fitted state."""
 
 
 def rules_of(settings: DiskSwapConfig) -> Rules:

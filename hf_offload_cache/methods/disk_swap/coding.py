@@ -1,6 +1,6 @@
 """How compact keys are coded: few bits for each of some components, by the error that was measured on the prompt.
 
-Transform coding in the place of truncation: the mean is taken off, what is left is turned into the metric of the
+Transform coding instead of truncation: the mean is taken off, what is left is turned into the metric of the
 queries, and a component gets 8, 4, 2 or no bits. At equal bytes it keeps more of what scores need than 8 bits for fewer
 components do. Beyond the paper, whose compact keys are truncated (KVSwap, section 3.2).
 """
@@ -56,7 +56,7 @@ def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
 
 
 def identity_roots(num_key_heads: int, dim: int, device: torch.device) -> torch.Tensor:
-    """The metric (Hk, D, D) in which all directions count alike."""
+    """The metric (Hk, D, D) in which all directions count equally."""
     return torch.eye(dim, device=device, dtype=torch.float32).expand(num_key_heads, dim, dim)
 
 
@@ -333,7 +333,7 @@ def fit_coding(
     """Of `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row in all, one pass: codes of `nbytes` bytes.
 
     `visible` (B or 1, tokens) leaves padding out. `seen` are queries (B, H, q, D) in whose metric the components are
-    chosen; None: all directions count alike.
+    chosen; None: all directions count equally.
     """
     total, moment, count, sample = _statistics(keys, tokens, visible)
     mean = total / max(1, count)

@@ -1,4 +1,4 @@
-"""What is learnt of the keys of one layer, and how its units are ranked by that."""
+"""State fitted to one layer's keys, and how its units are ranked by it."""
 
 from __future__ import annotations
 
@@ -403,4 +403,4 @@ class LearntKeys:
         self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
 
     def _wrong(self, what: str) -> ContextError:
-        return not_whole("what was learnt of the keys of a layer", what)
+        return not_whole("a layer's fitted state", what)

@@ -31,7 +31,7 @@ class Ranking:
 
     importance: np.ndarray
     """(B, groups) float32, to be compared in a row. With the default rule the weight of the group's best token in
-    softmax, summed over heads, which are counted alike; where mass was asked for, among `candidates` the estimated
+    softmax, summed over heads, which count equally; where mass was asked for, among `candidates` the estimated
     attention mass, and less elsewhere."""
     candidates: np.ndarray | None = None
     """(B, n) groups whose mass was estimated, in no order; None: it was not asked for."""
@@ -64,7 +64,7 @@ def rank_units(
     `wanted` best.
 
     "default": the best token of each group, as the share of its head's softmax over the best tokens of all groups and
-    the tokens that are compared exactly, summed over heads. Heads count alike: those with large raw scores do not drown
+    the tokens that are compared exactly, summed over heads. Heads count equally: large raw scores do not drown
     the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many, which are
     then looked at closely. `mass`: of these the mass of all their tokens is estimated, not of the best alone; on text
     that chooses hardly better, and a step took a tenth longer.

@@ -236,7 +236,7 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 # Tokens judged by a copy of their keys in a few bits (SpeCache, section 3.3)
 
 LOYALTY = 4
-"""What is held counts so many times as much when the next is chosen: among shares that are alike it does not matter
+"""What is held counts so many times as much when the next is chosen: among similar shares it does not matter
 much which tokens are as they were stored, and reads are saved."""
 
 

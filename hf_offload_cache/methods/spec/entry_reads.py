@@ -1,4 +1,4 @@
-"""Single entries of each key head: out of records that are brought, or as parts of records that lie in host memory."""
+"""Single entries of each key head: out of records that are read, or as parts of records that lie in host memory."""
 
 from __future__ import annotations
 

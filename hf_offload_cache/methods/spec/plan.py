@@ -86,7 +86,7 @@ class SpecPlan(SelectiveLayer):
 
     @staticmethod
     def together(form: RecordFormat, config: SpecConfig) -> int:
-        """Records a row that are brought at a time: a third of what all key heads may want, most of which they had."""
+        """Records a row that are read at a time: a third of what all key heads may want, most of which they had."""
         return -(-form.num_key_heads * config.chosen // 3)
 
     @classmethod
@@ -125,6 +125,6 @@ class SpecPlan(SelectiveLayer):
         form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int
     ) -> int:
         """While attention goes over what is as it was stored: see `MixedAttention.stored_bytes`; what is chosen, what
-        was brought for this step alone, what has become a part of the copy in it, and the latest ones."""
+        was fetched only for this step, what has become a part of the copy in it, and the latest ones."""
         entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
         return MixedAttention.stored_bytes(form, rows, heads, queries, entries)

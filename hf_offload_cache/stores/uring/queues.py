@@ -79,7 +79,7 @@ class Waiter:
 
     def wait(self, submit: int, wanted: int, expires: float | None) -> int:
         """`enter`, which waits for `wanted` completions, or ends earlier: at `expires` (`time.monotonic()`; None: no
-        limit), or a signal. Without `timed` and with a limit, until there is one completion that was not taken in.
+        limit), or a signal. Without `timed` and with a limit, until there is one unseen completion.
         """
         if expires is None:
             return enter(self._fd, submit, wanted, GETEVENTS)
