@@ -7,6 +7,7 @@ from .machine import SPARE_DESCRIPTORS as SPARE_DESCRIPTORS
 from .machine import check_descriptors as check_descriptors
 from .machine import free_descriptors as free_descriptors
 from .machine import free_disk as free_disk
+from .machine import free_memory as free_memory
 from .plan import LayerPlan as LayerPlan
 from .plan import MemoryPlan as MemoryPlan
 from .plan import Planned as Planned

@@ -422,18 +422,6 @@ def test_a_plan_of_no_model(plan, tmp_path):
     assert code == 2 and "cannot read the configuration of the hub name" in last_line(err)
 
 
-def test_free_memory_is_within_the_control_group(tmp_path):
-    from hf_offload_cache.memory import machine
-
-    assert machine._control_group(tmp_path) is None
-    (tmp_path / "memory.current").write_text("300\n")
-    for limit, left in (("max", None), ("1000", 700), ("200", 0)):
-        (tmp_path / "memory.max").write_text(limit + "\n")
-        assert machine._control_group(tmp_path) == left
-    assert machine.free_memory() is None or machine.free_memory() > 0
-    assert machine.free_disk(tmp_path) > 0
-
-
 # ---------------------------------------------------------------------------------------------- caches by name
 
 
