@@ -1,6 +1,7 @@
-"""What a cache did: counters, the report, the timeline."""
+"""What a cache did and is doing: counters, the report, the timeline, progress."""
 
 from .counters import Counters as Counters
+from .progress import Progress as Progress
 from .report import StreamReport as StreamReport
 from .report import least_size_text as least_size_text
 from .trace import NO_TIMELINE as NO_TIMELINE
