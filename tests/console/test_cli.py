@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_exact_disk_swap_gives_the_same_answer(run, tiny, document):
     assert code == 0
     assert out.strip() == expected_text(tiny, document)
     assert "DiskSwapCache" in err and "memory now" in err
+    assert re.search(r"^prefill: ([\d,]+) of \1 tokens in [\d.]+ s$", err, re.M)  # no terminal: one line
 
 
 def test_compare_prints_both_and_writes_json(run, tmp_path):

@@ -629,6 +629,7 @@ def test_published_and_streamed(ask: Run, run: Run, folder: Path, document: Path
     code, out, err = run("stream", url, *options)
     assert (code, out) == (0, answer), err
     assert "cells computed" in err and "first token after" in err
+    assert re.search(r"^\d+ cells computed, \d+ streamed: (\d+) of \1 cells in [\d.]+ s$", err, re.M), err
     code, _, err = run("publish", saved, url, *named)
     assert code == 2 and one_line(err, "overwrite")
     code, _, err = run("stream", tmp_path / "nowhere", *options)
