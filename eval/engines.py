@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import track
 
 from hf_offload_cache.fetch import Prefetcher
 from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.report import Progress
 from hf_offload_cache.stores import Store, aligned_empty, open_store, probe_direct, probe_uring
 
 from .disk import raw_batch_reads, raw_file
@@ -112,8 +112,10 @@ def _rows(
 def run(directory: str | None = None, file_bytes: int = 256 << 20, trials: int = 40) -> dict[str, Any]:
     """All record sizes, batch sizes and engines. "worst_efficiency": of each engine, over all sizes."""
     rows = []
-    for kib in track(RECORD_KIB, "engines"):
-        rows += measure(kib << 10, directory=directory, file_bytes=file_bytes, trials=trials)
+    with Progress("engines", len(RECORD_KIB), "record sizes") as bar:
+        for done, kib in enumerate(RECORD_KIB, 1):
+            rows += measure(kib << 10, directory=directory, file_bytes=file_bytes, trials=trials)
+            bar.update(done)
     worst = {
         engine: min(row["efficiency"] for row in rows if row["engine"] == engine)
         for engine in dict.fromkeys(row["engine"] for row in rows)

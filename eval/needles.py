@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import build_prompt, generate_answer, load_default_model
+from hf_offload_cache.report import Progress
 from hf_offload_cache.tuning import bundled_prose
 
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
@@ -101,10 +101,8 @@ def run(
     path: str | None = None,
 ) -> dict[str, Any]:
     """Every method on every sample; answered: the code is in the greedy answer."""
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     records: list[dict[str, Any]] = []
-    with Progress(*bar) as progress:
-        task = progress.add_task(f"needles in {tokens:,} tokens", total=samples * len(methods))
+    with Progress(f"needles in {tokens:,} tokens", samples * len(methods), "answers") as progress:
         for index, needle in enumerate(make_needles(tokenizer, samples, tokens)):
             input_ids = build_prompt(tokenizer, needle.document, needle.question)
             for name, fields in methods.items():
@@ -124,8 +122,8 @@ def run(
                 records.append(record)
                 if not record["answered"]:
                     missed = f"sample {index}, {name}: {needle.code} is not in {answer.text!r}"
-                    progress.console.print(missed, markup=False)
-                progress.advance(task)
+                    progress.print(missed)
+                progress.update(len(records))
     summary = {"samples": samples, "tokens": tokens, "methods": summarise(records, methods), "records": records}
     return summary
 

@@ -26,44 +26,9 @@ from .arguments import (
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
+    from ..report.progress import Progress
     from .answer import Answer
-
-
-# A bar on stderr while a prompt is prefilled
-
-class PrefillBar:
-    """A bar on stderr while the prompt is prefilled; gone before the first text, which goes to stdout."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # stdout is the answer's alone; a stderr that is no terminal gets no bar
-        self._bar = Progress(
-            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-        )
-        # generate runs the last tokens of the prompt itself
-        self._task = self._bar.add_task("prefill, tokens", total=total)
-
-    def __enter__(self) -> PrefillBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._remove()
-
-    def update(self, tokens_done: int) -> None:
-        self._bar.update(self._task, completed=tokens_done)
-
-    def print_text(self, text: str) -> None:
-        self._remove()
-        print(text, end="", flush=True)
-
-    def _remove(self) -> None:
-        if self._bar.live.is_started:  # stopping twice prints an empty line
-            self._bar.stop()
 
 
 # Where `generate` has its document from, and where it keeps it: a file of text, a saved context
@@ -81,12 +46,18 @@ def check_target(arguments: argparse.Namespace) -> None:
         raise OutputFileError(f"--save {str(target)!r} exists already: --overwrite replaces a context")
 
 
-def save_document(arguments: argparse.Namespace, cache: Any, tokenizer: Any) -> None:
+def save_document(arguments: argparse.Namespace, cache: Any, tokenizer: Any, bar: Progress) -> None:
     try:
         cache.save(arguments.save, overwrite=arguments.overwrite, tokenizer=tokenizer)
     except FileExistsError as error:
         raise OutputFileError(f"--save: {error}") from error
-    print(f"saved {cache.tokens:,} tokens in {arguments.save}", file=sys.stderr)
+    bar.print(f"saved {cache.tokens:,} tokens in {arguments.save}")
+
+
+def print_text(text: str, bar: Progress) -> None:
+    """Print a piece of the answer to stdout; the bar is gone before the first one."""
+    bar.close()
+    print(text, end="", flush=True)
 
 
 def saved_ids(arguments: argparse.Namespace) -> torch.Tensor:
@@ -192,6 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..contexts.library import is_damage
     from ..errors import ContextError, StoreError
+    from ..report.progress import Progress
     from ..stores.encryption import load_key
     from . import named_cache
     from .answer import build_prompt, check_length, document_part, generate_answer, prefilled_tokens, question_part
@@ -224,7 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
     def answered(name: str, opens: bool) -> Answer:
         ours = name == ours_named
         saves = ours and arguments.save is not None
-        bar = PrefillBar(console, prefilled_tokens(input_ids.shape[1]) - (held if opens else 0))
+        # `generate` runs the last tokens of the prompt itself
+        bar = Progress("prefill", prefilled_tokens(input_ids.shape[1]) - (held if opens else 0), "tokens")
         started = time.perf_counter()
         if opens:
             made = named_cache.open_cache(name, arguments.context, model, tokenizer, **own)
@@ -233,10 +206,10 @@ def run(arguments: argparse.Namespace) -> int:
         with made as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
-            save = functools.partial(save_document, arguments, cache, tokenizer)
+            save = functools.partial(save_document, arguments, cache, tokenizer, bar)
             return generate_answer(
                 model, tokenizer, input_ids, cache, arguments.max_new_tokens, arguments.prefill_chunk,
-                on_progress=bar.update, on_text=bar.print_text,
+                on_progress=bar.update, on_text=functools.partial(print_text, bar=bar),
                 pause=(held, save) if saves else None, started=started,
             )  # fmt: skip
 

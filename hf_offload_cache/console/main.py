@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
-from . import generate, inspect, plan, run, streaming, tune, verify
+from . import completion, generate, inspect, plan, run, streaming, tune, verify
 from . import manage as contexts
 from .arguments import (
     PROGRAM,
@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = found.add_subparsers(metavar="VERB")
     for verb in _VERBS:
         verb.add(verbs)
+    completion.add(verbs, found)
 
     def print_help(arguments: argparse.Namespace) -> int:
         found.print_help()

@@ -13,6 +13,7 @@ from . import generate as documents
 from .arguments import add_cache_argument, add_field_argument, add_model_arguments, new_console, port, positive
 
 if TYPE_CHECKING:
+    from ..report.progress import Progress
     from ..streaming.cells import Cells
 
 _LEVELS = ("lossless", "fine", "default", "small", "smallest")
@@ -72,24 +73,20 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    from rich.progress import Progress
-
+    from ..report.progress import Progress
     from ..report.report import size_text
     from ..streaming.publish import publish_context
     from . import named_cache
 
-    console = new_console(stderr=True)
     model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
-    bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
     try:
-        with bar:
-            task = bar.add_task("publish, layers", total=None)
+        with Progress("publish", unit="layers") as bar:
             manifest = publish_context(
                 arguments.directory, arguments.url, tokenizer, arguments.key, model=model, level=arguments.level,
                 chunk_tokens=arguments.chunk_tokens, private=arguments.private, overwrite=arguments.overwrite,
                 active_mass=arguments.active_mass, check=not arguments.no_check,
                 context_key=False if arguments.plain_context else None,
-                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+                on_progress=bar.update,
             )  # fmt: skip
     except FileExistsError:
         arguments.parser.error(f"{arguments.url} has a published context: name another, or give --overwrite")
@@ -105,6 +102,7 @@ def stream(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from ..report.progress import Progress
     from ..streaming.stream_context import stream_context
     from . import named_cache
     from .answer import check_length, document_part, generate_answer, question_part
@@ -117,10 +115,10 @@ def stream(arguments: argparse.Namespace) -> int:
     ids = torch.cat([document_part(tokenizer, text), question_part(tokenizer, arguments.question)], 1)
     check_length(model, ids.shape[1], arguments.max_new_tokens)
     started = time.perf_counter()
-    with TwoLanes(console) as lanes:
+    with Progress("stream", unit="cells") as bar:
         cache = stream_context(
             arguments.url, model, ids, cls, key=arguments.key, tokenizer=tokenizer, path=arguments.path,
-            private=arguments.private, sparse=arguments.sparse, on_progress=lanes.update, **fields,
+            private=arguments.private, sparse=arguments.sparse, on_progress=functools.partial(_show, bar), **fields,
         )  # fmt: skip
     with cache:
         print(cache.stream_report, file=sys.stderr)
@@ -151,28 +149,11 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class TwoLanes:
-    """Two bars on stderr: cells computed, and cells that have come."""
+def _show(bar: Progress, cells: Cells) -> None:
+    """How many cells are filled, and in which way."""
+    from ..streaming.cells import State
 
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(
-            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-        )
-        self._tasks = [self._bar.add_task(name, total=None) for name in ("computed, cells", "streamed, cells")]
-
-    def __enter__(self) -> TwoLanes:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def update(self, cells: Cells) -> None:
-        from ..streaming.cells import State
-
-        found, total = cells.of_state(), cells.chunks * (cells.layers - 1)
-        for task, state in zip(self._tasks, (State.COMPUTED, State.RECEIVED), strict=True):
-            self._bar.update(task, completed=found[state], total=total)
+    found = cells.of_state()
+    computed, streamed = found[State.COMPUTED], found[State.RECEIVED]
+    total, name = cells.chunks * (cells.layers - 1), f"{computed:,} cells computed, {streamed:,} streamed"
+    bar.update(computed + streamed, total, name)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import cell, new_console, stdout_console
+from .arguments import cell, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.verify import VerifyResult
@@ -38,20 +38,11 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0: whole; 1: not. Raises what `contexts.verify.verify` does."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
     from ..contexts.verify import verify
+    from ..report.progress import Progress
 
-    console = new_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("verify", total=None)
-        result = verify(
-            arguments.directory,
-            key=arguments.key,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with Progress("verify", unit="B") as bar:
+        result = verify(arguments.directory, key=arguments.key, progress=bar.update)
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in result.findings]
         values = {"path": result.path, "whole": result.whole, "files": result.files, "records": result.records}

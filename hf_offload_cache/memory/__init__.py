@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .machine import check_descriptors as check_descriptors
     from .machine import free_descriptors as free_descriptors
     from .machine import free_disk as free_disk
+    from .machine import free_memory as free_memory
     from .plan import LayerPlan as LayerPlan
     from .plan import MemoryPlan as MemoryPlan
     from .plan import Planned as Planned
@@ -25,6 +26,7 @@ _HOME = {
     "check_descriptors": "machine",
     "free_descriptors": "machine",
     "free_disk": "machine",
+    "free_memory": "machine",
     "lasting_empty": "account",
 }
 

@@ -13,15 +13,15 @@ SPARE_DESCRIPTORS = 8
 
 
 def free_memory(device: str = "cpu") -> int | None:
-    """Bytes that a new allocation on `device` ("cpu", "cuda", "cuda:1") may take now; None where nobody tells.
+    """Bytes that a new allocation on `device` ("cpu", "cuda", "cuda:1") may take now; None if the system does not tell.
 
-    For the host: what the kernel says is available, and no more than the control group of this process allows.
+    For the host: the available memory, and no more than this process's control groups leave.
     """
     if device.startswith("cuda"):
         import torch
 
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    known = [free for free in (_available(), _control_group()) if free is not None]
+    known = [free for free in (_available(), _control_groups()) if free is not None]
     return min(known) if known else None
 
 
@@ -64,19 +64,46 @@ def check_descriptors(needed: int) -> None:
 
 
 def _available() -> int | None:
+    import psutil
+
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+        return psutil.virtual_memory().available
+    except (OSError, psutil.Error):  # a sandbox without /proc
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
 
 
-def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the limit of this control group (version 2) leaves; None without a limit."""
+def _control_groups(root: Path = Path("/")) -> int | None:
+    """Bytes that the control groups of this process leave, in version 1 or 2; None without a limit.
+
+    A group is also bound by the limits of the groups above it, so every level up to the mount is read. A container may
+    see its own group as the mount, under a path that exists outside only; the mount itself is always read.
+    """
+    mount = root / "sys/fs/cgroup"
+    left = []
+    for controllers, path in _groups_of_this_process(root):
+        top = mount / "memory" if controllers else mount
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = top / path.lstrip("/")
+        for level in (group, *group.parents):
+            if level.is_relative_to(top):
+                left.append(_left_in(level / names[0], level / names[1]))
+    return min((free for free in left if free is not None), default=None)
+
+
+def _groups_of_this_process(root: Path) -> list[tuple[str, str]]:
+    """Pairs of controllers ("" in version 2) and path: those that limit memory."""
     try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [("", "/"), ("memory", "/")]
+    groups = [(parts[1], parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3]
+    return [group for group in groups if not group[0] or "memory" in group[0].split(",")]
+
+
+def _left_in(limit: Path, used: Path) -> int | None:
+    """Bytes between the numbers in two files; None without a limit."""
+    try:
+        text = limit.read_text().strip()
+        return max(0, int(text) - int(used.read_text())) if text.isdecimal() else None
     except (OSError, ValueError):
         return None
-    return max(0, int(limit) - used) if limit.isdecimal() else None

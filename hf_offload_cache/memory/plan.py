@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from ..report.report import kv_share_text, size_text
+from ..report.report import html_table, kv_share_text, size_text
 from .account import RECORDS, SLOTS
 
 Bytes = Mapping[str, int]
@@ -135,6 +135,16 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return max(self.prefill_bytes, self.decode_bytes)
+
+    def _repr_html_(self) -> str:
+        """The plan as a table for a notebook: memory by owner, at the worst moment of a prefill and of decoding."""
+        both = self.prefill, self.decode
+        rows = [(owner, *(size_text(each.get(owner, 0)) for each in both)) for owner in {**self.prefill, **self.decode}]
+        rows.append(("sum", size_text(self.prefill_bytes), size_text(self.decode_bytes)))
+        others = {"full KV": self.full_kv_bytes, "on disk": self.disk_bytes, "weights": self.weight_bytes}
+        others |= {"host memory": self.host_bytes} if self.host_bytes else {}
+        rows += [(name, size_text(nbytes), "") for name, nbytes in others.items()]
+        return html_table(f"memory plan: {size_text(self.peak_bytes)}", rows, ("", "prefill", "decode"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values; "needless" is None if a cache is useful."""

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .counters import Counters as Counters
+    from .progress import Progress as Progress
+    from .report import CacheReport as CacheReport
     from .report import StreamReport as StreamReport
     from .report import least_size_text as least_size_text
     from .trace import NO_TIMELINE as NO_TIMELINE
@@ -12,8 +14,10 @@ if TYPE_CHECKING:
     from .trace import Trace as Trace
 
 _HOME = {
+    "CacheReport": "report",
     "Counters": "counters",
     "NO_TIMELINE": "trace",
+    "Progress": "progress",
     "StreamReport": "report",
     "Timeline": "trace",
     "Trace": "trace",

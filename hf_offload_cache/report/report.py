@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -67,6 +68,13 @@ class StreamReport:
         others = {name: getattr(self, name) for name in ("cancelled", "overtaken", "stolen", "lost")}
         return text + "".join(f", {count:,} {name}" for name, count in others.items() if count)
 
+    def _repr_html_(self) -> str:
+        """The report as a table for a notebook; figures that are 0 or unknown are left out."""
+        values = {name.replace("_", " "): value for name, value in asdict(self).items() if value not in (None, 0, ())}
+        sizes = {"received bytes": size_text, "bandwidth": lambda rate: f"{rate * 8e-6:.1f} Mbit/s"}
+        texts = {name: sizes.get(name, _figure_text)(value) for name, value in values.items()}
+        return html_table(f"stream_context: {self.tokens:,} tokens", texts.items())
+
 
 # Numbers as a person reads them
 
@@ -90,6 +98,24 @@ def least_size_text(nbytes: int) -> str:
     while steps * size < nbytes * 10**digits:  # the division above was rounded
         steps += 1
     return f"{steps / 10**digits:.{digits}f} {unit}"
+
+
+def _figure_text(value: Any) -> str:
+    """A count, a number or texts."""
+    if isinstance(value, tuple):
+        return "; ".join(map(str, value))
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """A table for a notebook: `rows` of cells, the first of which names the row, below a `head`. Texts are escaped."""
+    lines = [f"<table><caption>{html.escape(title)}</caption>"]
+    if head:
+        lines.append(f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>")
+    for name, *cells in rows:
+        texts = "".join(f'<td style="text-align: left">{html.escape(cell)}</td>' for cell in cells)
+        lines.append(f'<tr><th style="text-align: left">{html.escape(name)}</th>{texts}</tr>')
+    return "\n".join([*lines, "</table>"])
 
 
 def share_text(value: float | None) -> str:
@@ -219,17 +245,10 @@ class CacheReport:
         """Plain JSON-able values."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        """The report as a table for a terminal."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"{self.cache}: {self.tokens:,} tokens", show_header=False)
-        table.add_column(style="bold")
-        table.add_column()
+    def _rows(self) -> dict[str, str]:
         share = kv_share_text(self.memory_bytes, self.full_kv_bytes)
         ratio = f" ({share})" if share else ""
-        rows = {
+        return {
             "full KV": size_text(self.full_kv_bytes),
             "memory now": size_text(self.memory_bytes)
             + ratio
@@ -255,7 +274,21 @@ class CacheReport:
             "store": self.store,
             "layers": ", ".join(f"{count} {state}" for state, count in self.layers.items() if count),
         }
-        for name, value in rows.items():
+
+    def _repr_html_(self) -> str:
+        """The report as a table for a notebook."""
+        rows = [*self._rows().items(), *(("warning", warning) for warning in self.warnings)]
+        return html_table(f"{self.cache}: {self.tokens:,} tokens", rows)
+
+    def __str__(self) -> str:
+        """The report as a table for a terminal."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"{self.cache}: {self.tokens:,} tokens", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        for name, value in self._rows().items():
             table.add_row(name, value)
         for warning in self.warnings:
             table.add_row("[yellow]warning", warning)

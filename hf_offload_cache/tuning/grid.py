@@ -16,39 +16,27 @@ from ..methods.disk_swap.config import DiskSwapConfig
 from ..methods.disk_swap.fit import sizes_to_try
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
+from ..report.progress import Progress as Bar
 from ..stores.base import DEVICE_BLOCK
 
 # The progress bar of tuning: what is being measured, and about how long it will take yet
 
 class Progress:
-    """A bar on stderr for parts whose shares of the whole add up to 1, and the clock that they share.
-
-    No bar where `shown` is False or stderr is no terminal. For the thread that tunes; leaving removes the bar, also
-    after an exception.
-    """
+    """The progress of parts whose shares of the whole add up to 1, and the clock that they share."""
 
     def __init__(self, seconds: float, shown: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self._bar: Any = Bar(
-            *columns, console=console, transient=True, redirect_stdout=False,
-            disable=not (shown and console.is_terminal),
-        )  # fmt: skip
-        self._task = self._bar.add_task("tuning", total=1.0)
+        self._bar = Bar("tuning", total=1.0, shown=shown)
         self._seconds = seconds
         self._before = self._share = 0.0
         self._name, self._deadline = "tuning", 0.0
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._bar.update(self._before + self._share * (exception[0] is None), name="tuning")
+        self._bar.close()
 
     def begin(self, name: str, share: float) -> None:
         """The next part begins, which may take `share` of the time; `name` says what is measured."""
@@ -59,9 +47,7 @@ class Progress:
 
     def done(self, fraction: float, detail: str) -> None:
         """So much of the part is done, from 0 to 1, and `detail` is being measured."""
-        self._bar.update(
-            self._task, completed=self._before + fraction * self._share, description=f"{self._name}{detail}"
-        )
+        self._bar.update(self._before + fraction * self._share, name=f"{self._name}{detail}")
 
     def within(self, index: int, count: int) -> Callable[[float, str], None]:
         """As `done`, of one of `count` samples."""

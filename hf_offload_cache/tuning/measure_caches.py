@@ -139,7 +139,7 @@ def measure_caches(
         texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
         samples: stretches of text.
         path: folder on the disk to use; None: the temporary folder.
-        progress: show a bar on stderr, where that is a terminal.
+        progress: show a bar on stderr; in a notebook a widget, without a terminal one line at the end.
         fields: fields that all caches have, to stay as they are.
 
     Returns plain JSON values, as `measured_caches` reads them. "cells": of each cache that fits "cache", "tokens",

@@ -113,7 +113,7 @@ def tune(
         sigma_max: the largest compression of keys that is tried.
         max_group_size: of the solver alone, G_max, tokens.
         time_limit: seconds to aim at in all, instead of the above.
-        progress: show a bar on stderr, where that is a terminal.
+        progress: show a bar on stderr; in a notebook a widget, without a terminal one line at the end.
         **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.
 
     Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -592,14 +593,15 @@ def test_ls_and_rm_of_a_library(run: Run, tmp_path: Path) -> None:
 
 def test_verify(run: Run, three: Path) -> None:
     code, out, err = run("verify", three / "a")
-    assert (code, err) == (0, "") and out.startswith("whole: 7 files")
+    assert code == 0 and out.startswith("whole: 7 files")
+    assert re.fullmatch(r"verify: (\S+ KiB) of \1 in [\d.]+ s\n", err)  # no terminal: one line at the end
     file = sorted((three / "a").glob("*.records"))[0]
     content = bytearray(file.read_bytes())
     content[4096 * 2] ^= 1
     file.write_bytes(content)
     (three / "a" / "\x1bnote").write_text("hi")
     code, out, err = run("verify", three / "a")
-    assert (code, err) == (1, "") and "\x1b" not in out
+    assert (code, err.count("\n")) == (1, 1) and "\x1b" not in out
     (line,) = [line for line in out.splitlines() if file.name in line]
     assert line.split()[:5] == ["damaged", "layer", line.split()[2], file.name, "2"]
     assert "\\x1bnote" in out and out.splitlines()[-1].startswith("DAMAGED")
@@ -622,10 +624,12 @@ def test_published_and_streamed(ask: Run, run: Run, folder: Path, document: Path
     named = "--model", folder
     code, out, err = run("publish", saved, url, *named, "--level", "lossless", "--chunk-tokens", 64)
     assert (code, out.count("in 3 chunks"), out.count("(lossless)")) == (0, 1, 1), err
+    assert re.search(r"^publish: (\d+) of \1 layers in [\d.]+ s$", err, re.M)
     options = *named, "--prompt-file", document, "--path", tmp_path, "--question", "w5", "--max-new-tokens", 6
     code, out, err = run("stream", url, *options)
     assert (code, out) == (0, answer), err
     assert "cells computed" in err and "first token after" in err
+    assert re.search(r"^\d+ cells computed, \d+ streamed: (\d+) of \1 cells in [\d.]+ s$", err, re.M), err
     code, _, err = run("publish", saved, url, *named)
     assert code == 2 and one_line(err, "overwrite")
     code, _, err = run("stream", tmp_path / "nowhere", *options)

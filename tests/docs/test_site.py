@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -129,6 +130,19 @@ def test_what_is_loaded_is_there(site: Path) -> None:
         if file.name != "404.html" and not url.startswith("data:") and not (file.parent / urlsplit(url).path).is_file()
     ]
     assert not missing
+
+
+def test_the_site_is_searched_from_the_disk(site: Path) -> None:
+    """Browsers refuse a page that is opened from a disk both `fetch` and workers: the index is a script, too, and each
+    page has a worker in a frame."""
+    index = (site / "search" / "search_index.js").read_text()
+    assert index == "var __index = " + (site / "search" / "search_index.json").read_text()
+    found = json.loads(index.removeprefix("var __index = "))["docs"]
+    assert {one["location"].partition("#")[0] for one in found} >= {"index.html", "quickstart.html", "api.html"}
+    for file, page in html(site):
+        if file.name != "404.html":
+            (script,) = [url for url in page.loaded if "iframe-worker" in url]
+            assert "window.Worker" in (file.parent / script).read_text()
 
 
 def test_links_to_elsewhere_have_the_form_of_one(site: Path) -> None:
