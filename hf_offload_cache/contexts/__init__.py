@@ -1,7 +1,6 @@
 """Contexts that outlive the process: saved, opened, forked; what they belong to and how they are kept."""
 
 from .configuration import prompt_of as prompt_of
-from .configuration import saved_fields as saved_fields
 from .data_files import MANIFEST_NAME as MANIFEST_NAME
 from .data_files import open_file as open_file
 from .data_files import read_small as read_small
@@ -12,7 +11,6 @@ from .folder import open_folder as open_folder
 from .folder import reading as reading
 from .library import bytes_of as bytes_of
 from .listing import total_bytes as total_bytes
-from .manifest import VERSION as VERSION
 from .manifest import Manifest as Manifest
 from .open import capture_kept as capture_kept
 from .open import open_context as open_context

@@ -28,7 +28,7 @@ from ..stores.engines import open_named
 from ..stores.memory import MemoryStore
 from .configuration import opened_config
 from .folder import reading
-from .manifest import VERSION, LayerEntry, Manifest, records_name
+from .manifest import LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
 from .reader import ContextReader, NoRoomError, check_digest, check_key, manifest_in, most_of_cache
 
@@ -411,8 +411,6 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
             tree = reader.state(entry.state, name, device)
             check_layer(tree, entry, name)
             if isinstance(layer, StoredLayer):
-                if manifest.version < VERSION:
-                    tree["layer"] = layer.upgraded(tree["layer"])
                 check_kinds(tree["layer"], layer.capture(), name)
                 layers.check_kept(tree["layer"].get("linear") or {}, layer_idx, batch, name)
                 check_history(tree["layer"], entry, batch, tokens, layers, name)

@@ -265,19 +265,19 @@ class ChunkHistory(PositionHistory):
     def capture(self) -> dict[str, Any]:
         whole = self.pages is not None and self.pages.units == self.units  # else who puts them there has to begin anew
         tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and whole else None}
-        return tree if self.replicas is None else {**tree, "replicas": self.replicas.capture(self._replica_parts)}
+        return {**tree, "replicas": None if self.replicas is None else self.replicas.capture(self._replica_parts)}
 
     @classmethod
     def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
         rows, units = ids.shape
-        if tree.get("pages") is not None:
+        if tree["pages"] is not None:
             check_pages(form, tree["pages"], rows, units, records, name)
 
     @classmethod
     def restore(
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], *given: Any
     ) -> ChunkHistory:
-        captured, own = tree.get("replicas"), len(parts)
+        captured, own = tree["replicas"], len(parts)
         if captured is not None:
             count = captured["parts"]
             if type(count) is not int or not 0 <= count <= own:
@@ -285,7 +285,7 @@ class ChunkHistory(PositionHistory):
             own -= count
         history = super().restore(storage, tree, parts[:own], *given)
         assert isinstance(history, ChunkHistory)
-        if history.pages is not None and tree.get("pages") is not None:
+        if history.pages is not None and tree["pages"] is not None:
             history.pages.restore(tree["pages"])
         if captured is None:
             history._make_replicas()

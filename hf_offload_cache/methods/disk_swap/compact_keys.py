@@ -397,16 +397,11 @@ class CodedKeys(CompactKeys):
     def restore(
         cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int
     ) -> CodedKeys:
-        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes
-        (those of a context of version 2 are laid anew); each one's account counts them. Raises `ContextError` where
-        the tree does not hold together, `BudgetError`."""
+        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
+        each one's account counts them. Raises `ContextError` where the tree does not hold together, `BudgetError`."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
         if not is_tensor(codes, (None, None, None), torch.uint8):
             raise ContextError(f"coded keys of a context are {shown(codes)}: save the context anew")
-        by_token = codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0
-        if unit_size > 1 and by_token:
-            with account.holding("moving rows", codes.nbytes):  # in version 2 of the format tokens lie side by side
-                codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
         if codes.shape[1] != coding.nbytes * unit_size:
             raise ContextError(
                 f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "

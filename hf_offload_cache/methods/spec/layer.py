@@ -221,10 +221,6 @@ class SpecLayer(SpecEntries):
         learnt = tree["predictor"] if self._filled and self.can_choose() else None
         return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
 
-    @classmethod
-    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return {"chosen": None, **tree}
-
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
         super().restore(tree, parts, device)
