@@ -285,7 +285,7 @@ def test_codes_of_units_of_another_size_raise() -> None:
     found = CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 4)
     assert account.by_owner["compact keys"] == 2 * 1200 * coding.nbytes and found.fits(2, 1200, KV, DIM)
     for unit_size in (1, 7):
-        with pytest.raises(ContextError, match=f"for each of {unit_size} tokens"):
+        with pytest.raises(ContextError, match=f"codes of its coded keys is .* bytes={unit_size * coding.nbytes}, "):
             CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), unit_size)
 
 

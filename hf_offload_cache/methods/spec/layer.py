@@ -13,7 +13,7 @@ from ...core.step import Step
 from ...errors import not_whole, shown
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
-from ...history.position_history import is_tensor
+from ...history.state import is_tensor
 from ...model.attention_call import AttentionCall
 from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
