@@ -183,11 +183,6 @@ class OffloadConfig:
         """Whether budgets leave out what is stored, since it is kept in host memory beside the compute memory."""
         return False
 
-    @classmethod
-    def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """The fields that a context was `saved` with, as this version has them."""
-        return saved
-
     def as_saved(self) -> Self:
         """With values for what was left open and a context has to stay with."""
         return self

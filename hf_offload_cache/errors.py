@@ -11,7 +11,7 @@ class ConfigError(ValueError):
 
 
 class AdapterError(ValueError):
-    """A calibrated adapter cannot be used: unreadable, corrupt, or made for another model or another shape."""
+    """A calibrated adapter cannot be used: unreadable, corrupt, of another version, or for another model or shape."""
 
 
 class BudgetError(ValueError):

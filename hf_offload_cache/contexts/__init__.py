@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .configuration import prompt_of as prompt_of
-    from .configuration import saved_fields as saved_fields
     from .data_files import MANIFEST_NAME as MANIFEST_NAME
     from .data_files import open_file as open_file
     from .data_files import read_small as read_small
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from .folder import reading as reading
     from .library import bytes_of as bytes_of
     from .listing import total_bytes as total_bytes
-    from .manifest import VERSION as VERSION
     from .manifest import Manifest as Manifest
     from .open import capture_kept as capture_kept
     from .open import open_context as open_context
@@ -35,7 +33,6 @@ _HOME = {
     "MANIFEST_NAME": "data_files",
     "Manifest": "manifest",
     "StoredLayer": "protocol",
-    "VERSION": "manifest",
     "bytes_of": "library",
     "capture_kept": "open",
     "entries": "folder",
@@ -50,7 +47,6 @@ _HOME = {
     "reading": "folder",
     "remove": "removal",
     "restore_kept": "open",
-    "saved_fields": "configuration",
     "select_kept_rows": "open",
     "sweep": "removal",
     "total_bytes": "listing",

@@ -126,10 +126,12 @@ def opened_config(
 def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str, Any]:
     """The fields saved. Raises `ContextError` for what no configuration has that was saved."""
     own = {field.name for field in dataclasses.fields(config_class)} - set(config_class.of_a_run)
-    saved = config_class.upgraded(dict(manifest.config))
+    saved = dict(manifest.config)
     try:
         if strange := sorted(saved.keys() - own):
             raise ConfigError(f"it has the field {shown(repr(strange[0]))}")
+        if missing := sorted(own - saved.keys()):
+            raise ConfigError(f"it has no field {missing[0]!r}")
         config = config_class.load(None, saved)
         most = max(MOST_RECENT, manifest.tokens)
         for name in ("num_recent", "num_sinks", "num_selected"):

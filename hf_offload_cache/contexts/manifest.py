@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the console lists contexts without loading torch
     from ..stores.guard import RecordGuard
 
 FORMAT: Final = "hf_offload_cache context"
-VERSION: Final = 5
+VERSION: Final = 1
 MOST_MANIFEST_BYTES = MOST_JSON_BYTES
 _MOST_LAYERS = 4096
 _MOST_RECORD_BYTES = 256 * 2**20
@@ -107,7 +107,7 @@ class Manifest(_Checked):
     """What `manifest.json` says. Instances are valid: `parse` raises `ContextError` for everything else."""
 
     format: Literal["hf_offload_cache context"] = FORMAT
-    version: Literal[1, 2, 3, 4, 5] = VERSION
+    version: Literal[1] = VERSION
     library: _Name
     """The version of this library that wrote it."""
     created: Annotated[_Name, AfterValidator(_check_date)]
@@ -137,7 +137,7 @@ class Manifest(_Checked):
 
     def to_bytes(self) -> bytes:
         """The file's content. Raises `ContextError` if it would exceed the limit for reading."""
-        values = self._values()
+        values = self.model_dump(mode="json")
         data = (json.dumps({"manifest": values, "digest": _digest(values)}, indent=1) + "\n").encode()
         if len(data) > MOST_MANIFEST_BYTES:
             raise ContextError(f"the manifest has {len(data):,} bytes, and {MOST_MANIFEST_BYTES:,} are read: save less")
@@ -153,10 +153,10 @@ class Manifest(_Checked):
         values = found.get("manifest") if isinstance(found, dict) else None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ContextError(f"{place}: this is no manifest of a saved context")
-        if type(values.get("version")) is not int or values["version"] not in range(1, VERSION + 1):
+        if type(version := values.get("version")) is not int or version != VERSION:
             raise ContextError(
-                f"{place}: the format's version is {shown(values.get('version'))} and this library reads 1 to "
-                f"{VERSION}: open it with the library that wrote it, or save the context anew"
+                f"{place}: its format has version {shown(version)} and this library reads {VERSION}: save the context "
+                "anew"
             )
         if found.get("digest") != _digest(values):
             raise ContextError(f"{place}: the manifest is damaged, its digest differs; save the context anew")
@@ -167,21 +167,11 @@ class Manifest(_Checked):
             where, what = shown(".".join(map(str, first["loc"]))), shown(first["msg"], 200)
             raise ContextError(f"{place}: the manifest is not valid: {where}: {what}") from None
 
-    def _values(self) -> dict[str, Any]:
-        """The values as in the JSON. Manifests from before `RecordsFile.record_bytes` existed stay as they are, because
-        their digests and bindings cover these values. The field is left out here: pydantic turns Ctrl-C in a
-        serialising function into its own error."""
-        values: dict[str, Any] = self.model_dump(mode="json")
-        for part in (part for layer in values["layers"] for part in layer["parts"]):
-            if not part["record_bytes"]:
-                del part["record_bytes"]
-        return values
-
     @property
     def binding(self) -> bytes:
         """What the state of the cache is encrypted for: a digest of all else that is in here. So whoever has not the
         key cannot exchange a part for that of another context with the same key."""
-        values = self._values()
+        values = self.model_dump(mode="json")
         del values["state"]
         return hashlib.sha256(_canonical(values)).digest()
 
@@ -189,7 +179,7 @@ class Manifest(_Checked):
     def digest(self) -> str:
         """SHA-256 of the manifest's values, 64 hex digits: it distinguishes this context from any other, older ones
         included."""
-        return hashlib.sha256(_canonical(self._values())).hexdigest()
+        return hashlib.sha256(_canonical(self.model_dump(mode="json"))).hexdigest()
 
     @property
     def mark_name(self) -> str:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from ..errors import OURS, BudgetError, ContextError, ContextMismatchError, UnsupportedModelError, not_whole, shown
-from ..history.position_history import DTYPES, check_form
+from ..history.position_history import check_form
 from ..history.records import RecordFormat
+from ..history.state import DTYPES, is_tensor
 from ..memory.machine import check_descriptors, free_memory
 from ..model.fingerprint import check_fingerprint
 from ..model.geometry import LayerShape, seen_layers, stated_shape
@@ -28,7 +29,7 @@ from ..stores.engines import open_named
 from ..stores.memory import MemoryStore
 from .configuration import opened_config
 from .folder import reading
-from .manifest import VERSION, LayerEntry, Manifest, records_name
+from .manifest import LayerEntry, Manifest, records_name
 from .protocol import ContextCache, StoredLayer
 from .reader import ContextReader, NoRoomError, check_digest, check_key, manifest_in, most_of_cache
 
@@ -36,12 +37,11 @@ from .reader import ContextReader, NoRoomError, check_digest, check_key, manifes
 
 def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
     """The token ids (batch, tokens), int64, in the state of a cache as a whole. Raises `ContextError`."""
-    ids = tree.get("ids") if isinstance(tree, dict) else None
-    shape = (batch, tokens)
-    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.shape != shape or not tokens:
-        found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise not_whole("cache", f"its token ids are {found}, the manifest says {shape} torch.int64")
-    return ids
+    ids: Any = tree.get("ids") if isinstance(tree, dict) else None
+    if not tokens or not is_tensor(ids, (batch, tokens), torch.int64):
+        raise not_whole("cache", f"its token ids are {shown(ids)}, the manifest says {(batch, tokens)} torch.int64")
+    found: torch.Tensor = ids
+    return found
 
 
 class LayersOf:
@@ -132,8 +132,7 @@ def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers:
     ):
         raise not_whole(name, f"a record of its form has {form.record_bytes:,} bytes, {entry.record_bytes:,} are named")
     if not isinstance(tail, torch.Tensor) or tail.ndim != 3 or len(tail) != batch * heads:
-        found = shortened(tail)
-        raise not_whole(name, f"its latest tokens are {found}, of {batch} sequences of {heads} rows each")
+        raise not_whole(name, f"its latest tokens are {shown(tail)}, of {batch} sequences of {heads} rows each")
     if history.get("length") != tokens or isinstance(history["length"], bool):
         raise not_whole(name, f"it holds {shown(history.get('length'))} tokens, the manifest says {tokens}")
 
@@ -147,8 +146,7 @@ def check_layer(tree: Any, entry: LayerEntry, name: str) -> None:
         raise not_whole(name, f"there are tags of {len(tags)} files of records, the manifest names {len(entry.parts)}")
     for tag, part in zip(tags, entry.parts, strict=True):
         if not isinstance(tag, torch.Tensor) or tag.ndim != 2 or len(tag) != part.records:
-            found = tuple(tag.shape) if isinstance(tag, torch.Tensor) else type(tag).__name__
-            raise not_whole(name, f"the tags of {part.file} are {found}, and it has {part.records} records")
+            raise not_whole(name, f"the tags of {part.file} are {shown(tag)}, and it has {part.records} records")
 
 
 def check_kinds(tree: Any, like: dict[str, Any], name: str) -> None:
@@ -411,8 +409,6 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
             tree = reader.state(entry.state, name, device)
             check_layer(tree, entry, name)
             if isinstance(layer, StoredLayer):
-                if manifest.version < VERSION:
-                    tree["layer"] = layer.upgraded(tree["layer"])
                 check_kinds(tree["layer"], layer.capture(), name)
                 layers.check_kept(tree["layer"].get("linear") or {}, layer_idx, batch, name)
                 check_history(tree["layer"], entry, batch, tokens, layers, name)

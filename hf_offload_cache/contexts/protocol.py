@@ -26,10 +26,6 @@ class StoredLayer(Protocol):
     A tree is made of what `contexts.state` packs: dictionaries, lists, tuples, plain values and tensors.
     """
 
-    @classmethod
-    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """`tree` as `capture` gives it now, of what an earlier version of the format has."""
-
     @property
     def num_stores(self) -> int:
         """Stores that it opens for what comes to it."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # A configuration from whatever names it: fields, an instance, a JSON of fields, or what tuning wrote
 
 FORMAT = "hf_offload_cache tuning 1"
-"""The `format` of what tuning writes. The number goes up when a reader of the old one would read the new one wrong."""
+"""The `format` of what tuning writes; a file of another version raises `ConfigError`."""
 
 _FAMILY = FORMAT.rpartition(" ")[0]
 
@@ -72,7 +72,7 @@ def tuned_fields(
     """
     if values["format"] != FORMAT:
         raise ConfigError(
-            f"config: {str(path)!r} has the format {shown(repr(values['format']))} and this version reads {FORMAT!r}: "
+            f"config: {str(path)!r} has the format {shown(repr(values['format']))} and this library reads {FORMAT!r}: "
             "tune again"
         )
     try:

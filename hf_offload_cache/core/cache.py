@@ -193,7 +193,7 @@ class Held(CacheOperations):
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured; for a new cache."""
         self._tokens.restore(tree["ids"])
-        self.conversation.restore(tree.get("model", {}), len(tree["ids"]))
+        self.conversation.restore(tree["model"], len(tree["ids"]))
         self.begin_context()
         self._resumed = True
 

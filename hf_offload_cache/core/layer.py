@@ -507,11 +507,6 @@ class OffloadLayer(LayerOperations):
         tree = {"state": state, "history": self.history.capture() if self._filled else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
-    @classmethod
-    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """`tree` as `capture` gives it now, of what an earlier version captured."""
-        return tree
-
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
 

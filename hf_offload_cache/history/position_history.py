@@ -19,27 +19,13 @@ from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, joined
 from .freezing import frozen
 from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, sealed_groups, together
+from .state import DTYPES, Array, State
 from .tail import BlockTable, RollingTail
 
 # Whether what was captured of a history holds together
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Types that keys and values may have."""
-LARGEST = 3e38
-"""What lies beyond is no number, or is none in some of these types."""
-
-
-def is_tensor(
-    value: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, low: float | None = None, high: float | None = None
-) -> bool:
-    """Whether a captured object is a tensor of this shape (None: any size in that dimension) and one of these types,
-    with all values from `low` to `high`, so without NaN."""
-    if not isinstance(value, torch.Tensor) or value.ndim != len(shape) or value.dtype not in dtypes:
-        return False
-    if any(wanted not in (None, size) for wanted, size in zip(shape, value.shape, strict=True)):
-        return False
-    above = low is None or bool((value >= low).all())
-    return above and (high is None or bool((value <= high).all()))
+_TAIL = State("history", tail=Array("rows recent width"))
+_TABLE = State("history", table=Array("rows groups", torch.int32, low=0, below="records"))
 
 
 def check_form(form: RecordFormat, name: str) -> None:
@@ -50,43 +36,23 @@ def check_form(form: RecordFormat, name: str) -> None:
 
 
 def check_tail(
-    form: RecordFormat, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
-) -> None:
-    """Raises `ContextError` unless the form and the tail of a captured history of `length` tokens hold together with
-    the records, in `parts`. `group_size`: the configuration's."""
+    tree: dict[str, Any], parts: Sequence[Store], name: str, group_size: int | None
+) -> tuple[RecordFormat, torch.Tensor, int]:
+    """The form, the tail and the length of a captured history. Raises `ContextError` unless they hold together with the
+    records, in `parts`. `group_size`: the configuration's."""
+    form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
     check_form(form, name)
+    _TAIL.check({"tail": tail}, name, form.dtype, width=form.entry_width)
     wrong = None
     if group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
     elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
         wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"
-    elif not isinstance(tail, torch.Tensor) or type(length) is not int:
-        wrong = f"its tail and its length are {type(tail)} and {length!r:.80}"
-    elif tail.ndim != 3 or not len(tail) or tail.shape[2] != form.entry_width or tail.dtype != form.dtype:
-        wrong = f"its tail is {tuple(tail.shape)} {tail.dtype} and an entry has {form.entry_width} of {form.dtype}"
-    elif length < tail.shape[1]:
-        wrong = f"its length is {length}, its tail holds {tail.shape[1]}"
+    elif type(length) is not int or length < tail.shape[1] or not len(tail):
+        wrong = f"its length is {shown(length)}, its tail is {shown(tail)}"
     if wrong:
         raise not_whole(name, wrong)
-
-
-def check_captured(
-    form: RecordFormat, ids: Any, tail: Any, length: Any, parts: Sequence[Store], name: str, group_size: int | None
-) -> None:
-    """As `check_tail`, and whether the table `ids` (rows, groups) names records that there are, as many as `length`
-    says."""
-    check_tail(form, tail, length, parts, name, group_size)
-    records, wrong = sum(part.capacity for part in parts), None
-    if not isinstance(ids, np.ndarray):
-        wrong = f"its table is {type(ids)}"
-    elif ids.ndim != 2 or ids.dtype != np.int32 or len(ids) != tail.shape[0]:
-        wrong = f"its table is {ids.shape} {ids.dtype} for {tail.shape[0]} sequences"
-    elif ids.size and not (ids.min() >= 0 and ids.max() < records):
-        wrong = f"its table names records {ids.min()} to {ids.max()} and there are {records}"
-    elif length != ids.shape[1] * form.group_size + tail.shape[1]:
-        wrong = f"its length is {length}, its groups and its tail hold {ids.shape[1] * form.group_size + tail.shape[1]}"
-    if wrong:
-        raise not_whole(name, wrong)
+    return form, tail, length
 
 
 # A method without its object
@@ -219,10 +185,12 @@ class PositionHistory:
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
         """
-        form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
-        ids: Any = tree["table"].cpu().numpy() if isinstance(tree["table"], torch.Tensor) else None
+        form, tail, length = check_tail(tree, parts, name, config.group_size)
         records = sum(part.capacity for part in parts)
-        check_captured(form, ids, tail, length, parts, name, config.group_size)
+        groups = _TABLE.check({"table": tree["table"]}, name, rows=len(tail), records=records)["groups"]
+        if length != (stored := groups * form.group_size + tail.shape[1]):
+            raise not_whole(name, f"its length is {length}, its groups and its tail hold {stored}")
+        ids = tree["table"].cpu().numpy()
         cls.check(tree, form, ids, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, tail.shape[0], device, config, name, store)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..config import SelectiveConfig
-from ..errors import ContextError, shown
+from ..errors import not_whole, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
-from ..history.position_history import is_tensor
 from ..history.records import RecordFormat
+from ..history.state import is_tensor
 from ..memory.account import MemoryAccount, lasting_empty
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
@@ -133,10 +133,8 @@ class SummaryPredictor:
         unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
         like = self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
         if not is_tensor(held, (self.rows, tree["units"], *like.shape[2:]), like.dtype):
-            raise ContextError(
-                f"the context does not hold together: its summaries are {shown(held)}, for {self.rows} rows of "
-                f"{tree['units']} units; save it anew"
-            )
+            what = f"its summaries are {shown(held)}, for {self.rows} rows of {tree['units']} units"
+            raise not_whole("a layer", what)
         if held.shape[1]:
             self._room(held.shape[1], held)
             assert self._held is not None

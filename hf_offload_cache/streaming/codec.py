@@ -194,7 +194,7 @@ LEVELS: dict[str, Quantiser] = {
 """Name -> what is kept, the most first. Of bf16 keys and values after RoPE: some .70, .34, .28, .23 and .20."""
 _NAMES = tuple(LEVELS)
 _HEADER = struct.Struct("<4sBBxxIIIIQ")
-_MAGIC, _VERSION = b"HFOC", 2
+_MAGIC, _VERSION = b"HFOC", 1
 _SERIAL = 32767
 """Elements that torch's elementwise operations leave to the thread that calls them."""
 _FASTEST = 1
@@ -262,8 +262,10 @@ def unpack(data: bytes | memoryview, shape: ChunkShape, name: str, of_level: str
     if len(data) < _HEADER.size:
         raise _corrupt(name, f"it has {len(data)} bytes, and its header {_HEADER.size}")
     magic, version, level, *dims, size = _HEADER.unpack(data[: _HEADER.size])
-    if (magic, version) != (_MAGIC, _VERSION) or level >= len(_NAMES):
-        raise _corrupt(name, "it is no chunk of this version")
+    if magic == _MAGIC and version != _VERSION:
+        raise _corrupt(name, f"its format has version {version} and this library reads {_VERSION}: publish it anew")
+    if magic != _MAGIC or level >= len(_NAMES):
+        raise _corrupt(name, "it is no chunk of a published context")
     if of_level is not None and _NAMES[level] not in (of_level, "lossless"):
         raise _corrupt(name, f"it is of level {_NAMES[level]!r}, and should be of {of_level!r}")
     if tuple(dims) != (shape.heads, shape.tokens, shape.key_dim, shape.value_dim):

@@ -16,7 +16,7 @@ import torch
 from ..core.filling import Filling
 from ..core.layer import OffloadLayer, Output
 from ..errors import ContextError, shown
-from ..history.position_history import is_tensor
+from ..history.state import is_tensor
 from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.attention_call import AttentionCall
 from ..model.stream_attention import stream_attention

@@ -21,6 +21,8 @@ from ..errors import ContextError, shown
 from .codec import ChunkShape
 
 NAME: Final = "stream.json"
+FORMAT: Final = "hf_offload_cache stream"
+VERSION: Final = 1
 LEARNT, ACTIVE = "fitted state", "active blocks"
 """Beside the cells."""
 MOST_BYTES: Final = 64 * 2**20
@@ -64,8 +66,8 @@ class StreamObject(_Checked):
 class StreamManifest(_Checked):
     """Instances are valid: `parse` raises `ContextError` for everything else."""
 
-    format: Literal["hf_offload_cache stream"] = "hf_offload_cache stream"
-    version: Literal[1] = 1
+    format: Literal["hf_offload_cache stream"] = FORMAT
+    version: Literal[1] = VERSION
     cache: _Name
     """Class that it was published from."""
     config: dict[str, Any]
@@ -139,9 +141,18 @@ class StreamManifest(_Checked):
     def parse(cls, data: bytes, place: str) -> StreamManifest:
         """Raises `ContextError` that names `place`."""
         try:
-            parse_json(data, MOST_MANIFEST_BYTES)  # how large it is, and how deep
+            found = parse_json(data, MOST_MANIFEST_BYTES)  # checks its size and depth
         except ValueError as error:
             raise ContextError(f"{place} is no manifest of a published context: {error}") from None
+        stated, version = (found.get("format"), found.get("version")) if isinstance(found, dict) else (None, None)
+        del found  # takes memory
+        if stated != FORMAT:
+            raise ContextError(f"{place} is no manifest of a published context: its format is {shown(stated)}")
+        if type(version) is not int or version != VERSION:
+            raise ContextError(
+                f"{place}: its format has version {shown(version)} and this library reads {VERSION}: publish the "
+                "context anew"
+            )
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:

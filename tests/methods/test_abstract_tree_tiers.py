@@ -16,7 +16,6 @@ from long_llama import long_model
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.contexts import saved_fields
 from hf_offload_cache.errors import ConfigError, StoreError
 from hf_offload_cache.fetch import Fetcher, MostUsed
 from hf_offload_cache.model import Geometry
@@ -302,20 +301,6 @@ def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:
         assert opened.config.early_steps == 4
         found.append(steps(cache))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
-
-
-def test_contexts_of_before_there_were_dense_layers(tmp_path: Path) -> None:
-    """All layers alike, as they were saved."""
-    model = long_model()
-    with AbstractTreeCache(model, path=tmp_path, **{**FIELDS, "dense_layers": 0}) as cache:
-        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=3)
-        saved = {
-            name: value
-            for name, value in saved_fields(cache.config).items()
-            if not name.startswith(("dense", "resident", "early", "host"))
-        }
-    upgraded = AbstractTreeConfig.load(None, AbstractTreeConfig.upgraded(saved))
-    assert [upgraded.of_layer(place).chunk_size for place in range(3)] == [16, 16, 16] and upgraded.residents == 0
 
 
 @pytest.mark.parametrize("candidates", [False, True])

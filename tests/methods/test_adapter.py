@@ -163,6 +163,7 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "no fingerprint": lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("model")),
     "fingerprint is no JSON": lambda path: rewrite(path, lambda tensors, metadata: metadata.update(model="{")),
+    "another version": lambda path: rewrite(path, lambda _, metadata: metadata.update(format="adapter 2")),
     "a foreign tensor": lambda path: rewrite(path, lambda tensors, metadata: tensors.update(bias=torch.zeros(2))),
 }
 

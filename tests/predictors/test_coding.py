@@ -278,17 +278,15 @@ def test_whole_units_are_planned(tokens: int) -> None:
     assert account.by_owner["compact keys"] == planned == 2 * -(-tokens // 16) * 16 * coding.nbytes
 
 
-def test_codes_of_version_2_of_a_context_are_laid_anew() -> None:
-    keys = keys_of(2, 1200)
+def test_codes_of_units_of_another_size_raise() -> None:
+    keys, account = keys_of(2, 1200), MemoryAccount()
     coding = coding_of(keys, 8)
-    old, new = coded(keys, coding), coded(keys, coding, unit_size=4)
-    tree, account = old.capture(), MemoryAccount()
+    tree = coded(keys, coding, unit_size=4).capture()
     found = CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 4)
-    assert torch.equal(found.capture()["codes"], new.capture()["codes"])
     assert account.by_owner["compact keys"] == 2 * 1200 * coding.nbytes and found.fits(2, 1200, KV, DIM)
-    assert torch.equal(old.capture()["codes"], tree["codes"])
-    with pytest.raises(ContextError, match="for each of 7 tokens"):
-        CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 7)
+    for unit_size in (1, 7):
+        with pytest.raises(ContextError, match=f"codes of its coded keys is .* bytes={unit_size * coding.nbytes}, "):
+            CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), unit_size)
 
 
 def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:

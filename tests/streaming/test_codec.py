@@ -92,7 +92,8 @@ def test_what_is_no_chunk_is_told_before_memory_is_taken() -> None:
     bomb = data[:header] + zstandard.ZstdCompressor().compress(bytes(1 << 24))
     wrong = {
         "header": data[: header - 1],
-        "no chunk of this version": b"XXXX" + data[4:],
+        "no chunk of a published context": b"XXXX" + data[4:],
+        "has version 2 and this library reads 1: publish it anew": data[:4] + b"\2" + data[5:],
         "heads, tokens and dimensions": encode(*chunk(2, 65)[:2]),
         "unpacked, and should have": huge,
         "to the size that its header says": bomb,

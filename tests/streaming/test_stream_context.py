@@ -271,6 +271,11 @@ def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
         (place / NAME).write_bytes(wrong)
         with pytest.raises(ContextError, match="no manifest of a published context"):
             stream_context(str(place), long_model(), ids(), path=tmp_path)
+    for version in (2, None, "1", True):
+        (place / NAME).write_bytes(json.dumps({**json.loads(whole), "version": version}).encode())
+        said = f"version {version} and this library reads 1: publish the context anew$"
+        with pytest.raises(ContextError, match=said):
+            stream_context(str(place), long_model(), ids(), path=tmp_path)
     (place / NAME).write_bytes(whole)
     for update in ({"tokens": 10**6}, {"chunk_tokens": 32}, {"layers": 2}):
         changed_manifest(place, **update)

@@ -144,7 +144,7 @@ def test_another_models_file_is_refused_by_the_field_that_differs(path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "hf_offload_cache tuning 2"}, "has the format 'hf_offload_cache tuning 2' and this version reads"),
+        ({"format": "hf_offload_cache tuning 2"}, "has the format 'hf_offload_cache tuning 2' and this library reads"),
         ({"rows": []}, "is not what tuning wrote"),
         ({"rows": [{"batch": 1, "context": 10}]}, "is not what tuning wrote"),
         ({"model": None}, "is not what tuning wrote"),

@@ -179,7 +179,7 @@ class AbstractTreeCache(SelectiveCache):
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
-        left = tree.get("early", 0)  # contexts of before there were such steps
+        left = tree["early"]
         if type(left) is not int or left < 0:
             raise not_whole("the cache", f"early steps that are left must be a number from 0, got {left!r:.80}")
         self._early = min(left, self.config.early_steps)

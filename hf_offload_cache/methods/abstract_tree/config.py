@@ -213,11 +213,6 @@ class AbstractTreeConfig(SelectedShareConfig):
             return self
         return dataclasses.replace(self, dense_chunk_size=self.dense_size)
 
-    @classmethod
-    def upgraded(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """Before there were dense layers, all layers had the same form."""
-        return saved if "dense_layers" in saved else {**saved, "dense_layers": 0, "resident_layers": 0}
-
     def _check_selection(self) -> None:
         self._one_of("abstracts", ("memory", "disk"))
         self._at_least("early_steps", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from ...fetch.storage import Storage
 from ...history.base import Sealed
 from ...history.position_history import PositionHistory
 from ...history.records import RecordFormat
+from ...history.state import Array, State
 from ...history.tail import BlockTable
 from ...memory.account import lasting_empty
 from ...memory.plan import LayerPlan, Planned
@@ -29,6 +30,12 @@ class AbstractPages:
     raises leaves fewer units behind than were to be added: `units` says how many, and `clear` begins anew. For the
     thread that runs the model.
     """
+
+    STATE: ClassVar[State] = State(
+        "abstracts",
+        table=Array("rows pages", torch.int32, low=0, below="records"),
+        open=Array("rows latest width"),
+    )
 
     def __init__(
         self, storage: Storage, store: Store, form: RecordFormat, rows: int, device: torch.device, name: str
@@ -152,26 +159,10 @@ class AbstractPages:
         return {"table": torch.from_numpy(self.table.ids), "open": self._open[:, : self._count]}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, which `check_pages` has passed. Copies."""
+        """Hold what was captured, which `STATE` has checked. Copies."""
         self.table = BlockTable.of(self._store, tree["table"].cpu().numpy())
         self._count = tree["open"].shape[1]
         self._open[:, : self._count] = tree["open"]
-
-
-def check_pages(form: RecordFormat, tree: Any, rows: int, units: int, records: int, name: str) -> None:
-    """Raises `ContextError` unless captured pages of `units` units hold together over a store of `records` records."""
-    table, latest = (tree.get(part) if isinstance(tree, dict) else None for part in ("table", "open"))
-    each, width, wrong = page_size(form), 2 * form.key_width, None
-    if not isinstance(table, torch.Tensor) or not isinstance(latest, torch.Tensor):
-        wrong = f"they are {type(table)} and {type(latest)}"
-    elif table.dtype != torch.int32 or table.shape != (rows, units // each):
-        wrong = f"their table is {tuple(table.shape)} {table.dtype}, for {rows} rows of {units} units, {each} a page"
-    elif table.numel() and not (int(table.min()) >= 0 and int(table.max()) < records):
-        wrong = f"their table names records {int(table.min())} to {int(table.max())} and there are {records}"
-    elif latest.dtype != form.dtype or latest.shape != (rows, units % each, width):
-        wrong = f"those in memory are {tuple(latest.shape)} {latest.dtype}, of {units} units, {each} a page"
-    if wrong:
-        raise not_whole(name, f"its abstracts: {wrong}")
 
 
 def page_size(form: RecordFormat) -> int:
@@ -265,19 +256,20 @@ class ChunkHistory(PositionHistory):
     def capture(self) -> dict[str, Any]:
         whole = self.pages is not None and self.pages.units == self.units  # else who puts them there has to begin anew
         tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and whole else None}
-        return tree if self.replicas is None else {**tree, "replicas": self.replicas.capture(self._replica_parts)}
+        return {**tree, "replicas": None if self.replicas is None else self.replicas.capture(self._replica_parts)}
 
     @classmethod
     def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
-        rows, units = ids.shape
-        if tree.get("pages") is not None:
-            check_pages(form, tree["pages"], rows, units, records, name)
+        if (captured := tree["pages"]) is not None:
+            pages, latest = divmod(ids.shape[1], page_size(form))
+            sizes = {"rows": len(ids), "pages": pages, "latest": latest, "width": 2 * form.key_width}
+            AbstractPages.STATE.check(captured, name, form.dtype, records=records, **sizes)
 
     @classmethod
     def restore(
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], *given: Any
     ) -> ChunkHistory:
-        captured, own = tree.get("replicas"), len(parts)
+        captured, own = tree["replicas"], len(parts)
         if captured is not None:
             count = captured["parts"]
             if type(count) is not int or not 0 <= count <= own:
@@ -285,7 +277,7 @@ class ChunkHistory(PositionHistory):
             own -= count
         history = super().restore(storage, tree, parts[:own], *given)
         assert isinstance(history, ChunkHistory)
-        if history.pages is not None and tree.get("pages") is not None:
+        if history.pages is not None and tree["pages"] is not None:
             history.pages.restore(tree["pages"])
         if captured is None:
             history._make_replicas()

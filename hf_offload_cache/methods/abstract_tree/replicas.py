@@ -15,6 +15,7 @@ from ...fetch.areas import ByteRows
 from ...fetch.storage import Storage
 from ...history.freezing import frozen
 from ...history.records import RecordFormat, piece_groups, sealed_groups
+from ...history.state import Array, State
 from ...kernels import int4
 from ...kernels.int4 import Int4Layout
 from ...kernels.on_a_device import has_kernels
@@ -52,6 +53,7 @@ class ReplicaFormat:
 
 
 _NONE = -1
+_REPLICAS = State("replicas", of=Array("records", torch.int32, low=_NONE, below="replicas"))
 
 
 class Replicas:
@@ -203,15 +205,12 @@ class Replicas:
         """What was captured, over the frozen stores `parts`, which it owns then. Raises `ContextError`."""
         own, of = ReplicaFormat.of(form), tree["of"]
         known = sum(part.capacity for part in parts)
-        wrong = None
         if own is None or any(part.record_bytes != own.record_bytes for part in parts):
-            wrong = f"they have {[part.record_bytes for part in parts]} bytes, of records in the form {form}"
-        elif not isinstance(of, torch.Tensor) or of.dtype != torch.int32 or of.ndim != 1 or len(of) < 64:
-            wrong = f"which record has which is {type(of)}"
-        elif int(of.min()) < _NONE or int(of.max()) >= known or int(of[-1]) != _NONE:
-            wrong = f"replicas {int(of.min())} to {int(of.max())} are named and there are {known}"
-        if own is None or wrong:
-            raise not_whole(name, f"its replicas: {wrong}")
+            sizes = [part.record_bytes for part in parts]
+            raise not_whole(name, f"its replicas have {sizes} bytes, of records in the form {form}")
+        _REPLICAS.check({"of": of}, name, replicas=known)
+        if len(of) < 64 or int(of[-1]) != _NONE:
+            raise not_whole(name, f"its replicas are named by {len(of)} records, the last of which has none")
         store = storage.layer_store(parts, own.record_bytes, f"{name}, replicas")
         replicas = cls(storage, own, name, store)
         replicas._replica_of = of.cpu().numpy().copy()

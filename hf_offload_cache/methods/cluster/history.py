@@ -350,8 +350,7 @@ class ClusterHistory:
         """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing.
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then."""
-        form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
-        check_tail(form, tail, length, parts, name, config.group_size)
+        form, tail, length = check_tail(tree, parts, name, config.group_size)
         sealed, records = length - tail.shape[1], sum(part.capacity for part in parts)
         check_clusters(form, tree["clusters"], len(tail), sealed, clusters.capacity, records, name)
         store = storage.layer_store(parts, form.record_bytes, name)

@@ -9,12 +9,20 @@ import torch
 
 from ...errors import not_whole
 from ...history.records import RecordFormat
+from ...history.state import Array, State
 from .pages import in_order
 
-_TABLES = {
-    "counts": np.int32, "variances": np.float32, "centroids": np.float16, "used": np.int64, "limits": np.float32,
-    "first": np.int32, "step": np.int8,
-}  # fmt: skip
+_CLUSTERS = State(
+    "clusters",
+    counts=Array("rows clusters", torch.int32),
+    variances=Array("rows clusters", torch.float32),
+    centroids=Array("rows clusters width", torch.float16),
+    used=Array("rows", torch.int64),
+    limits=Array("rows", torch.float32),
+    first=Array("rows numbers", torch.int32),
+    step=Array("rows numbers", torch.int8),
+    labels=Array("rows sealed", torch.uint16, torch.uint32),
+)
 
 
 def check_clusters(
@@ -23,32 +31,10 @@ def check_clusters(
     """Raises `ContextError` unless captured clusters of `sealed` tokens in each of `rows` rows hold together: every
     token is in one, none has more pages than `capacity` tokens need, and each page is one of `records` records, that no
     other cluster of its row has."""
-    wrong = _tables_wrong(form, tree, rows, sealed)
-    if wrong is None:
-        tables = {key: table.cpu().numpy() for key, table in tree.items()}
-        wrong = _clusters_wrong(form, tables, capacity, records)
+    _CLUSTERS.check(tree, name, rows=rows, sealed=sealed, width=form.key_width)
+    wrong = _clusters_wrong(form, {key: table.cpu().numpy() for key, table in tree.items()}, capacity, records)
     if wrong:
         raise not_whole(name, f"its clusters: {wrong}")
-
-
-def _tables_wrong(form: RecordFormat, tree: Any, rows: int, sealed: int) -> str | None:
-    names = {*_TABLES, "labels"}
-    if not isinstance(tree, dict) or set(tree) != names or not all(isinstance(tree[x], torch.Tensor) for x in names):
-        return f"their tables are {sorted(tree) if isinstance(tree, dict) else type(tree)}, and not {sorted(names)}"
-    tables = {key: table.cpu().numpy() for key, table in tree.items()}
-    found = {key: str(table.dtype) for key, table in tables.items() if key in _TABLES and table.dtype != _TABLES[key]}
-    if found or tables["labels"].dtype not in (np.uint16, np.uint32):
-        return f"their tables have the types {found}, and labels {tables['labels'].dtype}"
-    counts, first = tables["counts"], tables["first"]
-    shapes = {
-        "counts": (rows, counts.shape[-1]), "variances": counts.shape, "centroids": (*counts.shape, form.key_width),
-        "used": (rows,), "limits": (rows,), "first": (rows, first.shape[-1]), "step": first.shape,
-        "labels": (rows, sealed),
-    }  # fmt: skip
-    odd = {key: tables[key].shape for key, shape in shapes.items() if tables[key].shape != shape}
-    if odd:
-        return f"of {rows} rows of {sealed} tokens they have the shapes {odd}"
-    return None
 
 
 def _clusters_wrong(form: RecordFormat, tables: dict[str, np.ndarray], capacity: int, records: int) -> str | None:

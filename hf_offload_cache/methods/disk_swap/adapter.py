@@ -14,6 +14,7 @@ from ...config import parse_json
 from ...errors import AdapterError, shown
 from ...model.fingerprint import fingerprint
 
+_FORMAT = "hf_offload_cache adapter 1"
 _MOST_LAYERS = 4096
 
 
@@ -27,14 +28,17 @@ class Adapter:
     def save(self, path: str | Path) -> None:
         """Write safetensors with the fingerprint as metadata."""
         tensors = {f"layer.{index}": tensor.contiguous() for index, tensor in self.projections.items()}
-        save_file(tensors, path, metadata={"format": "hf_offload_cache adapter 1", "model": json.dumps(self.made_for)})
+        save_file(tensors, path, metadata={"format": _FORMAT, "model": json.dumps(self.made_for)})
 
     @classmethod
     def load(cls, path: Path, model: torch.nn.Module) -> Adapter:
-        """Read an adapter for `model`. Raises `AdapterError`: unreadable, corrupt, or made for another model."""
+        """Read an adapter for `model`. Raises `AdapterError`: unreadable, corrupt, of another version, or made for
+        another model."""
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
+                if (stated := metadata.get("format")) != _FORMAT:
+                    raise ValueError(f"its format is {shown(repr(stated))} and this library reads {_FORMAT!r}")
                 if len(file.keys()) > _MOST_LAYERS:
                     raise ValueError(f"it has {len(file.keys()):,} tensors")
                 projections = {int(name.rpartition(".")[2]): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -150,11 +150,6 @@ class DiskSwapLayer(SelectiveLayer):
             learnt = {**dict.fromkeys(_LEARNT), "adapter": self.adapter, **_NOTHING}
         return {**tree, **learnt}
 
-    @classmethod
-    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        fresh = {"kept": _NOTHING["kept"], "longest_piece": 0, "since": 0}
-        return {**dict.fromkeys(("sinks", "latest", "beyond")), **fresh, **tree}
-
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         learnt = {name: tree[name] for name in _LEARNT}
         self.adapter = tree["adapter"]

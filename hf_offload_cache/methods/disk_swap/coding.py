@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
-from ...errors import ContextError
-from ...history.position_history import is_tensor
+from ...errors import not_whole, shown
+from ...history.state import Array, State
 
 # The directions that keys are kept in: those of most energy, or those that matter most to the queries
 
@@ -166,6 +166,14 @@ class Coding:
     """(r,) float32, on the host."""
     counts: tuple[int, int, int]
     """Components of 8, 4 and 2 bits."""
+    STATE: ClassVar[State] = State(
+        "coding",
+        mean=Array("width", torch.float32),
+        keys=Array("width rank", torch.int8),
+        key_scale=Array("rank", torch.float32),
+        queries=Array("width rank", torch.int8),
+        query_scale=Array("rank", torch.float32),
+    )
 
     @property
     def rank(self) -> int:
@@ -251,23 +259,15 @@ class Coding:
     @classmethod
     def restore(cls, tree: dict[str, Any]) -> Self:
         """What `tree` was captured of. Raises `ContextError` where it does not hold together."""
-        counts = tree["counts"]
+        values = dict(tree)
+        counts = values.pop("counts")
+        rank = cls.STATE.check(values, "a layer")["rank"]
         right = isinstance(counts, list) and len(counts) == 3 and all(type(count) is int for count in counts)
-        if right:
-            rank, width = sum(counts), tree["mean"].numel()
-            right = min(counts) >= 0 and 0 < rank <= most_components(width)
-            right = right and not counts[1] % 2 and not counts[2] % 4
-            wanted = {"mean": (width,), "keys": (width, rank), "key_scale": (rank,), "queries": (width, rank)}
-            wanted["query_scale"] = (rank,)
-            for name, shape in wanted.items():
-                dtype = torch.int8 if name in ("keys", "queries") else torch.float32
-                right = right and is_tensor(tree[name], shape, dtype)
-        if not right:
-            raise ContextError("the coding of the compact keys of a context does not hold together: save it anew")
-        values = {field.name: tree[field.name] for field in fields(cls)}
-        for name in ("queries", "query_scale"):
-            values[name] = values[name].cpu()
-        return cls(**{**values, "counts": tuple(counts)})
+        right = right and min(counts) >= 0 and 0 < sum(counts) == rank <= most_components(values["mean"].numel())
+        if not right or counts[1] % 2 or counts[2] % 4:
+            raise not_whole("a layer", f"its coding has {shown(counts)} components, of {rank}")
+        on_host = {name: values[name].cpu() for name in ("queries", "query_scale")}
+        return cls(**{**values, **on_host, "counts": tuple(counts)})
 
 
 @functools.cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from ...errors import ContextError, shown
-from ...history.position_history import DTYPES, is_tensor
+from ...errors import not_whole, shown
+from ...history.state import DTYPES, Array, State
 from ...memory.account import MemoryAccount, Workspace, lasting_empty
 from ...memory.plan import LayerPlan, Planned
 from .coding import PART, Coding, most_bytes, most_components, parts
@@ -303,6 +303,8 @@ class CodedKeys(CompactKeys):
         workspace: for what is unpacked and the scores of it; shared by layers.
     """
 
+    STATE: ClassVar[State] = State("coded keys", codes=Array("rows bytes places", torch.uint8))
+
     def __init__(
         self,
         coding: Coding,
@@ -397,21 +399,10 @@ class CodedKeys(CompactKeys):
     def restore(
         cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int
     ) -> CodedKeys:
-        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes
-        (those of a context of version 2 are laid anew); each one's account counts them. Raises `ContextError` where
-        the tree does not hold together, `BudgetError`."""
+        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
+        each one's account counts them. Raises `ContextError` where the tree does not hold together, `BudgetError`."""
         coding, codes = Coding.restore(tree["coding"]), tree["codes"]
-        if not is_tensor(codes, (None, None, None), torch.uint8):
-            raise ContextError(f"coded keys of a context are {shown(codes)}: save the context anew")
-        by_token = codes.ndim == 3 and codes.shape[1] == coding.nbytes and codes.shape[2] % unit_size == 0
-        if unit_size > 1 and by_token:
-            with account.holding("moving rows", codes.nbytes):  # in version 2 of the format tokens lie side by side
-                codes = codes.unflatten(2, (-1, unit_size)).transpose(2, 3).flatten(1, 2)
-        if codes.shape[1] != coding.nbytes * unit_size:
-            raise ContextError(
-                f"coded keys of a context are {tuple(codes.shape)} {codes.dtype}, and their coding has "
-                f"{coding.nbytes} bytes for each of {unit_size} tokens: save the context anew"
-            )
+        cls.STATE.check({"codes": codes}, "a layer", bytes=coding.nbytes * unit_size)
         found = cls(coding, num_key_heads, 0, account, workspace, unit_size)
         found._rows = TokenRows.shared(codes, 2, account, unit_size)
         return found
@@ -449,6 +440,14 @@ class LowRankKeys(CompactKeys):
     full KV, and facts are lost with those. So a wide one is multiplied as it is, where the processor does that fast,
     and else it is taken to float32 at each ranking: microseconds for a narrow one.
     """
+
+    STATE: ClassVar[State] = State(
+        "compact keys",
+        adapter=Array("heads dim rank", *DTYPES),
+        queries=Array("heads dim rank", *DTYPES),
+        scale=Array("rank", *DTYPES),
+        keys=Array("rows tokens rank", torch.int8, *DTYPES),
+    )
 
     def __init__(
         self,
@@ -509,19 +508,11 @@ class LowRankKeys(CompactKeys):
     def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
         """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
         one's account counts them. Raises `ContextError` where the tree does not hold together."""
+        queries = tree["adapter"] if tree["queries"] is None else tree["queries"]
+        sizes = cls.STATE.check({**tree, "queries": queries}, "a layer")
+        if not 0 < sizes["rank"] <= sizes["heads"] * sizes["dim"]:
+            raise not_whole("a layer", f"adapter of its compact keys is {shown(tree['adapter'])}")
         keys = tree["keys"]
-        scale, projection = tree["scale"], tree["adapter"]
-        queries = projection if tree["queries"] is None else tree["queries"]
-        fits = is_tensor(projection, (None, None, None), *DTYPES)
-        fits = fits and 0 < projection.shape[2] <= projection.shape[0] * projection.shape[1]
-        fits = fits and is_tensor(queries, tuple(projection.shape), *DTYPES)
-        fits = fits and is_tensor(scale, (projection.shape[2],), *DTYPES)
-        if not fits or not is_tensor(keys, (None, None, projection.shape[2]), torch.int8, *DTYPES):
-            found = [shown(each) for each in (keys, scale, projection, queries)]
-            raise ContextError(
-                f"compact keys, scale and projections of a context do not hold together: they are {', '.join(found)}; "
-                "save the context anew"
-            )
         flat = {name: tree[name].flatten(0, 1) for name in ("adapter", "queries") if tree[name] is not None}
         compact = cls(
             flat["adapter"], torch.ones_like(tree["scale"]), keys.dtype, tree["adapter"].shape[0], 0, account,

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ContextError
 from ...fetch.choice import Choice
-from ...history.position_history import is_tensor
+from ...history.state import is_tensor
 
 CONSECUTIVE, LEAST_CONSECUTIVE = 256, 16
 """Of a prompt's latest queries, those that tell how far a query usually moves from one token to the next; and with how

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from ...errors import ContextError, not_whole, shown
 from ...history.base import Sealed
-from ...history.position_history import LARGEST, is_tensor
 from ...history.records import RecordFormat
+from ...history.state import LARGEST, Array, State, is_tensor
 from ...memory.account import MemoryAccount, Workspace, lasting_empty
 from ...memory.plan import LayerPlan, Planned
 from ...predictors.base import Query
@@ -34,6 +34,12 @@ class SinkKeys:
     Args:
         first: (B,) int64, the token that the sinks of each row begin at.
     """
+
+    STATE: ClassVar[State] = State(
+        "keys of the first tokens",
+        keys=Array("rows heads sinks dim"),
+        first=Array("rows", torch.int64, low=0),
+    )
 
     def __init__(
         self, form: RecordFormat, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
@@ -111,14 +117,12 @@ class SinkKeys:
         return {"keys": self.keys, "first": torch.from_numpy(self._first)}
 
     def restore(self, tree: dict[str, Any], held: int) -> bool:
-        """Hold what was captured, copied; False, with nothing changed, where it is none of `held` tokens a row."""
-        keys, first = tree["keys"], tree["first"]
-        right = keys.shape == self.keys.shape and keys.dtype == self.keys.dtype
-        right = right and first.dtype == torch.int64 and first.shape == keys.shape[:1]
-        if not right or not 0 <= int(first.min()) <= int(first.max()) <= held - keys.shape[2]:
+        """Hold what was captured, which `STATE` has checked, copied; False, with nothing changed, where it is none of
+        `held` tokens a row."""
+        if int(tree["first"].max()) > held - self.keys.shape[2]:
             return False
-        self.keys.copy_(keys)
-        self._place(first.numpy(force=True).copy())
+        self.keys.copy_(tree["keys"])
+        self._place(tree["first"].numpy(force=True).copy())
         return True
 
     def close(self) -> None:
@@ -373,9 +377,8 @@ class LearntKeys:
         right = adapter is None or is_tensor(adapter, (form.key_width, None), torch.float32, **finite)
         if not right or (adapter is not None and not 0 < adapter.shape[1] <= form.key_width):
             raise self._wrong(f"its adapter is {shown(adapter)}, for keys of {form.key_width}")
-        if not isinstance(summary, dict | None) or not isinstance(tree["sinks"], dict | None):
-            kinds = type(summary).__name__, type(tree["sinks"]).__name__
-            raise self._wrong(f"its compact keys are {kinds[0]}, and its keys of the first tokens {kinds[1]}")
+        if not isinstance(summary, dict | None):
+            raise self._wrong(f"its compact keys are {shown(summary)}")
         if summary is not None:
             keys: CompactKeys
             if "coding" in summary:
@@ -390,13 +393,11 @@ class LearntKeys:
             keys.reserve(self.rules.reserve)
         if tree["sinks"] is not None:
             captured, first = tree["sinks"], np.zeros(self.rows, dtype=np.int64)
-            shape = self.rows, form.num_key_heads, None, form.key_dim
-            if not is_tensor(captured["keys"], shape, form.dtype) or not captured["keys"].numel():
+            shape = {"rows": self.rows, "heads": form.num_key_heads, "dim": form.key_dim}
+            count = SinkKeys.STATE.check(captured, "a layer", form.dtype, **shape)["sinks"]
+            self.sinks = SinkKeys(form, self.rows, count, captured["keys"].device, shared.account, first)
+            if not count or not self.sinks.restore(captured, tree["units"] * form.group_size):
                 raise self._wrong(f"its keys of the first tokens are {shown(captured['keys'])}")
-            count, device = captured["keys"].shape[2], captured["keys"].device
-            self.sinks = SinkKeys(form, self.rows, count, device, shared.account, first)
-            if not self.sinks.restore(captured, tree["units"] * form.group_size):
-                raise self._wrong("its keys of the first tokens are none of this model")
         for name in ("fitted_at", "longest_piece"):
             if type(tree[name]) is not int or tree[name] < 0:
                 raise self._wrong(f"{name} is {tree[name]!r:.80}")

@@ -11,8 +11,8 @@ import torch
 from ...errors import not_whole, shown
 from ...fetch.choice import Choice
 from ...history.base import Sealed
-from ...history.position_history import DTYPES, is_tensor
 from ...history.records import RecordFormat
+from ...history.state import DTYPES, is_tensor
 from ...memory.plan import LayerPlan, Planned
 from ...predictors.base import Query
 from ...predictors.sinks import largest, with_sinks

@@ -298,7 +298,7 @@ class SpecCache(SelectiveCache):
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
-        guess = tree.get("guess")  # contexts of before have none
+        guess = tree["guess"]
         if guess is not None and not is_a_guess(guess, len(tree["ids"]), self.model):
             what = f"the guess is {shown(guess)}, and no token of the model's for each of {len(tree['ids'])} sequences"
             raise not_whole("the state", what)

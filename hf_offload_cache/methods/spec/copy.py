@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ...errors import not_whole
+from ...errors import not_whole, shown
 from ...history.base import Sealed
 from ...history.records import RecordFormat
+from ...history.state import is_tensor
 from ...kernels import low_bit
 from ...kernels.low_bit import BLOCK, packed, row_bytes
 from ...kernels.on_a_device import has_kernels
@@ -194,10 +195,8 @@ class LowBitCopy:
     def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
         """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
         for part, shape in self.form.layout(self.rows, tokens).items():
-            found = tree.get(part)
-            if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != torch.uint8:
-                what = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, torch.Tensor) else type(found)
-                raise not_whole(name, f"{part} of its low-bit copy are {what}, and {shape} bytes are needed")
+            if not is_tensor(tree[part], shape, torch.uint8):
+                raise not_whole(name, f"{part} of its low-bit copy is {shown(tree[part])}, expected {shape} bytes")
         self._need(tokens)
         for part, held in self._held(self._parts, tokens).items():
             held.copy_(tree[part])

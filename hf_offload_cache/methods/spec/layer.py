@@ -13,7 +13,7 @@ from ...core.step import Step
 from ...errors import not_whole, shown
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
-from ...history.position_history import is_tensor
+from ...history.state import is_tensor
 from ...model.attention_call import AttentionCall
 from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
@@ -220,10 +220,6 @@ class SpecLayer(SpecEntries):
         held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
         learnt = tree["predictor"] if self._filled and self.can_choose() else None
         return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
-
-    @classmethod
-    def upgraded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return {"chosen": None, **tree}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
