@@ -17,7 +17,7 @@ from ..model.geometry import Geometry
 from ..model.place import no_place
 from ..stores.engines import resolve_engine
 from .layer import OffloadLayer
-from .plan import LayerKind, plan_cache, search
+from .plan import LayerKind, plan_cache, search, stream_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,15 +201,17 @@ class Budgeted:
         """The most that a cache of `config` holds, by owner, for `max_batch` sequences of up to `max_context` tokens.
 
         Raises `AdapterError` for an adapter file that cannot be read."""
-        layer, apart = cls.layer_class, cls.layer_class.heads_apart
         beside = cls.plan_beside(geometry, config, max_batch)
-
-        def layer_plan(kind: LayerKind, own: OffloadConfig) -> LayerPlan:
-            return layer.planned(kind, own, max_context)
-
+        selects = cls.selects and not config.exact
         return plan_cache(
-            geometry, config, max_context, max_batch, layer_plan, apart, beside, cls.selects and not config.exact
+            geometry, config, max_context, max_batch, cls.plan_layer, cls.layer_class.heads_apart, beside, selects
         )
+
+    @classmethod
+    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What one layer takes at most for sequences of `context` tokens; here, where it attends to all of them."""
+        stream = LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
+        return cls.layer_class.plan_history(kind, config, context) + stream
 
     @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

@@ -101,7 +101,7 @@ def plan_cache(
     config: OffloadConfig,
     context: int,
     batch: int,
-    layer_plan: Callable[[LayerKind, OffloadConfig], LayerPlan],
+    layer_plan: Callable[[LayerKind, OffloadConfig, int], LayerPlan],
     heads_apart: bool,
     beside: Planned,
     selects: bool = False,
@@ -130,7 +130,7 @@ def plan_cache(
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
     planned, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kind, own_of[own]), count) for (kind, own), count in alike.items()), moving
+        ((layer_plan(kind, own_of[own], context), count) for (kind, own), count in alike.items()), moving
     )
     held = held + planned + beside
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
