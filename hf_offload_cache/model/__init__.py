@@ -5,6 +5,7 @@ from .attach import release as release
 from .attention_call import TAG as TAG
 from .attention_call import AttentionCall as AttentionCall
 from .attention_call import Tag as Tag
+from .dynamic_cache import may_crop as may_crop
 from .fingerprint import check_fingerprint as check_fingerprint
 from .fingerprint import full_fingerprint as full_fingerprint
 from .geometry import Geometry as Geometry

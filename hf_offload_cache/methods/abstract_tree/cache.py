@@ -171,7 +171,7 @@ class AbstractTreeCache(SelectiveCache):
                 "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
             )
             if useless not in self.warnings:
-                self._warn(useless)
+                self.warn(useless)
         return changed
 
     def capture(self) -> dict[str, Any]:

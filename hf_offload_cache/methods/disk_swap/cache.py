@@ -261,7 +261,7 @@ class DiskSwapCache(SelectiveCache):
         assert self.selecting is not None
         group = max((layer.history.form.group_size for layer in layers), default=1)
         mean = -(-self.config.num_selected // group)
-        visible = self._tokens.visible if self._tokens.padded else None
+        visible = self.contents.tokens.visible if self.contents.tokens.padded else None
         curves = {layer.layer_idx: layer.density(MOST * mean, visible) for layer in layers}
         known = {layer_idx: curve for layer_idx, curve in curves.items() if curve is not None}
         if known:
@@ -269,7 +269,7 @@ class DiskSwapCache(SelectiveCache):
             for layer in layers:  # all slots before any is made anew: together they would be above the budget
                 layer.drop_fetcher()
             self.selecting.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
-        self.account_live()  # the queries are gone: what selecting takes comes in their place
+        self.contents.account_live()  # the queries are gone: what selecting takes comes in their place
 
     @property
     def measures_budgets(self) -> bool:

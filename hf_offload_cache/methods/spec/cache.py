@@ -162,7 +162,7 @@ class SpecCache(SelectiveCache):
             return
         if reason := reason_against_guesses(model, self.layers):
             self._can_guess = False
-            self._warn(f"speculative=False for {type(model).__name__}: {reason}")
+            self.warn(f"speculative=False for {type(model).__name__}: {reason}")
             return
         layers = [layer for layer in self.selective if isinstance(layer, SpecLayer)]
         for place, layer in enumerate(layers):
@@ -212,7 +212,7 @@ class SpecCache(SelectiveCache):
         """Whether a guess is decoded beside the token of this step."""
         config = self.config
         selecting = self.selecting
-        if selecting is None or not selecting.worthwhile or self.recording:
+        if selecting is None or not selecting.worthwhile or self.contents.recording:
             return False
         if not (config.speculative and config.chosen and self._can_guess):
             return False
@@ -228,7 +228,7 @@ class SpecCache(SelectiveCache):
         hook = self._watchers.find()
         if hook is not None and not self._told_of_watchers:
             self._told_of_watchers = True
-            self._warn(
+            self.warn(
                 f"no guess is decoded while others' forward hooks are on the model ({hook}), because they would see it "
                 "as the latest token: remove them for guesses, or pass speculative=False"
             )
@@ -247,7 +247,7 @@ class SpecCache(SelectiveCache):
     def _take_back_guess(self) -> None:
         """What other layers hold of the guess is gone; ours have kept nothing of it."""
         layer: Any
-        for layer in self._with_length:
+        for layer in self.contents.with_length:
             if not isinstance(layer, OffloadLayer):
                 layer.crop(-1)
         self._stop_recording()
@@ -266,7 +266,7 @@ class SpecCache(SelectiveCache):
             output = without_guess(output)
         changed = super().end_step(output)
         if told := self._top_up.end_step(seconds):
-            self._warn(told)
+            self.warn(told)
         return output if changed is None and step is not None and step.guessed else changed
 
     # --- changes -----------------------------------------------------------------------------------------------
