@@ -11,8 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 from package_imports import Package
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 import hf_offload_cache
+from hf_offload_cache.core import OffloadCache, OffloadLayer, SelectiveCache, SelectiveLayer
+from hf_offload_cache.registry import CACHES, cache_class
 
 TESTS = Path(__file__).parent
 
@@ -152,6 +155,16 @@ def test_one_idea_a_file(package: Package) -> None:
     cache = package.file_of_class("OffloadCache")
     assert package.room(cache) == "core"
     assert lengths[cache] < MOST_LINES_OF_THE_CACHE
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_three_classes_of_ours(name: str) -> None:
+    """So that one finds in three files at most where an attribute comes from."""
+    cache = cache_class(name)
+    layer = cache.layer_class
+    own = [[one for one in kind.__mro__ if one.__module__.startswith("hf_offload_cache")] for kind in (cache, layer)]
+    assert own == [[cache, SelectiveCache, OffloadCache], [layer, SelectiveLayer, OffloadLayer]]
+    assert OffloadCache.__bases__ == (Cache,) and OffloadLayer.__bases__ == (CacheLayerMixin,)
 
 
 # ---------------------------------------------------------------------------------------------- the tests

@@ -20,6 +20,7 @@ import torch
 
 from ..config import parse_size
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError, StoreError
+from ..model.dynamic_cache import may_crop
 from ..model.fingerprint import EVERY_BYTE, full_fingerprint
 from ..model.look_ahead import reason_against_pieces
 from ..model.place import inner_model
@@ -364,7 +365,7 @@ class ContextLibrary:
                 continue
             if reason_against_pieces(inner, 1, max(known.tokens, wanted.shape[1])) is not None:
                 continue  # its keys may not be those of this prompt
-            form, croppable = form_fields(made_by.config_class, known.config), made_by.may_crop(inner)
+            form, croppable = form_fields(made_by.config_class, known.config), may_crop(inner)
             if not _fits(form, fields) or (known.tokens > limit and not croppable):
                 continue
             ids = self._index.ids(known, form)

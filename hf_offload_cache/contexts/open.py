@@ -241,17 +241,6 @@ def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
                 places.append(value)
 
 
-def crops_all(layer: Any) -> bool:
-    """Whether a layer's `crop` takes back all of its state: the class that last defined the state has its own
-    `crop`."""
-    classes = type(layer).__mro__
-    made, cropped = (
-        next((place for place, one in enumerate(classes) if name in vars(one)), len(classes))
-        for name in ("__init__", "crop")
-    )
-    return cropped <= made
-
-
 def restore_kept(
     layer: Any,
     tree: Any,
@@ -382,8 +371,8 @@ def open_context(
             taking = functools.partial(cache.storage.account.observe, _OPENING)
             _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
             taking(0)
-            if notes:
-                cache.warn_of(notes)
+            for note in notes:
+                cache.warn(note)
         return cache
 
     return reading(directory, read)

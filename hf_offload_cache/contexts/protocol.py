@@ -145,9 +145,6 @@ class ContextCache(Protocol):
     def warn(self, message: str, stacklevel: int = 2) -> None:
         """Issue a warning about this cache and add it to the report."""
 
-    def warn_of(self, notes: Iterable[str]) -> None:
-        """Call `warn` with each warning, for code that made this cache for a caller."""
-
     def freeze(self) -> None:
         """All that is stored is immutable from now on, and on the disk."""
 
@@ -171,10 +168,6 @@ class ContextCache(Protocol):
     @classmethod
     def open(cls, directory: Any, model: Any, **fields: Any) -> Self:
         """A cache that holds what a context holds."""
-
-    @classmethod
-    def may_crop(cls, model: Any) -> bool:
-        """Whether what a cache of this class holds of `model`, a PreTrainedModel, can be cropped."""
 
     @classmethod
     def plan(cls, geometry: Geometry, config: Any, context: int, batch: int) -> Any:

@@ -1,8 +1,8 @@
 """What all methods are made of: the cache, its layers, and what decides in a step."""
 
-from .budgeted import FORMAT as FORMAT
-from .budgeted import load_config as load_config
-from .budgeted import nearest as nearest
+from .budget import FORMAT as FORMAT
+from .budget import load_config as load_config
+from .budget import nearest as nearest
 from .cache import OffloadCache as OffloadCache
 from .filling import Filling as Filling
 from .layer import OffloadLayer as OffloadLayer

@@ -7,65 +7,109 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from ..config import OffloadConfig
-from ..contexts.save import Persistent
-from ..errors import SeamLostError, UnsupportedModelError
-from ..fetch.storage import Storage
-from ..memory.account import RECORDS
+from ..config import OffloadConfig, at_least, parse_memory
+from ..contexts.open import closed_on_error, open_context
+from ..contexts.save import fork, save
+from ..errors import UnsupportedModelError
+from ..memory.fit import Search, fit_nothing, fit_stream
 from ..memory.machine import check_descriptors
+from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model import attach
-from ..model.geometry import rows_of_ids
+from ..model.dynamic_cache import crops_all
+from ..model.geometry import Geometry, rows_of_ids
 from ..model.peft_adapters import adapter_fields
-from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, unoffloaded, untested
-from ..model.seam import Attachable
+from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, unoffloaded
 from ..model.untraced import untraced
-from ..report.report import CacheReport
-from .budgeted import Budgeted, load_config
-from .cache_operations import CacheOperations
+from ..report.report import CacheReport, StreamReport
+from ..stores.engines import resolve_engine
+from .budget import check_budget, load_config, notes_of
+from .contents import Contents
 from .forward_ended import ForwardEnded
 from .layer import OffloadLayer
 from .layers import make_layers
-from .shared import SEAM_LOST, Shared
-from .step import (
-    MOST_CANDIDATES,
-    begin,
-    check_model,
-    check_planned,
-    check_prompt,
-    check_uses_cache,
-    check_was_used,
-    kept_logits,
-    repeats,
-)
-from .token_log import TokenLog
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..report.report import StreamReport
+from .plan import LayerKind, plan_cache, plan_exact, search
+from .read_only import refuse_copy, refuse_layers, refuse_pickle
+from .reporting import report_of
+from .shared import Shared, shut_down
+from .step import check_model, check_planned, check_prompt, check_uses_cache, check_was_used, sparse_warning
 
 
-# What a cache holds, as users and saved contexts see it
+class OffloadCache(Cache):
+    """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
+    collection takes them off again. Used by one thread at a time; several caches may share a model.
 
-class Held(CacheOperations):
-    """Figures of what is held now, and the verbs that take it out and put it back."""
+    Args:
+        model: a decoder `PreTrainedModel`, also under PEFT or torch.compile. Held weakly.
+        path: folder on the disk to use; None: the temporary folder. Files in it have no name.
+        config: an instance of `config_class`, the path of a JSON of its fields, or None.
+        **fields: fields of the configuration by name.
 
-    storage: Storage
-    adapters: dict[str, str] | None
-    _model: OwnModel
-    _given: weakref.ref[Any]
-    _resumed: bool
+    Raises `ConfigError`, `UnsupportedModelError`, `StoreError` (nothing is left behind), `TypeError`.
+    """
 
-    # --- the model ---------------------------------------------------------------------------------------------
+    config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
+    layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
+    selects: ClassVar[bool] = False
+    """Its steps select, unless the configuration is exact."""
 
-    def live_model(self) -> PreTrainedModel | None:
-        return self._model()
+    def __init__(
+        self,
+        model: Any,
+        path: str | Path | None = None,
+        config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:
+        inner = inner_model(model)
+        given = load_config(self.config_class, config, fields, inner)
+        if (why := no_place(model)) is not None:
+            raise UnsupportedModelError(why)
+        self.config: OffloadConfig = given.for_layers(offloaded_layers(inner))
+        check_budget(self.config, inner, self.plan)
+        self.why = ""
+        """What was measured of this cache and of the others, where `offload_cache` chose it."""
+        self.stream_report: StreamReport | None = None
+        """What `stream_context` did to fill this cache; None: nothing was streamed."""
+        self.shared = Shared(self.config, path)
+        self.storage = self.shared.storage
+        self.timeline = self.storage.timeline
+        self.watches_blocks = True
+        self.warnings: list[str] = []
+        self._model = OwnModel(inner)
+        self._rows_of_ids = rows_of_ids(inner)
+        self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
+        self.adapters: dict[str, str] | None = None
+        """PEFT's adapters when what is held began; None: nothing is held."""
+        self._final: CacheReport | None = None
+        token = -1
+        try:
+            self.contents = Contents(self.config, self.shared, make_layers(inner, self.layer_class, self.shared))
+            self.shared.take_back = weakref.WeakMethod(self.contents.take_back)
+            self.has_linear_state = self.contents.has_linear_state
+            super().__init__(layers=self.contents.layers)
+            if self.storage.engine != "memory":
+                check_descriptors(sum(layer.num_stores for layer in self.layers if isinstance(layer, OffloadLayer)))
+            self.prepare(inner)
+            self.watches_blocks = self.wants_blocks()
+            token = attach.attach(inner, self)
+            self.contents.conversation = attach.conversation(inner)
+        finally:
+            self._finalizer = weakref.finalize(self, shut_down, self.storage, weakref.ref(inner), token)
+            if token == -1:
+                self._finalizer()
+        self.timeline.start()
+        self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
+        self._say(unoffloaded(inner))
+
+    # --- the model, and its layers -----------------------------------------------------------------------------
 
     @property
     def model(self) -> PreTrainedModel:
@@ -82,238 +126,38 @@ class Held(CacheOperations):
         given = self._given()
         return model if given is None else given
 
-    # --- what is held ------------------------------------------------------------------------------------------
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """The ids held, padding included: int64 (B, tokens) in host memory, a copy; -1 where the model was given
-        embeddings. A prompt continues the cache when it begins with them."""
-        return self._tokens.ids
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """1 where a token is held and 0 where padding is: int64 (B, tokens) in host memory, a copy."""
-        return self._tokens.visible.long()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a sequence held, padding included."""
-        return max((layer.length for layer in self.offloaded), default=self._tokens.length)
-
-    @property
-    def noted(self) -> int:
-        """Tokens a sequence whose ids are known."""
-        return self._tokens.length
-
-    @property
-    def sequences(self) -> int:
-        """Sequences held, beams included."""
-        return max((layer.batch for layer in self.offloaded), default=self._tokens.batch)
-
-    @property
-    def memory_bytes(self) -> int:
-        """What the cache holds now in compute and host memory, all of it."""
-        self.storage.check_process()
-        self.account_live()
-        return self.storage.account.current
-
-    @property
-    def host_bytes(self) -> int:
-        """Of `memory_bytes`, records that budgets do not count: see `OffloadConfig.records_apart`."""
-        self.account_live()
-        return self.storage.account.apart
-
-    @property
-    def disk_bytes(self) -> int:
-        """What lies on the disk for this cache, what it shares with others included."""
-        self.storage.check_process()
-        tables = sum(table.nbytes for table in self.storage.tables)
-        return sum(store.disk_bytes for store in self.storage.stores) + tables
-
-    @property
-    def own_disk_bytes(self) -> int:
-        """What of `disk_bytes` are records in files that only this cache ever had: nothing of what it was forked or
-        saved with."""
-        return sum(store.own_disk_bytes for store in self.storage.stores)
-
-    def account_live(self) -> None:
-        """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""
-        account = self.storage.account
-        account.observe("layers not offloaded", self.kept_bytes())
-        account.observe(RECORDS, sum(store.memory_bytes for store in self.storage.stores))
-        account.observe("tables", sum(layer.tables_nbytes for layer in self.offloaded))
-        self.shared.books_changed = False
-
-    # --- taken out and put back --------------------------------------------------------------------------------
-
-    def check_open(self) -> None:
-        """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is not to be used."""
-        self.shared.check_open()
-
-    def begin_context(self) -> None:
-        """What is held begins with the forward that comes: remember which of PEFT's adapters made it."""
-        self.adapters = adapter_fields(self.given_model, self.model)
-
-    def end_part(self) -> None:
-        """A forward ended before its last layer, as `Filling` had asked for: what is held is not taken back."""
-        self.shared.step = self.shared.unseen = self.shared.front = None
-        self.storage.timeline.end_step()
-
-    def note_tokens(self, ids: torch.Tensor) -> None:
-        """All layers hold ids (B, t) behind those that are known: see `Filling`."""
-        if not self._tokens.length:
-            self.begin_context()
-        self._tokens.append(ids.to("cpu"), self._tokens.length)
-        self.account_live()
-
-    def freeze(self) -> None:
-        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with.
-
-        What records are streamed through is given back: a cache that was frozen may lie beside its forks for long."""
-        self.check_open()
-        self.take_back()
-        self.shared.check_seam()
-        self.conversation.check()
-        self.storage.release_stream_buffers()
-        try:
-            for layer in self.offloaded:
-                layer.freeze()
-        except Exception:
-            raise
-        except BaseException:  # a signal's can come between two lines
-            self.storage.torn = True
-            raise
-
-    def capture(self) -> dict[str, Any]:
-        """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
-        return {
-            "ids": self._tokens.capture(self.sequences, self.tokens), "model": self.conversation.capture()
-        }  # fmt: skip
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured; for a new cache."""
-        self._tokens.restore(tree["ids"])
-        self.conversation.restore(tree["model"], len(tree["ids"]))
-        self.begin_context()
-        self._resumed = True
-
-
-# What a cache tells its report
-
-def report_of(cache: Held) -> CacheReport:
-    """What `cache` did since construction or `reset`, and what it holds now."""
-    storage, offloaded = cache.storage, cache.offloaded
-    states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(offloaded)}
-    for layer in offloaded:
-        states[layer.state] += 1
-    told: Any = cache
-    return CacheReport.of(
-        cache=type(cache).__name__,
-        tokens=cache.tokens,
-        full_kv_bytes=sum(layer.full_bytes for layer in offloaded) + cache.kept_bytes(),
-        memory_bytes=cache.memory_bytes,  # before the account's peak is read
-        account=storage.account,
-        disk_bytes=cache.disk_bytes,
-        replica_bytes=sum(layer.replica_bytes for layer in offloaded if layer.is_initialized),
-        counters=storage.counters,
-        stores=storage.stores,
-        store=storage.description,
-        layers=states,
-        warnings=[*told.warnings, *_notes(cache)],
-    )
-
-
-def _notes(cache: Held) -> list[str]:
-    """What a user should know about how the cache runs here."""
-    notes = [] if (newer := untested()) is None else [newer]
-    if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
-    if (failure := cache.storage.timeline.failure) is not None:
-        notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
-    return notes
-
-
-def sparse_warning(cache: Any) -> str | None:
-    """What to say, once, of layers that cannot be sparse; None: nothing."""
-    dense = [layer.layer_idx for layer in cache.offloaded if layer.state != "tagged"]
-    if not dense or any("cannot be sparse" in warning for warning in cache.warnings):
-        return None
-    model = cache.live_model()
-    if model is None:
-        return None
-    why = "their attention is not a plain softmax over the keys that the cache gets"
-    if not attach.replaced(model):
-        name = model.config._attn_implementation
-        why = f"the implementation {name!r} of this model's attention cannot be replaced: 'sdpa' or 'eager' can, "
-        why += "if the model offers them"
-    return f"layers {dense} cannot be sparse ({why}); they are exact, read completely in every step"
-
-
-class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
-    """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
-    collection takes them off again. Used by one thread at a time; several caches may share a model.
-
-    Args:
-        model: a decoder `PreTrainedModel`, also under PEFT or torch.compile. Held weakly.
-        path: folder on the disk to use; None: the temporary folder. Files in it have no name.
-        config: an instance of `config_class`, the path of a JSON of its fields, or None.
-        **fields: fields of the configuration by name.
-
-    Raises `ConfigError`, `UnsupportedModelError`, `StoreError` (nothing is left behind), `TypeError`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        path: str | Path | None = None,
-        config: OffloadConfig | str | Path | None = None,
-        **fields: Any,
-    ) -> None:
-        inner = inner_model(model)
-        given = load_config(self.config_class, config, fields, inner)
-        if (why := no_place(model)) is not None:
-            raise UnsupportedModelError(why)
-        self.config = given.for_layers(offloaded_layers(inner))
-        self.check_budget(inner)
-        self.shared = Shared(self.config, path)
-        self.storage: Storage = self.shared.storage
-        self.shared.take_back = weakref.WeakMethod(self.take_back)
-        self.timeline = self.storage.timeline
-        self.warnings: list[str] = []
-        self._model = OwnModel(inner)
-        self._rows_of_ids = rows_of_ids(inner)
-        self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
-        self.adapters: dict[str, str] | None = None
-        """PEFT's adapters when what is held began; None: nothing is held."""
-        self._tokens = TokenLog(self.storage.account, self.config.max_context)
-        self._prefilled = self._resumed = False  # a forward ended since the prompt; opened, and not compared yet
-        self._final: CacheReport | None = None
-        token = -1
-        try:
-            super().__init__(layers=make_layers(inner, self.layer_class, self.shared))
-            self.set_layers(self.layers)
-            if self.storage.engine != "memory":
-                check_descriptors(sum(layer.num_stores for layer in self.layers if isinstance(layer, OffloadLayer)))
-            self.prepare(inner)
-            self.watches_blocks = self.wants_blocks()
-            token = attach.attach(inner, self)
-            self.conversation = attach.conversation(inner)
-        finally:
-            self._finalizer = weakref.finalize(self, _shut_down, self.storage, weakref.ref(inner), token)
-            if token == -1:
-                self._finalizer()
-        self.timeline.start()
-        self._by_index = {layer.layer_idx: layer for layer in self.offloaded}
-        if (kept := unoffloaded(inner)) is not None:
-            self._warn(kept)
-
-    stream_report: StreamReport | None = None
-    """What `stream_context` did to fill this cache; None: nothing was streamed."""
-
-    # --- layers ------------------------------------------------------------------------------------------------
-
     def prepare(self, model: PreTrainedModel) -> None:
         """What a method needs of the model before the first step; runs before the seams go on."""
+
+    @property
+    def layers(self) -> list[Any]:
+        """One for each layer of the model: offloaded ones, and transformers' own. Neither the list nor this attribute
+        can be changed: that raises `ReadOnlyError`."""
+        return self.contents.layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        if layers is not self.contents.layers:
+            refuse_layers()
+
+    @property
+    def offloaded(self) -> list[OffloadLayer]:
+        """The layers whose history lies in a store."""
+        return self.contents.offloaded
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
+        """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
+        layer: Any
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    __copy__ = refuse_copy
+    __reduce__ = refuse_pickle
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` restores the complete cache's earlier state."""
+        return super().is_croppable and all(crops_all(layer) for layer in self.contents.kept)
 
     @untraced
     def update(
@@ -329,7 +173,7 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             self.shared.check_open()
             given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             if key_states.shape[-2] > 1:  # one token pushes one out of a window: a copy would free no more than that
-                self.settle_kept(self.layers[layer_idx])
+                self.contents.settle_kept(self.layers[layer_idx])
             return given
         if self.config.max_context is not None or self.config.max_batch is not None:
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2] - layer.guessed)
@@ -342,62 +186,39 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
-        shared = self.shared
-        shared.check_open()
+        contents = self.contents
+        self.shared.check_open()
         check_model(self._model, model)
         check_uses_cache(self._model, kwargs)
-        intact = attach.intact(self._model() or model)  # the step may be a part's
-        if intact:  # else an interruption is not what kept keys from attention
-            self.check_whole()
-        shared.check_seam()
-        if not intact and any(layer.state == "tagged" for layer in self.offloaded):
-            raise SeamLostError(SEAM_LOST)
-        self.check_whole()
-        lengths = self.lengths()
-        if not max(lengths, default=self._tokens.length):
+        contents.check_intact(attach.intact(self._model() or model))  # the step may be a part's
+        lengths = contents.lengths()
+        if not max(lengths, default=contents.tokens.length):
             self.begin_context()
-        batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
-        candidates = self.recording and self._prefilled and self._announced is not False
-        announced, self._announced = self._announced, None if self._announced is None else False
-        self.conversation.begin(max(lengths, default=self._tokens.length))
-        step = begin(
-            kwargs, self.config, self._tokens, lengths, batch, compare=self._resumed, candidates=candidates,
-            rows_of_ids=self._rows_of_ids,
-        )  # fmt: skip
-        self._most_cropped = None
+        step = contents.begin(kwargs, lengths, self._rows_of_ids)
         if step is not None:
-            if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
-                self._most_cropped = kept_logits(kwargs)
-            shared.step, self._resumed = step, False
-            self._watch_blocks()
+            if self.watches_blocks is not (wanted := self.wants_blocks()):
+                self.watches_blocks = wanted
+                attach.watch_blocks(self.model, self)
             kind = "decode" if step.selects else "prefill"
             self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None
 
     def end_step(self, output: Any = None) -> Any:
         """After the model's forward: keep the ids, stop the clock."""
-        shared, step = self.shared, self.shared.step
-        self.conversation.end()
-        shared.check_seam()
+        contents, step = self.contents, self.shared.step
+        contents.conversation.end()
+        self.shared.check_seam()
         if step is not None:
-            check_was_used(self, step, self._with_length, output)
-        if step is not None and step.ids is not None:
-            self._tokens.append(step.ids, step.history, step.padding)
-        shared.step = None
-        self._prefilled = True
-        if step is not None and step.selects:
-            self._decoded, self._activated = True, False
-        for layer in self._by_index.values():
-            if layer.state == "unknown":  # attention did not ask for what is held
-                layer.end_step()
+            check_was_used(self, step, contents.with_length, output)
+        contents.end(step)
         seconds = None if step is None or step.started is None else time.perf_counter() - step.started
         self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
-        if not self.config.exact and self._tokens.length and (warning := sparse_warning(self)):
-            self._warn(warning)
+        if not self.config.exact and contents.tokens.length:
+            self._say(sparse_warning(self.offloaded, self.warnings, self._model()))
         if step is None or step.tokens > 1:
-            self.settle_kept()
-        if step is None or not step.selects or shared.books_changed or self._kept:
-            self.account_live()
+            contents.settle_kept()
+        if step is None or not step.selects or self.shared.books_changed or contents.kept:
+            contents.account_live()
         self.storage.show_counters()
         return None
 
@@ -405,42 +226,39 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         """Whether the seams are to tell of blocks in the coming step."""
         return self.has_linear_state or self.timeline.on
 
-    def _watch_blocks(self) -> None:
-        if self.watches_blocks is not (wanted := self.wants_blocks()):
-            self.watches_blocks = wanted
-            attach.watch_blocks(self.model, self)
-
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if self.shared.step is not None:
             self.shared.step.entered = True
 
+    def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
+        """See `Attachable`."""
+
+    def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
+        """See `Attachable`."""
+
+    def fail_step(self) -> None:
+        """What the forward has added is taken back at the next call; no guess of it counts any more."""
+        self.contents.fail()
+
+    def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
+        """See `Attachable.conversing`."""
+        self.shared.check_open()
+        return self.contents.conversation.preparing(self.held(), begins=begins)
+
     def prepare_step(self, *, first: bool) -> None:
         """A prompt, or a piece of one, is no verification of candidates; nor is what a generation does not announce."""
-        self._announced = True
-        if first:
-            self.begin_generation()
-            self._prefilled = False
+        self.contents.announce(first=first)
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
         self.shared.check_open()
-        self.check_whole()
-        check_prompt(self._tokens, self.held(), input_ids, inputs_embeds)
+        self.contents.check_whole()
+        check_prompt(self.contents.tokens, self.held(), input_ids, inputs_embeds)
 
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
         self.shared.check_open()
-        held = self.held()
-        if held and not repeats(self._tokens, held, input_ids, inputs_embeds):
-            self._warn_once(
-                f"{type(self.model).__name__} dropped the tokens that this cache held, and goes on without them, as it "
-                "does with DynamicCache: its rotary embedding changes at this length, and transformers passed on only "
-                "the latest tokens; begin such a text with a prompt that is longer than that"
-            )
+        self._say(self.contents.dropped(type(self.model).__name__, input_ids, inputs_embeds))
         self.forget()
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self.warnings:
-            self._warn(message)
 
     def warn(self, message: str, stacklevel: int = 2) -> None:
         """Issue a warning about this cache and add it to the report. `stacklevel`: as `warnings.warn` counts from the
@@ -448,18 +266,304 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         self.warnings.append(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
 
-    def warn_of(self, notes: Iterable[str]) -> None:
-        """Call `warn` with each warning, for code that made this cache for a caller. If warnings are errors, close the
-        cache."""
-        try:
-            for note in notes:
-                self.warn(note, stacklevel=3)
-        except BaseException:
-            self.close()
-            raise
+    def _say(self, message: str | None) -> None:
+        """Warn, once."""
+        if message is not None and message not in self.warnings:
+            self.warn(message, stacklevel=3)
 
-    def _warn(self, message: str) -> None:
-        self.warn(message, stacklevel=3)
+    # --- what is held ------------------------------------------------------------------------------------------
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The ids held, padding included: int64 (B, tokens) in host memory, a copy; -1 where the model was given
+        embeddings. A prompt continues the cache when it begins with them."""
+        return self.contents.tokens.ids
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """1 where a token is held and 0 where padding is: int64 (B, tokens) in host memory, a copy."""
+        return self.contents.tokens.visible.long()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a sequence held, padding included."""
+        return max((layer.length for layer in self.offloaded), default=self.contents.tokens.length)
+
+    def held(self) -> int:
+        """Tokens a sequence held, whatever the kinds of layers."""
+        return self.contents.held()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences held, beams included."""
+        return max((layer.batch for layer in self.offloaded), default=self.contents.tokens.batch)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the cache holds now in compute and host memory, all of it."""
+        self.storage.check_process()
+        self.contents.account_live()
+        return self.storage.account.current
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `memory_bytes`, records that budgets do not count: see `OffloadConfig.records_apart`."""
+        self.contents.account_live()
+        return self.storage.account.apart
+
+    @property
+    def disk_bytes(self) -> int:
+        """What lies on the disk for this cache, what it shares with others included."""
+        self.storage.check_process()
+        tables = sum(table.nbytes for table in self.storage.tables)
+        return sum(store.disk_bytes for store in self.storage.stores) + tables
+
+    @property
+    def own_disk_bytes(self) -> int:
+        """What of `disk_bytes` are records in files that only this cache ever had: nothing of what it was forked or
+        saved with."""
+        return sum(store.own_disk_bytes for store in self.storage.stores)
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
+        super().activate_past_recording()
+        self.contents.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' caches do. Where a layer cannot read what it has to, `StoreError` is raised, and the next
+        call ends the crop."""
+        self.contents.crop(int(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.contents.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.contents.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.contents.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        self.forget()
+        self.contents.recording = False
+        self.shared.storage.reset_counters()
+
+    def forget(self) -> None:
+        """Drop all stored tokens, as `reset` does. Counters continue, and candidates are verified as before."""
+        self.contents.forget(self._model())
+
+    # --- within a budget ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def for_budget(
+        cls,
+        model: Any,
+        memory: int | str,
+        max_context: int,
+        max_batch: int = 1,
+        path: str | Path | None = None,
+        **fields: Any,
+    ) -> Self:
+        """The best cache that never holds more than `memory` for up to `max_batch` sequences of `max_context` tokens.
+
+        Args:
+            memory: bytes, a size such as "300MiB", or a fraction of what `DynamicCache` would hold, such as "1/13".
+            max_context: tokens a sequence, those that are generated included.
+            max_batch: sequences, beams included.
+            **fields: fields of the configuration that are to stay as they are; `fit` chooses the others.
+
+        A step or a change of rows beyond what was planned raises `BudgetError` and leaves the cache
+        unchanged. Raises as the constructor does, and `BudgetError` with the least memory that
+        would do.
+        """
+        at_least(max_context=max_context, max_batch=max_batch)
+        if (why := no_place(model)) is not None:
+            raise UnsupportedModelError(why)
+        geometry = Geometry.of(model)
+        fields = resolve_engine(fields, path)
+        limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
+        config = cls.fit(geometry, limit, max_context, max_batch, fields)
+        plan = cls.plan(geometry, config, max_context, max_batch)
+        cache = cls(model, path=path, config=config)
+        with closed_on_error(cache):
+            for note in cls.notes(plan, config, geometry, fields):
+                cache.warn(note)
+        return cache
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What no cache of this class can do without, is not installed, and how to install it; None: all is there."""
+        return None
+
+    @classmethod
+    def shortfalls(cls, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
+        `for_budget` to tell. `given`: the fields that the user chose."""
+        return []
+
+    @classmethod
+    def notes(
+        cls, plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()
+    ) -> list[str]:
+        """Notes that `plan` prints below its table and `for_budget` warns of: the shortfalls, a slower prefill, and
+        that no cache is needed. `given`: the fields that the user chose."""
+        return [*cls.shortfalls(config, geometry, given), *notes_of(plan, config, geometry, given)]
+
+    @classmethod
+    def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
+        """The most that a cache of `config` holds, by owner, for `max_batch` sequences of up to `max_context` tokens.
+
+        Raises `AdapterError` for an adapter file that cannot be read."""
+        beside = cls.plan_beside(geometry, config, max_batch)
+        selects = cls.selects and not config.exact
+        return plan_cache(
+            geometry, config, max_context, max_batch, cls.plan_layer, cls.layer_class.heads_apart, beside, selects
+        )
+
+    @classmethod
+    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What one layer takes at most for sequences of `context` tokens; here, where it attends to all of them."""
+        return cls.layer_class.plan_history(kind, config, context) + plan_exact(kind, config)
+
+    @classmethod
+    def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
+        """What a method holds beside its layers."""
+        return Planned()
+
+    @classmethod
+    def fit(
+        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
+    ) -> OffloadConfig:
+        """The best configuration that keeps `max_batch` sequences of `max_context` tokens within `memory` bytes.
+
+        `fields` are the user's and stay. Raises `BudgetError` with the least memory that would do, `ConfigError`.
+        """
+        limits = memory, max_context, max_batch
+        found = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
+        return cls.choose_fields(found, geometry) if geometry.layers else fit_nothing(found)
+
+    @classmethod
+    def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        """The best configuration of a search: what a method's own fields give way to, and for."""
+        return fit_stream(search)
+
+    @classmethod
+    def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
+        """The values of `config.kept_on_open` for `fit`: what the configuration left to the model's shape is named, as
+        the stored layers have it; fields that are None otherwise are left out."""
+        values = {name: getattr(config, name) for name in config.kept_on_open}
+        return {name: value for name, value in values.items() if value is not None}
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        tokenizer: Any = None,
+        full_digest: bool = False,
+    ) -> str:
+        """Publish the cache's content as `directory`, which `open` opens in another process without prefill.
+
+        Returns the context's digest, 64 hex digits. If somebody could restore an older context, keep the digest where
+        they cannot write: `open(..., expect=digest)` accepts no other context.
+
+        On the file system of `path`, stored records are linked, not copied, unless some records of a file were given
+        up: these are never saved. Each record is checked as it is copied; a linked file is read and checked if
+        something has written to it since this cache opened or froze it. Stored records are immutable from then on. The
+        directory is published in one atomic step: a process that is killed leaves the old context, the new one, or none
+        if there was none. Only the owner can access it (0700); it is encrypted if the cache has an `encryption_key`.
+
+        Args:
+            overwrite: replace an existing context.
+            tokenizer: makes its identity part of the context's.
+            full_digest: digest every byte of the weights, not a sample, here and in `open`.
+
+        Raises `FileExistsError`; `CorruptRecordError` for a record that is no longer as it was written, for example
+        because the context was wiped while open; `StoreFullError` and other `StoreError`s; `ValueError` for an empty
+        cache; and the errors of any use of a cache. In these cases nothing is published, and the cache is unchanged.
+        """
+        return save(self, directory, overwrite=overwrite, tokenizer=tokenizer, full_digest=full_digest)
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        model: Any,
+        memory: int | str | None = None,
+        path: str | Path | None = None,
+        *,
+        tokenizer: Any = None,
+        expect: str | None = None,
+        **fields: Any,
+    ) -> Self:
+        """Open a cache with the content that `save` saved: no prefill, and no keys and values are read before a step
+        needs them.
+
+        Any number of caches and processes may open one context. Their additions go to unnamed files in `path`; the
+        context is unchanged. It may be replaced or removed meanwhile: caches that have it open keep it.
+
+        Args:
+            memory: as in `for_budget`, for `max_context` (by default 4,096 tokens more than are stored) and
+                `max_batch`.
+            path: folder for additions; None: the temporary folder.
+            tokenizer: compared with the tokenizer of `save`, if both are given.
+            expect: the digest that `save` returned; any other context raises `ContextMismatchError`.
+            **fields: fields of the configuration. Fields that the stored format fixes (`group_size`, `rank`,
+                `summary_dtype`) raise `ConfigError` unless equal; `adapter`, which is in the context, always does.
+                Fields of a machine or a run (`engine`, `verify`, `io_timeout`, `trace`, `encryption_key`, the limits)
+                are not saved. Others are as they were, or as `memory` allows.
+
+        Raises `ContextMismatchError` if the model or the context is another one, naming the field and both values;
+        `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for bytes that
+        differ from those written, here or in the step that reads them; `EncryptionKeyError`; and the constructor's
+        errors. In these cases nothing is left behind.
+        """
+        return open_context(cls, directory, model, memory, path, tokenizer, fields, expect)
+
+    def fork(self) -> Self:
+        """A cache of its own that holds the same: N questions over one document share what is stored.
+
+        Nothing on disk is copied, now or later: what is stored is immutable from now on, and what either adds is its
+        own. Compact keys in memory are shared until one of the two adds a group; each one's account counts them. Tables
+        and latest tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
+        """
+        return fork(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = self.fork()
+        return twin
+
+    def check_open(self) -> None:
+        """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is not to be used."""
+        self.shared.check_open()
+
+    def begin_context(self) -> None:
+        """What is held begins with the forward that comes: remember which of PEFT's adapters made it."""
+        self.adapters = adapter_fields(self.given_model, self.model)
+
+    def end_part(self) -> None:
+        """A forward ended before its last layer, as `Filling` had asked for: what is held is not taken back."""
+        self.shared.step = self.shared.unseen = self.shared.front = None
+        self.storage.timeline.end_step()
+
+    def freeze(self) -> None:
+        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""
+        self.check_open()
+        self.contents.freeze()
+
+    def capture(self) -> dict[str, Any]:
+        """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
+        return self.contents.capture(self.sequences, self.tokens)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured; for a new cache."""
+        self.contents.restore(tree)
+        self.begin_context()
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -472,18 +576,11 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
         here = self.storage.process.is_here
         with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
             if here:
-                last_first.callback(self._forget)
+                last_first.callback(self.contents.close)
             last_first.callback(self._finalizer)
             if here and not self.closed:
                 self.timeline.flush()
                 self._final = self.report()
-
-    def _forget(self) -> None:
-        for layer in self.offloaded:
-            layer.close()
-        self._tokens.truncate(0)
-        self.set_layers([])
-        self.account_live()
 
     @property
     def closed(self) -> bool:
@@ -499,10 +596,3 @@ class OffloadCache(Held, Budgeted, Persistent, CacheOperations, Attachable):
             if error is None or isinstance(error, Exception):
                 raise
             error.add_note(f"closing the cache failed too: {failed}")  # Ctrl-C stays Ctrl-C
-
-
-def _shut_down(storage: Storage, model: weakref.ref[PreTrainedModel], token: int) -> None:
-    try:
-        storage.close()
-    finally:
-        attach.release(model(), token)

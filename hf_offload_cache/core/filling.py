@@ -129,9 +129,13 @@ class Filling:
         """All layers hold these ids (1, t) behind what was noted before."""
         for layer in self.layers:
             layer.end_step()
-        known = self._cache.noted
+        contents = self._cache.contents
+        known = contents.tokens.length
         if (missing := self._cache.held() - known) > 0:  # a forward that ran to its end noted its own
-            self._cache.note_tokens(ids[:, ids.shape[1] - missing :])
+            if not known:
+                self._cache.begin_context()
+            contents.tokens.append(ids[:, ids.shape[1] - missing :].to("cpu"), known)
+            contents.account_live()
 
     def take_back(self, held: int) -> None:
         """Let all layers hold the first `held` tokens alone."""

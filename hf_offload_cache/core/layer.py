@@ -17,11 +17,11 @@ from ..history.autocast import without_autocast
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.records import RecordFormat
-from ..memory.plan import LayerPlan, Planned
+from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
 from ..stores.base import FreezableStore
-from .plan import LayerKind, plan_history, stream_bytes
+from .plan import LayerKind, plan_history
 from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
 from .step import Step
@@ -50,35 +50,46 @@ class Rows:
         return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).reshape(-1)
 
 
-# What a layer does for transformers beside `update`: lengths, masks, and changes of what it holds
+_STATES = ("unknown", "tagged", "full")
 
-class LayerOperations(CacheLayerMixin):
-    """A layer over a history; `OffloadLayer` adds what comes in and attention."""
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""(B, q, H, Dv), and the attention weights where the model's own function gave some."""
 
+
+class OffloadLayer(CacheLayerMixin):
+    """A full-attention layer whose history lies in a store; the base of every method's layer.
+
+    States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
+    "tagged": attention was seen to bring the tag back; `update` returns what the step added, and `attend` finds the
+    rest. "full": attention is not ours to replace; `update` returns the complete history, read from the store.
+    """
+
+    heads_apart: ClassVar[bool] = False
+    """Each key head has rows and records of its own; else the heads of a sequence lie together."""
     is_sliding = False
     is_croppable = True
     offloaded = True
     """Its history lies in a store: it is captured and restored, not copied."""
     num_stores = 1
     """Stores that it opens, each of which has a file of its own on a disk."""
-    dtype: torch.dtype | None = None
-    """Of keys and values; None before the first `update`."""
-    device: torch.device | None = None
-    """Where keys and values come from, and where `keys` and `values` are; None before the first `update`."""
-    _filled = False
-    """There is a history."""
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
         self.name = f"layer {layer_idx}"
+        self._filled = False  # there is a history
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
         self.config = shared.config.of_layer(layer_idx if place is None else place)
         self.state = "full" if self.config.exact == "bitwise" else "unknown"
+        self.dtype: torch.dtype | None = None
+        """Of keys and values; None before the first `update`."""
+        self.device: torch.device | None = None
+        """Where keys and values come from, and where `keys` and `values` are; None before the first `update`."""
         self._clear()
 
     def _clear(self) -> None:
+        """Hold nothing, as a new layer."""
         self._filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
@@ -257,29 +268,7 @@ class LayerOperations(CacheLayerMixin):
     def truncated(self, units: int) -> None:
         """Only the first `units` units stay sealed."""
 
-
-_STATES = ("unknown", "tagged", "full")
-
-Output = tuple[torch.Tensor, torch.Tensor | None]
-"""(B, q, H, Dv), and the attention weights where the model's own function gave some."""
-
-
-class OffloadLayer(LayerOperations):
-    """A full-attention layer whose history lies in a store; the base of every method's layer.
-
-    States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
-    "tagged": attention was seen to bring the tag back; `update` returns what the step added, and `attend` finds the
-    rest. "full": attention is not ours to replace; `update` returns the complete history, read from the store.
-    """
-
-    heads_apart: ClassVar[bool] = False
-    """Each key head has rows and records of its own; else the heads of a sequence lie together."""
-
-    @classmethod
-    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What one layer takes at most for sequences of `context` tokens."""
-        stream = LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
-        return cls.plan_history(kind, config, context) + stream
+    # --- memory ------------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> int:

@@ -88,6 +88,11 @@ def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
 
 
+def plan_exact(kind: LayerKind, config: OffloadConfig) -> LayerPlan:
+    """What a layer takes beside its history in a step of decoding that attends to everything."""
+    return LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
+
+
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
     """Bytes that wait to be written at most while steps select, which leaves memory for slots; `units`: what each layer
     writes at a time. In steps of one token all layers write together, and then not for as many steps as a unit has
@@ -101,7 +106,7 @@ def plan_cache(
     config: OffloadConfig,
     context: int,
     batch: int,
-    layer_plan: Callable[[LayerKind, OffloadConfig], LayerPlan],
+    layer_plan: Callable[[LayerKind, OffloadConfig, int], LayerPlan],
     heads_apart: bool,
     beside: Planned,
     selects: bool = False,
@@ -130,7 +135,7 @@ def plan_cache(
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
     planned, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kind, own_of[own]), count) for (kind, own), count in alike.items()), moving
+        ((layer_plan(kind, own_of[own], context), count) for (kind, own), count in alike.items()), moving
     )
     held = held + planned + beside
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
@@ -144,15 +149,20 @@ def plan_cache(
 
 def search(
     config_class: type[OffloadConfig],
-    peak_of: Callable[..., int],
+    plan: Callable[[Geometry, Any, int, int], MemoryPlan],
     geometry: Geometry,
     limits: tuple[int, int, int],
     fields: dict[str, Any],
     heads_apart: bool,
 ) -> Search:
-    """What a budget is searched with (see `Search`); `limits`: memory, context and batch."""
+    """What a budget is searched with (see `Search`); `plan`: of the class of the cache; `limits`: memory, context and
+    batch."""
     settings = config_class.load(None, fields)  # wrong fields are told before budgets are
     forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])
+
+    def peak_of(config: OffloadConfig) -> int:
+        return plan(geometry, config, *limits[1:]).peak_bytes
+
     return Search(config_class, peak_of, records, *limits, dict(fields), full)

@@ -90,6 +90,22 @@ def refuse_layers() -> NoReturn:
     )
 
 
+def refuse_copy(cache: Any) -> NoReturn:
+    """Raise the error for a shallow copy of a cache."""
+    raise TypeError(
+        f"a {type(cache).__name__} cannot be copied shallowly: two caches cannot own one store; fork() it, or "
+        "copy.deepcopy it, which is the same"
+    )
+
+
+def refuse_pickle(cache: Any) -> NoReturn:
+    """Raise the error for pickling a cache."""
+    raise TypeError(
+        f"a {type(cache).__name__} cannot be pickled: its data lies in files of this process; fork() or deepcopy it "
+        "in this process, save() it for another"
+    )
+
+
 def refuse_assignment(layer: str, name: str) -> NoReturn:
     """Raise the error for assigning `name` to an offloaded layer."""
     raise ReadOnlyError(

@@ -11,14 +11,15 @@ import torch
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..memory.fit import LOST_BY, Search, fit_selective
-from ..memory.plan import Planned
+from ..memory.plan import LayerPlan, Planned
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from .cache import OffloadCache
 from .layer import OffloadLayer
-from .plan import decoding_queue
+from .plan import LayerKind, decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
+from .selective_plan import plan_layer
 from .step import Step
 
 if TYPE_CHECKING:
@@ -116,6 +117,13 @@ class SelectiveCache(OffloadCache):
         """Let the look-ahead see how the layers' queries are made."""
         for layer in self.selective:
             layer.watch_query = None if self.look_ahead is None else self.look_ahead.learn
+
+    @classmethod
+    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return super().plan_layer(kind, config, context)
+        assert isinstance(config, SelectiveConfig) and issubclass(cls.layer_class, SelectiveLayer)
+        return plan_layer(cls.layer_class, kind, config, context)
 
     @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..config import SelectiveConfig
+from ..config import OffloadConfig, SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
@@ -20,13 +20,17 @@ from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
 from ..history.autocast import without_autocast
 from ..history.base import History, Sealed
+from ..history.records import sealed_groups
+from ..memory.plan import LayerPlan, Planned
 from ..model.attention_call import AttentionCall
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
+from ..predictors.sinks import sink_units
 from ..stores.base import FreezableStore
-from .layer import Output
+from .layer import OffloadLayer, Output
+from .plan import LayerKind
 from .selecting import Selecting
-from .selective_plan import SelectivePlan
+from .shared import Shared
 from .step import Step
 
 # The mask of what a step has gathered, column by column of the model's own
@@ -63,29 +67,111 @@ def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
 
 
-# A layer that keeps something of what it stores, to choose by
+class SelectiveLayer(OffloadLayer):
+    """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
 
-class LearningLayer(SelectivePlan):
-    """The side of `SelectiveLayer` that learns. `selecting` is set by the cache; None: the cache is exact and learns
-    nothing."""
+    What it keeps of what it stores, to choose by, is its predictor's. The class methods are asked before there is a
+    layer, for the plan of a cache.
+    """
 
-    selecting: Selecting | None = None
-    lesson: dict[str, Any] | None = None
-    """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
-    refused: str | None = None
-    """Why the fitted state from elsewhere was rejected."""
+    config: SelectiveConfig
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        super().__init__(shared, layer_idx, place, **kwargs)
+        self.selecting: Selecting | None = None
+        """Set by the cache; None: the cache is exact, and nothing is learnt."""
+        self.watch_query: Callable[[int, torch.Tensor], None] | None = None
+        """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
+        self.lesson: dict[str, Any] | None = None
+        """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
+        self.refused: str | None = None
+        """Why the fitted state from elsewhere was rejected."""
+        self.scaling = 1.0
 
     def _clear(self) -> None:
         super()._clear()
         self.predictor: Learner | None = None
+        self._fetcher: Fetcher | None = None
+        self._capacity, self._budget = -1, (-1, 0, 0)
+        self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
+
+    # --- what a method is --------------------------------------------------------------------------------------
 
     def make_predictor(self) -> Learner:
         """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
         raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What the predictor of one layer holds at most."""
+        raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
+
+    def make_tiers(self, capacity: int) -> Sequence[Tier]:
+        """Where what was read stays, nearest first: `capacity` payloads on the device."""
+        form, device = self.history.form, self.history.device
+        return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
+
+    @classmethod
+    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
+        """What `make_tiers` makes of `slots` slots in all, over a history of `context` tokens a row. A prefill gives it
+        back before it begins."""
+        payload, records = kind.form.payload_width * kind.form.dtype.itemsize, cls.most_stored(kind, config, context)
+        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records))
+
+    def make_link(self) -> Link | None:
+        """Which of the records that are read travel as replicas; None: none do."""
+        return None
+
+    def prompted(self, call: AttentionCall) -> None:
+        """A call of several queries comes; for a method that learns from a prompt's."""
+
+    def fetched(self, choice: Choice, fetched: Fetched) -> None:
+        """Called after a step's entries were fetched; for a method that learns from them."""
+
+    # --- the most that there may be, asked before there is a layer ---------------------------------------------
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Units a row that a step of one layer that holds `context` tokens a row wants at most, sinks of a padded row
+        included."""
+        group = kind.form.group_size
+        return -(-config.brought(context) // group) + sink_units(config.num_sinks, group, padded=True)
+
+    @classmethod
+    def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
+        """In how many records a row what `units` full ones of `group_size` entries hold may lie."""
+        return units
+
+    @classmethod
+    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Records a row that a history of `context` tokens a row lies in at most."""
+        return sealed_groups(kind.form, config, context)
+
+    @classmethod
+    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Entries a row that come with every gather beside records and tail."""
+        return 0
+
+    @classmethod
+    def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
+        """Slots a row, as a mean over the layers."""
+        group = kind.form.group_size
+        return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
+
+    @classmethod
+    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        """Tokens a row that a choice keeps of its units at most; 0: units are attended to whole."""
+        return 0
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
     @property
     def tables_nbytes(self) -> int:
-        return super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
+        """Of the history, the predictor and the fetcher."""
+        held = super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
+        return held + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+
+    # --- learning ----------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -135,78 +221,6 @@ class LearningLayer(SelectivePlan):
             form, device = self.history.form, self.history.device
             shape = self.history.rows, form.num_key_heads, 0, form.key_dim
             self.predictor.learn(sealed, torch.empty(shape, dtype=form.dtype, device=device), None)
-
-    # --- changes and contexts ----------------------------------------------------------------------------------
-
-    def truncated(self, units: int) -> None:
-        if self.predictor is not None:
-            self.predictor.truncate(units)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        super().select_rows(rows)
-        if self.predictor is not None:
-            self.predictor.select_rows(self.rows.expand(rows))
-
-    def reset(self) -> None:
-        super().reset()
-        self.lesson = None
-
-    def close(self) -> None:
-        if self.predictor is not None:
-            self.predictor.close()
-        super().close()
-
-    def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "predictor": None if self.predictor is None else self.predictor.capture()}
-
-    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
-        super().restore(tree, parts, device)
-        if self.selecting is not None and self._filled:
-            self.predictor = self.make_predictor()
-            if tree["predictor"] is not None:
-                self.predictor.restore({**tree["predictor"], "units": self.history.units})
-
-
-class SelectiveLayer(LearningLayer):
-    """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
-
-    `selecting` is set by the cache; None: the cache is exact.
-    """
-
-    config: SelectiveConfig
-    watch_query: Callable[[int, torch.Tensor], None] | None = None
-    """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
-    scaling = 1.0
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._fetcher: Fetcher | None = None
-        self._capacity, self._budget = -1, (-1, 0, 0)
-        self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
-
-    # --- what a method is --------------------------------------------------------------------------------------
-
-    def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        """Where what was read stays, nearest first: `capacity` payloads on the device."""
-        form, device = self.history.form, self.history.device
-        return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
-
-    def make_link(self) -> Link | None:
-        """Which of the records that are read travel as replicas; None: none do."""
-        return None
-
-    def prompted(self, call: AttentionCall) -> None:
-        """A call of several queries comes; for a method that learns from a prompt's."""
-
-    def fetched(self, choice: Choice, fetched: Fetched) -> None:
-        """Called after a step's entries were fetched; for a method that learns from them."""
-
-    # --- memory ------------------------------------------------------------------------------------------------
-
-    @property
-    def tables_nbytes(self) -> int:
-        own = 0 if self._fetcher is None else self._fetcher.tables_nbytes
-        return super().tables_nbytes + own
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
@@ -383,6 +397,10 @@ class SelectiveLayer(LearningLayer):
 
     # --- changes -----------------------------------------------------------------------------------------------
 
+    def truncated(self, units: int) -> None:
+        if self.predictor is not None:
+            self.predictor.truncate(units)
+
     def dropped(self, records: np.ndarray) -> None:
         if self._fetcher is not None:
             self._fetcher.forget(records)
@@ -390,23 +408,36 @@ class SelectiveLayer(LearningLayer):
     def select_rows(self, rows: torch.Tensor) -> None:
         fewer = len(rows) < self.batch
         super().select_rows(rows)
+        if self.predictor is not None:
+            self.predictor.select_rows(self.rows.expand(rows))
         if self._fetcher is not None:
             self._fetcher.rows_changed()
         if fewer and self.selecting is not None:
             self.selecting.rest()  # what was made for more rows
 
+    def reset(self) -> None:
+        super().reset()
+        self.lesson = None
+
     def close(self) -> None:
         self.drop_fetcher()
+        if self.predictor is not None:
+            self.predictor.close()
         super().close()
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "scaling": self.scaling}
+        learnt = None if self.predictor is None else self.predictor.capture()
+        return {**super().capture(), "predictor": learnt, "scaling": self.scaling}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         scaling = tree["scaling"]
         if type(scaling) not in (int, float) or not math.isfinite(scaling):
             raise not_whole(self.name, f"its scaling is {scaling!r:.80}")
         super().restore(tree, parts, device)
+        if self.selecting is not None and self._filled:
+            self.predictor = self.make_predictor()
+            if tree["predictor"] is not None:
+                self.predictor.restore({**tree["predictor"], "units": self.history.units})
         self.scaling = scaling

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..config import OffloadConfig
 from ..errors import CacheClosedError, SeamLostError, StalledError
 from ..fetch.storage import Storage
+from ..model import attach
 from .step import Step
 
 SEAM_LOST = (
@@ -112,3 +116,11 @@ class Shared:
         self.storage.prefetcher.recover()
         self.storage.torn = False
         self.step = self.unseen = self.front = None
+
+
+def shut_down(storage: Storage, model: weakref.ref[PreTrainedModel], token: int) -> None:
+    """Give back the storage and the seams of a cache that is closed or gone. `token`: of `attach.attach`."""
+    try:
+        storage.close()
+    finally:
+        attach.release(model(), token)

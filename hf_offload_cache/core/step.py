@@ -10,6 +10,7 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import BudgetError, CacheUnusedError, PromptError, UnsupportedModelError
+from ..model import attach
 from ..model.masks import seen_before, shown
 from ..model.own_generate import USE_CACHE_IS_FALSE
 from ..model.place import OwnModel, model_text
@@ -170,6 +171,19 @@ def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> No
         f"the model was given this cache and {step.tokens:,} tokens, and none of its layers used the cache: what it "
         "returned would not follow what is held; something in the model or around it drops past_key_values"
     )
+
+
+def sparse_warning(layers: list[Any], warnings: list[str], model: Any) -> str | None:
+    """What to say, once, of offloaded layers that cannot be sparse; None: nothing. `warnings`: those said before."""
+    dense = [layer.layer_idx for layer in layers if layer.state != "tagged"]
+    if not dense or model is None or any("cannot be sparse" in warning for warning in warnings):
+        return None
+    why = "their attention is not a plain softmax over the keys that the cache gets"
+    if not attach.replaced(model):
+        name = model.config._attn_implementation
+        why = f"the implementation {name!r} of this model's attention cannot be replaced: 'sdpa' or 'eager' can, "
+        why += "if the model offers them"
+    return f"layers {dense} cannot be sparse ({why}); they are exact, read completely in every step"
 
 
 def check_positions(positions: Any, mask: Any, held: int) -> None:

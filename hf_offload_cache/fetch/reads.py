@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -59,16 +58,6 @@ class ReadAhead:
 
     choice: Choice
     read: AreaRead
-
-
-class Early(Protocol):
-    """Reads that were begun for a look: see `EarlyLook`."""
-
-    def come(
-        self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray,
-        *, again: bool,
-    ) -> bool:  # fmt: skip
-        """See `EarlyLook.come`."""
 
 
 class AreaReads:
@@ -233,7 +222,7 @@ class AreaReads:
                 self.finish(history, read, into, target[here], rows[here] - start, keep=start + room < count)
 
     def look(
-        self, history: Source, extents: Extents, room: int, early: Early | None = None, *, again: bool = False
+        self, history: Source, extents: Extents, room: int, early: EarlyLook | None = None, *, again: bool = False
     ) -> torch.Tensor:
         """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
         form = history.form

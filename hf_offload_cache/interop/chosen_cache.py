@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import at_least, parse_memory
+from ..contexts.open import closed_on_error
 from ..core.cache import OffloadCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.config_values import config_value
@@ -67,7 +68,9 @@ def offload_cache(
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why
-    cache.warn_of(chosen.plan.notes)
+    with closed_on_error(cache):
+        for note in chosen.plan.notes:
+            cache.warn(note)
     if chosen.plan.plan is not None and (needless := chosen.plan.plan.needless) is not None:
         cache.why += f"\n{needless}"
     if measured is None and cells and (others := not_measured(fields, cache.config)):

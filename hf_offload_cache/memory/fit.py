@@ -181,6 +181,12 @@ def slow_blocks(config: OffloadConfig) -> str | None:
     )
 
 
+def fit_nothing(search: Search[Config]) -> Config:
+    """For a model of which nothing is offloaded: nothing gives way. Raises `BudgetError`."""
+    least = {"write_queue": search.least_queue()}
+    return search.config(search.first_fit([least], smallest=dict))
+
+
 def fit_stream(search: Search[Config]) -> Config:
     """For a cache that streams all it holds.
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .attention_call import TAG as TAG
     from .attention_call import AttentionCall as AttentionCall
     from .attention_call import Tag as Tag
+    from .dynamic_cache import may_crop as may_crop
     from .fingerprint import check_fingerprint as check_fingerprint
     from .fingerprint import full_fingerprint as full_fingerprint
     from .geometry import Geometry as Geometry
@@ -50,6 +51,7 @@ _HOME = {
     "decoder_blocks": "place",
     "full_fingerprint": "fingerprint",
     "mask_at": "masks",
+    "may_crop": "dynamic_cache",
     "no_place": "place",
     "reason_against_pieces": "look_ahead",
     "release": "attach",

@@ -15,7 +15,7 @@ from ..errors import CacheUnusedError, PromptError
 from .geometry import rows_of_ids
 from .method_on_model import MethodOnModel, replaced_method
 from .peft_adapters import prompt_adapter
-from .seam import Attachable, unwrapped
+from .seam import Attachable, is_attachable, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ class GivenCache(MethodOnModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, Attachable):
+        if not is_attachable(cache):
             return self.method()(*args, **kwargs)
         return generate_with(cache, self.model, self.method(), args, kwargs)
 

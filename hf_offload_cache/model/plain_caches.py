@@ -14,7 +14,7 @@ import torch
 from .method_on_model import replaced_method
 from .own_generate import InRequest
 from .place import is_model
-from .seam import Attachable
+from .seam import is_attachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
     latest = _Latest()
 
     def look(cache: Any) -> None:
-        if within.now or isinstance(cache, Attachable) or latest.has_another_half(cache):
+        if within.now or is_attachable(cache) or latest.has_another_half(cache):
             return
         if (found := _maker()) is not None:
             tell(*found)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,8 +18,9 @@ from .untraced import untraced
 
 # The verbs that the seams in a model call on the cache that a forward was given
 
-class Attachable:
-    """What a cache does when the model tells where it is; all on the thread that runs the model. By default nothing.
+class Attachable(Protocol):
+    """What a cache does when the model tells where it is; all on the thread that runs the model. Whatever has these
+    verbs is a cache of ours (see `is_attachable`); one that is declared as such does nothing by default.
 
     The seams run outside of what `torch.compile` traces.
     """
@@ -27,7 +28,7 @@ class Attachable:
     timeline: Timeline = NO_TIMELINE
     """Told by the seams what the model is doing."""
 
-    watches_blocks = True
+    watches_blocks: bool = True
     """The verbs of blocks and their attention are wanted from now on. A cache that is attached says so with
     `attach.watch_blocks` when it changes that."""
 
@@ -78,12 +79,17 @@ class Attachable:
         """The cache is not to be used any more."""
 
 
+def is_attachable(cache: Any) -> TypeGuard[Attachable]:
+    """Whether `cache` has the verbs of the seams: no cache of transformers' own has."""
+    return hasattr(type(cache), "prepare_step")
+
+
 def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
     """The cache of ours in the arguments of a forward."""
     cache = unwrapped(kwargs.get("past_key_values"))
-    if isinstance(cache, Attachable):
+    if is_attachable(cache):
         return cache
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Attachable)), None)
+    return next((value for value in (*args, *kwargs.values()) if is_attachable(value)), None)
 
 
 def unwrapped(cache: Any) -> Any:
@@ -116,8 +122,8 @@ class Seam:
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
         if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
             return None
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, Attachable):
+        cache: Any = kwargs.get("past_key_values")
+        if not hasattr(type(cache), "prepare_step"):  # as `is_attachable`, without a call
             cache = cache_among(args, kwargs)
             if cache is None:
                 if self.turn_to_others is not None:

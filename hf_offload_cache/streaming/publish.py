@@ -200,7 +200,7 @@ class _Publishing:
         cache, size = self._cache, self._chunk_tokens
         identity = full_fingerprint(cache.given_model, tokenizer)
         check_adapters(cache.adapters or {}, identity)
-        cache.take_back()
+        cache.contents.take_back()
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
         chunks = range(-(-tokens // size))
         hidden = {chunk for chunk in chunks if overlaps(chunk, size, private)}

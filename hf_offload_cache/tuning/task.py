@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.budgeted import FORMAT
+from ..core.budget import FORMAT
 from ..core.selective_cache import SelectiveCache
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry

@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache, offload_cache
 from hf_offload_cache.errors import ReadOnlyError, UnsupportedModelError
-from hf_offload_cache.model import Geometry
+from hf_offload_cache.model import Geometry, may_crop
 from hf_offload_cache.testing.comparison import TOLERANCE
 
 LENGTH, NEW = 70, 5
@@ -109,7 +109,7 @@ def test_compressed_entries_are_not_cropped(tmp_path: Path) -> None:
     model = layered("compressed")
     with DiskSwapCache(model, exact=True, path=tmp_path) as cache:
         logits(model, cache, prompt(model, 1, LENGTH))
-        assert not cache.is_croppable and not DiskSwapCache.may_crop(model)
+        assert not cache.is_croppable and not may_crop(model)
         with pytest.raises(UnsupportedModelError, match="a DeepseekV4HCACache cannot be cropped"):
             cache.crop(-3)
         assert cache.get_seq_length() == LENGTH

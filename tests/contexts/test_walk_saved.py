@@ -45,7 +45,7 @@ def test_a_saved_context_goes_on(name: str, tmp_path: Path) -> None:
     def saved_and_opened(cache: OffloadCache) -> OffloadCache:
         if not cache.tokens:
             pytest.skip("leaves the cache empty")
-        if cache.tokens != cache._tokens.length:
+        if cache.tokens != cache.contents.tokens.length:
             pytest.skip("has keys for more than its tokens: a second turn is refused, saved or not")
         cache.save(tmp_path / "context")
         cache.close()

@@ -188,7 +188,7 @@ def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, ch
         options["prefill_chunk_size"] = chunk
     with sparse(model, **FIELDS) as cache:
         first = generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
-        assert cache.recording
+        assert cache.contents.recording
         assert cache.shared.step is None
         verified = len(checked_gathers)
         assert verified > 0

@@ -831,14 +831,14 @@ def test_an_interruption_at_the_very_end_of_a_step(monkeypatch: pytest.MonkeyPat
         expected = follow(model, twin, tokens)
 
         step(model, cache, tokens[0])
-        append = cache._tokens.append
+        append = cache.contents.tokens.append
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
             def append_and_stop(*arguments: Any) -> None:
                 append(*arguments)
                 raise KeyboardInterrupt
 
-            patch.setattr(cache._tokens, "append", append_and_stop)
+            patch.setattr(cache.contents.tokens, "append", append_and_stop)
             step(model, cache, tokens[1])
         with pytest.raises(RuntimeError, match=f"holds {LENGTH + 1:,} tokens"):
             step(model, cache, tokens[2])

@@ -665,7 +665,7 @@ def test_beyond_the_plan_raises_and_the_cache_goes_on(cache_class: Any) -> None:
             if asks:
                 beyond(cache)
             run(model, cache, 20, 20, 4, mask)
-            tokens.append(cache._tokens._ids[:, : cache._tokens.length].clone())
+            tokens.append(cache.contents.tokens._ids[:, : cache.contents.tokens.length].clone())
     assert torch.equal(*tokens)
 
 

@@ -198,9 +198,13 @@ def test_what_cannot_be_put_on_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
         step(model, cache)
 
 
+class Told(Attachable):
+    """Has all verbs, and does nothing."""
+
+
 def test_a_cache_that_was_counted_out_says_nothing() -> None:
     model = fresh("llama")
-    told = Attachable()
+    told = Told()
     told.watches_blocks = False
     with unchanged(model), cache_of(model, "exact"):
         attach.release(model, attach.attach(model, told))

@@ -123,11 +123,11 @@ class AbstractTreeCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
     config: AbstractTreeConfig
-    _early = 0
-    """Early steps to come."""
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
+        self._early = 0
+        """Early steps to come."""
         sizes = self.config.chunk_size
         if isinstance(sizes, tuple) and len(sizes) != len(self.offloaded):
             raise ConfigError(
@@ -171,7 +171,7 @@ class AbstractTreeCache(SelectiveCache):
                 "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
             )
             if useless not in self.warnings:
-                self._warn(useless)
+                self.warn(useless)
         return changed
 
     def capture(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ...config import OffloadConfig, SelectiveConfig
 from ...core.plan import LayerKind
 from ...core.selecting import most_slots
 from ...core.selective_layer import SelectiveLayer
+from ...core.shared import Shared
 from ...errors import BudgetError
 from ...fetch.areas import Staging
 from ...fetch.choice import Choice, Fetched, kept_entries
@@ -38,14 +39,17 @@ class AbstractTreeLayer(SelectiveLayer):
 
     heads_apart: ClassVar[bool] = True
     config: AbstractTreeConfig
-    num_layers = 1
-    """How many layers are offloaded; set by the cache."""
-    rates: Rates
-    """What the disk takes, as `compress="auto"` has measured it; the cache's."""
-    following: AbstractTreeLayer | None = None
-    """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
-    _all_kept = 0
-    """Units that tiers were made to hold all of."""
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        super().__init__(shared, layer_idx, place, **kwargs)
+        self.num_layers = 1
+        """How many layers are offloaded; set by the cache."""
+        self.rates: Rates = {}
+        """What the disk takes, as `compress="auto"` has measured it; the cache's, set by it."""
+        self.following: AbstractTreeLayer | None = None
+        """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
+        self._all_kept = 0
+        """Units that tiers were made to hold all of."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]

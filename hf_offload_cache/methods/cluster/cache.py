@@ -15,6 +15,7 @@ from ...core.layer import OffloadLayer, Output
 from ...core.plan import LayerKind, plan_store
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
+from ...core.shared import Shared
 from ...errors import ConfigError
 from ...fetch.choice import Choice, Fetched
 from ...fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
@@ -43,8 +44,11 @@ class ClusterLayer(SelectiveLayer):
     heads_apart: ClassVar[bool] = True
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
-    following: ClusterLayer | None = None
-    """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        super().__init__(shared, layer_idx, place, **kwargs)
+        self.following: ClusterLayer | None = None
+        """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]

@@ -14,6 +14,8 @@ from ...core.layer import OffloadLayer
 from ...core.plan import LayerKind
 from ...core.selective_cache import Pace, SelectiveCache
 from ...core.selective_layer import SelectiveLayer
+from ...core.selective_plan import area_bytes
+from ...core.shared import Shared
 from ...errors import ConfigError
 from ...fetch.choice import Choice
 from ...history.records import RecordFormat
@@ -63,11 +65,14 @@ def rules_of(settings: DiskSwapConfig) -> Rules:
 class DiskSwapLayer(SelectiveLayer):
     """A layer with compact keys in memory, slots, and groups selected anew for every query."""
 
-    adapter: torch.Tensor | None = None
-    """Calibrated projection of this layer; set by the cache."""
-    follows_guess = False
-    """By the paper's rule: what was guessed decides, if there is a guess; set by the cache."""
     predictor: LowRankPredictor | None
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        super().__init__(shared, layer_idx, place, **kwargs)
+        self.adapter: torch.Tensor | None = None
+        """Calibrated projection of this layer; set by the cache."""
+        self.follows_guess = False
+        """By the paper's rule: what was guessed decides, if there is a guess; set by the cache."""
 
     def make_predictor(self) -> LowRankPredictor:
         selecting, storage = self.selecting, self.shared.storage
@@ -212,8 +217,9 @@ class DiskSwapCache(SelectiveCache):
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
-        layer = DiskSwapLayer
-        areas = (layer.area_bytes(kind, settings, context, layer.most_units(kind, settings, context)) for kind in kinds)
+        wanted = (DiskSwapLayer.most_units(kind, settings, context) for kind in kinds)
+        pairs = zip(kinds, wanted, strict=True)
+        areas = (area_bytes(DiskSwapLayer, kind, settings, context, units) for kind, units in pairs)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
         return fit_disk_swap(search, forms, max(areas, default=0))
 
@@ -250,7 +256,7 @@ class DiskSwapCache(SelectiveCache):
         assert self.selecting is not None
         group = max((layer.history.form.group_size for layer in layers), default=1)
         mean = -(-self.config.num_selected // group)
-        visible = self._tokens.visible if self._tokens.padded else None
+        visible = self.contents.tokens.visible if self.contents.tokens.padded else None
         curves = {layer.layer_idx: layer.density(MOST * mean, visible) for layer in layers}
         known = {layer_idx: curve for layer_idx, curve in curves.items() if curve is not None}
         if known:
@@ -258,7 +264,7 @@ class DiskSwapCache(SelectiveCache):
             for layer in layers:  # all slots before any is made anew: together they would be above the budget
                 layer.drop_fetcher()
             self.selecting.spread({layer_idx: int(n) * group for layer_idx, n in zip(known, groups, strict=True)})
-        self.account_live()  # the queries are gone: what selecting takes comes in their place
+        self.contents.account_live()  # the queries are gone: what selecting takes comes in their place
 
     @property
     def measures_budgets(self) -> bool:

@@ -11,16 +11,19 @@ import torch
 from ...config import OffloadConfig
 from ...core.layer import OffloadLayer
 from ...core.layers import has_linear_state
+from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
+from ...core.selective_layer import SelectiveLayer
 from ...core.step import Step
 from ...errors import not_whole, shown
 from ...memory.fit import Search
+from ...memory.plan import LayerPlan
 from ...model.foreign_hooks import ForeignHooks
 from ...model.geometry import Geometry
 from ...model.look_ahead import length_dependent, rotary_kinds
 from .config import SpecConfig
 from .layer import SpecLayer
-from .plan import UNDER_WAY, fit_spec
+from .plan import UNDER_WAY, fit_spec, plan_layer
 from .top_up import TopUp
 
 # A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
@@ -159,7 +162,7 @@ class SpecCache(SelectiveCache):
             return
         if reason := reason_against_guesses(model, self.layers):
             self._can_guess = False
-            self._warn(f"speculative=False for {type(model).__name__}: {reason}")
+            self.warn(f"speculative=False for {type(model).__name__}: {reason}")
             return
         layers = [layer for layer in self.selective if isinstance(layer, SpecLayer)]
         for place, layer in enumerate(layers):
@@ -168,6 +171,13 @@ class SpecCache(SelectiveCache):
     @property
     def reads_ahead(self) -> int:
         return UNDER_WAY if self.config.speculative else 0
+
+    @classmethod
+    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        if config.exact:
+            return super().plan_layer(kind, config, context)
+        assert isinstance(config, SpecConfig) and issubclass(cls.layer_class, SelectiveLayer)
+        return plan_layer(cls.layer_class, kind, config, context)
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
@@ -202,7 +212,7 @@ class SpecCache(SelectiveCache):
         """Whether a guess is decoded beside the token of this step."""
         config = self.config
         selecting = self.selecting
-        if selecting is None or not selecting.worthwhile or self.recording:
+        if selecting is None or not selecting.worthwhile or self.contents.recording:
             return False
         if not (config.speculative and config.chosen and self._can_guess):
             return False
@@ -218,7 +228,7 @@ class SpecCache(SelectiveCache):
         hook = self._watchers.find()
         if hook is not None and not self._told_of_watchers:
             self._told_of_watchers = True
-            self._warn(
+            self.warn(
                 f"no guess is decoded while others' forward hooks are on the model ({hook}), because they would see it "
                 "as the latest token: remove them for guesses, or pass speculative=False"
             )
@@ -237,7 +247,7 @@ class SpecCache(SelectiveCache):
     def _take_back_guess(self) -> None:
         """What other layers hold of the guess is gone; ours have kept nothing of it."""
         layer: Any
-        for layer in self._with_length:
+        for layer in self.contents.with_length:
             if not isinstance(layer, OffloadLayer):
                 layer.crop(-1)
         self._stop_recording()
@@ -256,7 +266,7 @@ class SpecCache(SelectiveCache):
             output = without_guess(output)
         changed = super().end_step(output)
         if told := self._top_up.end_step(seconds):
-            self._warn(told)
+            self.warn(told)
         return output if changed is None and step is not None and step.guessed else changed
 
     # --- changes -----------------------------------------------------------------------------------------------

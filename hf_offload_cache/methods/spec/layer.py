@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...config import OffloadConfig, SelectiveConfig
 from ...core.layer import Output
+from ...core.plan import LayerKind
+from ...core.selective_layer import SelectiveLayer
+from ...core.shared import Shared
 from ...core.step import Step
-from ...errors import not_whole, shown
+from ...errors import BudgetError, not_whole, shown
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
+from ...history.records import RecordFormat
 from ...history.state import is_tensor
+from ...memory.plan import LayerPlan
 from ...model.attention_call import AttentionCall
 from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
-from .chosen_entries import Entries
-from .copy import LowBitPredictor
-from .entries import SpecEntries
-from .plan import TOGETHER
+from .chosen_entries import ChosenEntries, Entries
+from .config import SpecConfig
+from .copy import LowBitForm, LowBitPredictor
+from .entry_reads import EntryReads
+from .plan import TOGETHER, keeps_scores, picked_bytes, plan_predictor, read_together, scores_of, stored_bytes
+from .top_up import TopUp
+
+_LEAST_ROOM = 10
+"""There is room for two to the power of this many chosen entries, as far as so many are wanted."""
 
 
-class SpecLayer(SpecEntries):
+class SpecLayer(SelectiveLayer):
     """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
 
-    collects: SpecLayer | None = None
-    """The layer whose read for the next step is collected when this one chooses; set by the cache."""
+    config: SpecConfig
+    predictor: LowBitPredictor | None
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        super().__init__(shared, layer_idx, place, **kwargs)
+        self.top_up = TopUp(False)
+        """Set by the cache."""
+        self.collects: SpecLayer | None = None
+        """The layer whose read for the next step is collected when this one chooses; set by the cache."""
 
     def _clear(self) -> None:
         super()._clear()
+        self.chosen: ChosenEntries | None = None
+        """What was chosen, as it was stored, beside the copy."""
+        self._entry_reads: EntryReads | None = None
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
         self._shared_keys = False
@@ -39,16 +62,35 @@ class SpecLayer(SpecEntries):
         """A call of this step has attended: another layer that shares these keys does not choose for the next."""
 
     @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + (0 if self._entry_reads is None else self._entry_reads.pinned.nbytes)
+
+    @property
     def slots(self) -> int:
         return 0 if self.config.records_apart else super().slots
 
     @property
     def fetcher(self) -> Fetcher:
         own = super().fetcher
-        own.most_records = own.read_at_once = self.together(self.history.form, self.config)
+        own.most_records = own.read_at_once = read_together(self.history.form, self.config)
         return own
 
     # --- the copy ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
+        """How the copy of a history of `form` lies in memory."""
+        return LowBitForm(form, config.bits, config.quant_group)
+
+    @classmethod
+    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        assert isinstance(config, SpecConfig)
+        return plan_predictor(cls.copy_form(kind.form, config), kind, config, context)
+
+    @classmethod
+    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+        assert isinstance(config, SpecConfig)
+        return read_together(kind.form, config)
 
     def make_predictor(self) -> LowBitPredictor:
         history, config = self.history, self.config
@@ -90,6 +132,68 @@ class SpecLayer(SpecEntries):
         guesses = call.key[:, :, -self.guessed :], call.value[:, :, -self.guessed :]
         return [(keys, values), (guesses[0].to(keys.dtype), guesses[1].to(keys.dtype))]
 
+    # --- what is held as it was stored: how it is chosen, comes and goes ---------------------------------------
+
+    def _held(self) -> ChosenEntries:
+        history, most = self.history, 1 << max(_LEAST_ROOM, (self.held - 1).bit_length())  # there are no more to choose
+        count = min(self.config.chosen, most)
+        if self.chosen is None:
+            own = count, history.device, self.shared.storage.account
+            self.chosen = ChosenEntries(history.form, history.rows, *own)
+        elif self.chosen.count < count:
+            self.chosen.grow(count)
+        return self.chosen
+
+    @property
+    def _reads(self) -> EntryReads:
+        assert self.selecting is not None
+        if self._entry_reads is None or self._entry_reads.areas is not self.selecting.areas:
+            self._entry_reads = EntryReads(self.shared.storage, self.selecting.areas)
+        return self._entry_reads
+
+    def _bring(self, absent: torch.Tensor) -> list[Entries]:
+        """The entries of these tokens, which are read, or were ahead."""
+        return self._reads.bring(self.fetcher, self.history, absent)
+
+    def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """The tokens that have most of these shares."""
+        assert self.predictor is not None
+        held = self._held().entries.tokens if self.config.selection == "default" else None
+        return self.predictor.most(shares, visible, self.config.chosen, held)
+
+    def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
+        """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""
+        counters, counts = self.shared.storage.counters, None
+        if at_once:
+            counts = self._reads.pinned.exchange(self.history, self._held(), wanted)
+        if counts is None:
+            self._reads.ahead(self.fetcher, self.history, self._want(wanted))
+        else:
+            selected, came = counts.unbind()
+            counters.later(units_selected=selected, units_resident=selected - came, units_ready=selected)
+
+    def _want(self, wanted: torch.Tensor) -> torch.Tensor:
+        """These tokens are to be collected: those of them that are absent."""
+        absent = self._held().want(wanted)
+        there = (wanted >= 0).sum()
+        resident = there - (absent >= 0).sum()
+        self.shared.storage.counters.later(units_selected=there, units_resident=resident, units_ready=resident)
+        return absent
+
+    def collect(self) -> None:
+        """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""
+        chosen = self.chosen
+        if chosen is not None and chosen.absent is not None:
+            chosen.take(self._bring(chosen.absent))
+
+    def collect_soon(self) -> None:
+        """As `collect`, before attention asks; what fails is left to the step that wants it."""
+        absent = None if self.chosen is None else self.chosen.absent
+        with contextlib.suppress(OSError, BudgetError):
+            self.collect()
+            if absent is not None and not self.history.store.in_memory:
+                self.shared.storage.counters.later(units_ready=(absent >= 0).sum())
+
     # --- attention ---------------------------------------------------------------------------------------------
 
     def update(
@@ -116,7 +220,7 @@ class SpecLayer(SpecEntries):
             mask, seen = step.streamed(call.mask)
             if mask is None and seen is None:  # it says what attention without a mask is
                 call = replace(call, mask=None)
-        with account.holding("picked entries", self.picked_bytes(form, self.history.rows, self.config)):
+        with account.holding("picked entries", picked_bytes(form, self.history.rows, self.config)):
             return self._attend_to_all(call, visible), None
 
     def _attend_to_all(self, call: AttentionCall, visible: torch.Tensor | None) -> torch.Tensor:
@@ -128,10 +232,10 @@ class SpecLayer(SpecEntries):
                     self.collects.collect_soon()
                 self.collect()
         together = min(queries, TOGETHER)
-        asked = heads, together, self.scores_of(self.config, together)
+        asked = heads, together, scores_of(self.config, together)
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
         latest = self.history.recent.shape[1] + self.guessed
-        stored = self.stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
+        stored = stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
         account = storage.account
         with (
             storage.timeline.span("attend", self.layer_idx),
@@ -177,7 +281,7 @@ class SpecLayer(SpecEntries):
         asked, real = queries - begin - 1, queries - self.guessed
         chosen, ahead = self._held(), queries > 1 or self.guessed > 0
         if real and (self.top_up.on or not ahead or chosen.empty):
-            keeps = self.keeps_scores(config)
+            keeps = keeps_scores(config)
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
             if not keeps:
                 del mixed  # its scores go before there are others
@@ -212,7 +316,48 @@ class SpecLayer(SpecEntries):
             if one.tokens.numel():
                 counters.later(tokens_attended=queries * (one.tokens >= 0).sum(2).amax())
 
-    # --- changes and contexts ----------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def drop_chosen(self) -> None:
+        """What was chosen is of no more use: it is given back."""
+        if self.chosen is not None:
+            self.chosen.close()
+            self.chosen = None
+
+    def truncated(self, units: int) -> None:
+        self._settle()
+        super().truncated(units)
+        tokens = units * self.history.form.group_size
+        if self.chosen is not None:
+            self.chosen.truncate(tokens)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self._settle()
+        super().select_rows(rows)
+        if self.chosen is not None:
+            self.chosen.select_rows(rows)
+
+    def dropped(self, records: np.ndarray) -> None:
+        self._settle()
+        super().dropped(records)
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        self._settle()
+        return super().freeze()
+
+    def _settle(self) -> None:
+        """No record is read behind the back of the current stream; where records lie is looked up anew."""
+        if self.chosen is not None:
+            self.chosen.settle()
+        if self._entry_reads is not None:
+            self._entry_reads.pinned.forget()
+
+    def close(self) -> None:
+        self._settle()
+        self.drop_chosen()
+        super().close()
+
+    # --- contexts ---------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""

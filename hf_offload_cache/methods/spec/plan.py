@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...config import OffloadConfig, SelectiveConfig
-from ...core.layer import OffloadLayer
 from ...core.plan import LayerKind
 from ...core.selective_layer import SelectiveLayer
+from ...core.selective_plan import area_bytes, plan_slots
 from ...fetch.areas import Areas, records_soon
 from ...history.records import RecordFormat, latest_tokens, sealed_groups
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
@@ -53,78 +52,63 @@ TOGETHER = 2
 """Queries that are scored at a time: a token, and the guess beside it."""
 
 
-class SpecPlan(SelectiveLayer):
-    """The side of `SpecLayer` that is asked before there is a layer."""
+# What a layer of `SpecCache` will hold
 
-    @classmethod
-    def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
-        """How the copy of a history of `form` lies in memory."""
-        return LowBitForm(form, config.bits, config.quant_group)
+def plan_predictor(form: LowBitForm, kind: LayerKind, config: SpecConfig, context: int) -> LayerPlan:
+    """The copy of `context` tokens a row, and what is held while it is scored."""
+    tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
+    queries = TOGETHER  # of candidates, too
+    return LowBitPredictor.planned(
+        form, tokens, kind.rows, kind.num_heads, queries, scores_of(config, queries), kind.device
+    )
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, SpecConfig)
-        tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
-        queries = TOGETHER  # of candidates, too
-        asked = kind.num_heads, queries, cls.scores_of(config, queries), kind.device
-        return LowBitPredictor.planned(cls.copy_form(kind.form, config), tokens, kind.rows, *asked)
 
-    @staticmethod
-    def scores_of(config: SpecConfig, queries: int) -> int:
-        """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
-        return 2 * queries if SpecPlan.keeps_scores(config) else queries
+def scores_of(config: SpecConfig, queries: int) -> int:
+    """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
+    return 2 * queries if keeps_scores(config) else queries
 
-    @staticmethod
-    def keeps_scores(config: SpecConfig) -> bool:
-        """Whether scores are kept for attending again; else, where it has to be, they are made again."""
-        return bool(config.top_up) or not config.speculative
 
-    @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        assert isinstance(config, SpecConfig)
-        return cls.together(kind.form, config)
+def keeps_scores(config: SpecConfig) -> bool:
+    """Whether scores are kept for attending again; else, where it has to be, they are made again."""
+    return bool(config.top_up) or not config.speculative
 
-    @staticmethod
-    def together(form: RecordFormat, config: SpecConfig) -> int:
-        """Records a row that are read at a time: a third of what all key heads may want, most of which they had."""
-        return -(-form.num_key_heads * config.chosen // 3)
 
-    @classmethod
-    def planned(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        if config.exact:
-            return OffloadLayer.planned.__func__(cls, kind, config, context)  # type: ignore[attr-defined]
-        assert isinstance(config, SpecConfig)
-        form, wanted = kind.form, cls.most_units(kind, config, context)
-        units = sealed_groups(form, config, context)
-        chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
-        latest = -(-latest_tokens(form, config) // form.group_size)
-        view = kind.rows * (min(wanted, records_soon(units)) + latest) * form.payload_width * form.dtype.itemsize
-        area, ahead = cls.area_bytes(kind, config, context, wanted), UNDER_WAY if config.speculative else 0
-        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
-            area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
-        areas = Areas.planned(area, view, view, ahead, kind.device)
-        picked = cls.picked_bytes(form, kind.rows, config)
-        stored = cls.stored_bytes(form, kind.rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
-        shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
-        own = Planned(decode={"chosen entries": chosen})
-        if config.reuse_capacity and not config.records_apart:
-            own += cls.plan_slots(kind, config, context)
-        if config.records_apart and kind.device == "cuda":
-            own += Planned.always({"tables": PinnedEntries.planned(kind.rows, units)})
-        selecting = LayerPlan(own, shared)
-        return cls.plan_history(kind, config, context) + cls.plan_predictor(kind, config, context) + selecting
+def read_together(form: RecordFormat, config: SpecConfig) -> int:
+    """Records a row that are read at a time: a third of what all key heads may want, most of which they had."""
+    return -(-form.num_key_heads * config.chosen // 3)
 
-    @staticmethod
-    def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
-        """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
-        become a part of the copy in this step."""
-        return rows * (config.chosen + config.quant_group) * form.entry_bytes
 
-    @staticmethod
-    def stored_bytes(
-        form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int
-    ) -> int:
-        """While attention goes over what is as it was stored: see `MixedAttention.stored_bytes`; what is chosen, what
-        was fetched only for this step, what has become a part of the copy in it, and the latest ones."""
-        entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
-        return MixedAttention.stored_bytes(form, rows, heads, queries, entries)
+def plan_layer(layer: type[SelectiveLayer], kind: LayerKind, config: SpecConfig, context: int) -> LayerPlan:
+    """What a layer of this class takes at most where its steps select, with `context` tokens a row."""
+    form, wanted = kind.form, layer.most_units(kind, config, context)
+    units = sealed_groups(form, config, context)
+    chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
+    latest = -(-latest_tokens(form, config) // form.group_size)
+    view = kind.rows * (min(wanted, records_soon(units)) + latest) * form.payload_width * form.dtype.itemsize
+    area, ahead = area_bytes(layer, kind, config, context, wanted), UNDER_WAY if config.speculative else 0
+    if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
+        area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
+    areas = Areas.planned(area, view, view, ahead, kind.device)
+    picked = picked_bytes(form, kind.rows, config)
+    stored = stored_bytes(form, kind.rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
+    shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
+    own = Planned(decode={"chosen entries": chosen})
+    if config.reuse_capacity and not config.records_apart:
+        own += plan_slots(layer, kind, config, context)
+    if config.records_apart and kind.device == "cuda":
+        own += Planned.always({"tables": PinnedEntries.planned(kind.rows, units)})
+    history, predictor = (plan(kind, config, context) for plan in (layer.plan_history, layer.plan_predictor))
+    return history + predictor + LayerPlan(own, shared)
+
+
+def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+    """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
+    become a part of the copy in this step."""
+    return rows * (config.chosen + config.quant_group) * form.entry_bytes
+
+
+def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int) -> int:
+    """While attention goes over what is as it was stored: see `MixedAttention.stored_bytes`; what is chosen, what was
+    fetched only for this step, what has become a part of the copy in it, and the latest ones."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
+    return MixedAttention.stored_bytes(form, rows, heads, queries, entries)

@@ -1,0 +1,148 @@
+"""The configuration of a cache, from whatever names it; and whether it keeps within its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..config import OffloadConfig, parse_size
+from ..errors import BudgetError, ConfigError, shown
+from ..memory.fit import slow_blocks
+from ..memory.plan import MemoryPlan
+from ..model.fingerprint import fingerprint
+from ..model.geometry import Geometry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# A configuration from whatever names it: fields, an instance, a JSON of fields, or what tuning wrote
+
+FORMAT = "hf_offload_cache tuning 1"
+"""The `format` of what tuning writes; a file of another version raises `ConfigError`."""
+
+_FAMILY = FORMAT.rpartition(" ")[0]
+
+Config = TypeVar("Config", bound=OffloadConfig)
+
+
+def load_config(
+    config_class: type[Config], config: Any, fields: dict[str, Any], model: Any = None
+) -> Config:
+    """As `OffloadConfig.load`; also from the path of a JSON that tuning wrote (KVSwap, appendix A.4): the row for
+    `max_batch` and `max_context` among `fields`, or for the largest that were tuned for. One that was tuned for another
+    model than `model` is refused. Raises `ConfigError`."""
+    if isinstance(config, str | Path):
+        values = config_class.read(config)
+        if is_tuned(values):
+            row = tuned_fields(values, Path(config), fields.get("max_context"), fields.get("max_batch"), model)
+            known = {field.name for field in dataclasses.fields(config_class)}
+            if foreign := sorted(row.keys() - known):
+                raise ConfigError(
+                    f"config: {str(config)!r} was tuned for {values.get('cache')}, and {config_class.__name__} has no "
+                    f"{foreign[0]}: use that cache, or tune for this one"
+                )
+            return config_class.load(None, {**row, **fields})
+    return config_class.load(config, fields)
+
+
+def is_tuned(values: dict[str, Any]) -> bool:
+    """Whether a JSON object is one of `Tuned.save`, of whatever version."""
+    return str(values.get("format", "")).rpartition(" ")[0] == _FAMILY
+
+
+def tuned_fields(
+    values: dict[str, Any], path: Path, max_context: int | None, max_batch: int | None, model: Any = None
+) -> dict[str, Any]:
+    """The fields of a cache for `max_batch` sequences of `max_context` tokens (None: the largest tuned for).
+
+    `values` is the object read from `path`; an adapter's place is taken relative to that file. The row is `nearest`'s.
+    `memory` is the row's share of the budget: for as many sequences as are asked for or tuned for in that row,
+    whichever is more, and never more than was tuned for.
+
+    Raises `ConfigError`: another version, damaged, or made for another model than `model`; the field that differs is
+    named.
+    """
+    if values["format"] != FORMAT:
+        raise ConfigError(
+            f"config: {str(path)!r} has the format {shown(repr(values['format']))} and this library reads {FORMAT!r}: "
+            "tune again"
+        )
+    try:
+        if model is not None:
+            _check_model(values["model"], path, model)
+        for row in values["rows"]:
+            _check_counts(batch=row["batch"], context=row["context"])
+        context = values["max_context"] if max_context is None else max_context
+        batch = values["max_batch"] if max_batch is None else max_batch
+        row = nearest(values["rows"], batch, context)
+        _check_counts(max_batch=values["max_batch"], memory=values["memory"])
+        fields = dict(row["fields"])
+        if fields.get("adapter") is not None:
+            fields["adapter"] = str(path.parent / fields["adapter"])
+        sequences = min(values["max_batch"], max(batch, row["batch"]))
+        memory = values["memory"] * sequences // values["max_batch"]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"config: {str(path)!r} is not what tuning wrote ({error!r}): tune again") from error
+    return {**fields, "memory": memory, "max_context": context, "max_batch": batch}
+
+
+def _check_counts(**values: Any) -> None:
+    """Raises `TypeError` unless they are numbers that can be computed with."""
+    for name, value in values.items():
+        if type(value) is not int or not 0 < value < 2**63:
+            raise TypeError(f"{name} is {shown(repr(value))}")
+
+
+def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:
+    """The row for (batch, context), or else the nearest: the one with the smallest |log2 of the ratio of the batches| +
+    |log2 of the ratio of the contexts|, among those whose context is no shorter where there are any (a shorter one's
+    compact keys would not fit the budget); of equals the one for more sequences."""
+    if not isinstance(batch, int) or not isinstance(context, int) or min(batch, context) < 1:
+        raise ConfigError(
+            f"max_batch and max_context must be whole numbers of at least 1, got {batch!r} and {context!r}"
+        )
+    if not rows:
+        raise IndexError("no rows")
+    longer = [row for row in rows if row["context"] >= context] or rows
+
+    def distance(row: dict[str, Any]) -> tuple[float, int]:
+        apart = abs(math.log2(row["batch"] / batch)) + abs(math.log2(row["context"] / context))
+        return round(apart, 9), -row["batch"]
+
+    return min(longer, key=distance)
+
+
+def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
+    for name, value in fingerprint(model).items():
+        if made_for.get(name) != value:
+            raise ConfigError(
+                f"config: {str(path)!r} was tuned for another model: {name} is {value}, the tuned one's is "
+                f"{shown(made_for.get(name))}; tune for this model"
+            )
+
+
+# What a cache within a budget is checked by, and tells
+
+def check_budget(config: OffloadConfig, model: PreTrainedModel, plan: Callable[..., MemoryPlan]) -> None:
+    """Raises `BudgetError` where a configuration names a budget and limits that do not go together. `plan`: of the
+    class of the cache."""
+    memory, context, batch = config.memory, config.max_context, config.max_batch
+    if memory is None or context is None or batch is None:
+        return
+    peak = plan(Geometry.of(model), config, context, batch).peak_bytes
+    if peak > parse_size(memory, "memory"):
+        raise BudgetError(
+            f"memory is {parse_size(memory):,} bytes, and {batch} x {context:,} tokens can take {peak:,} with "
+            "these fields: give as much, or let for_budget() choose the fields"
+        )
+
+
+def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str]) -> list[str]:
+    """What there is to say of a plan, whatever the method: a slower prefill, and that no cache is needed. `given`: the
+    fields that the user chose."""
+    slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
+    return [note for note in (slow, plan.needless) if note is not None]

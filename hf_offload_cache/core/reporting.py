@@ -1,0 +1,41 @@
+"""What a cache tells its report."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..model.place import untested
+from ..report.report import CacheReport
+
+
+def report_of(cache: Any) -> CacheReport:
+    """What `cache` did since construction or `reset`, and what it holds now."""
+    storage, offloaded = cache.storage, cache.offloaded
+    states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(offloaded)}
+    for layer in offloaded:
+        states[layer.state] += 1
+    return CacheReport.of(
+        cache=type(cache).__name__,
+        tokens=cache.tokens,
+        full_kv_bytes=sum(layer.full_bytes for layer in offloaded) + cache.contents.kept_bytes(),
+        memory_bytes=cache.memory_bytes,  # before the account's peak is read
+        account=storage.account,
+        disk_bytes=cache.disk_bytes,
+        replica_bytes=sum(layer.replica_bytes for layer in offloaded if layer.is_initialized),
+        counters=storage.counters,
+        stores=storage.stores,
+        store=storage.description,
+        layers=states,
+        warnings=[*cache.warnings, *_notes(cache)],
+    )
+
+
+def _notes(cache: Any) -> list[str]:
+    """What a user should know about how the cache runs here."""
+    notes = [] if (newer := untested()) is None else [newer]
+    if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+    if (failure := cache.storage.timeline.failure) is not None:
+        notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
+    return notes
