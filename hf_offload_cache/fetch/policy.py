@@ -86,14 +86,6 @@ class FirstIn:
         self._order = np.concatenate([self._order[~chosen[self._order]], slots])
 
 
-class LeastRecent(FirstIn):
-    """Least recently used: a slot that was wanted again counts as filled anew."""
-
-    def used(self, slots: np.ndarray) -> None:
-        _, last = np.unique(slots[::-1], return_index=True)
-        self._behind(slots[np.sort(len(slots) - 1 - last)])
-
-
 class MostUsed:
     """The access-frequency table (LeoAM, section 4.3): what was wanted most often lately stays.
 

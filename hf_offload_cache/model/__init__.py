@@ -23,5 +23,4 @@ from .seam import Attachable as Attachable
 from .seam import Seam as Seam
 from .stream_attention import attend_block as attend_block
 from .stream_attention import attend_block_reference as attend_block_reference
-from .stream_attention import stream_attention_reference as stream_attention_reference
 from .weights import SAMPLE as SAMPLE

@@ -60,10 +60,9 @@ class SpecEntries(SpecPlan):
         return self._reads.bring(self.fetcher, self.history, absent)
 
     def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """The tokens that have most of these shares."""
+        """The tokens that have most of these shares, of which those in memory count four times."""
         assert self.predictor is not None
-        held = self._held().entries.tokens if self.config.selection == "default" else None
-        return self.predictor.most(shares, visible, self.config.chosen, held)
+        return self.predictor.most(shares, visible, self.config.chosen, self._held().entries.tokens)
 
     def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
         """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""

@@ -195,13 +195,17 @@ class SpecLayer(SpecEntries):
         output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
         if shared:
-            *before, following = shared
-            # a token wants much of what the one before did, or what follows that: heads that copy
-            for one in before if config.selection == "default" else ():
-                following += one
-                following[..., 1:] += one[..., :-1]
-            return output, replaced, self._wanted(following, visible)
+            return output, replaced, self._wanted(self.shares_of(shared), visible)
         return output, replaced, None
+
+    def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
+        """By what the next step's tokens are chosen: `shares` of attention of each token of a call, its guess last. A
+        token wants much of what the one before did, or what follows that: heads that copy."""
+        *before, guess = shares
+        for each in before:
+            guess += each
+            guess[..., 1:] += each[..., :-1]
+        return guess
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
         """These entries, beside the latest ones, are attended to as they were stored by this call."""
