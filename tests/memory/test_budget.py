@@ -529,7 +529,7 @@ def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None)
         cache.selecting.watch = seen
         found = model.generate(ids, past_key_values=cache, **arguments)
         plan, report = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1), cache.report()
-        usual = cache.selecting.units(None, cache.config, 8, 0)
+        usual = cache.selecting.units(cache.config, 8, 0, usual=True)
         assert min(widest) <= usual < max(widest)
         for owner, held in (("selection", views), ("staging", areas)):
             assert max(held[at] for at, width in enumerate(widest) if width <= usual) <= plan.decode[owner]
