@@ -23,7 +23,7 @@ class LeastRecent(FirstIn):
 
     def used(self, slots: np.ndarray) -> None:
         _, last = np.unique(slots[::-1], return_index=True)
-        self._behind(slots[np.sort(len(slots) - 1 - last)])
+        self.put_last(slots[np.sort(len(slots) - 1 - last)])
 
 
 class StaticPartition(Partition):

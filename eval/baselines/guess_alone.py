@@ -16,7 +16,7 @@ class GuessAloneLayer(SpecLayer):
     def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
         return shares[-1]
 
-    def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         assert self.predictor is not None
         return self.predictor.most(shares, visible, self.config.chosen)
 

@@ -12,13 +12,15 @@ import torch
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.core import OffloadLayer, SelectiveLayer
 from hf_offload_cache.fetch import Choice
-from hf_offload_cache.history import Sealed
+from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.methods.disk_swap import (
     DiskSwapCache,
     DiskSwapConfig,
     DiskSwapLayer,
     LearntKeys,
     LowRankPredictor,
+    LowRankShared,
+    Rules,
 )
 from hf_offload_cache.model import LookAhead
 from hf_offload_cache.predictors import Query, largest, with_sinks
@@ -35,9 +37,12 @@ def _best(importance: np.ndarray, budget: int) -> Choice:
 class RandomPredictor(LowRankPredictor):
     """Draws the groups besides the sinks'."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._generator = np.random.default_rng(self._phase)
+    def __init__(
+        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, name: str,
+        adapter: torch.Tensor | None = None, phase: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(form, rows, rules, shared, name, adapter, phase)
+        self._generator = np.random.default_rng(phase)
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         drawn = self._generator.random((self.rows, self.learnt.units), dtype=np.float32)
@@ -77,18 +82,20 @@ class PaperSwapConfig(DiskSwapConfig):
 class PaperKeys(LearntKeys):
     """Compact keys in the keys' own metric: queries have no part in it."""
 
-    def _fit(self, keys: Callable[[], Any], sealed: Sealed, seen: Any, visible: torch.Tensor | None) -> None:
-        super()._fit(keys, sealed, None, visible)
+    def fit(self, keys: Callable[[], Any], sealed: Sealed, seen: Any, visible: torch.Tensor | None) -> None:
+        super().fit(keys, sealed, None, visible)
 
 
 class PaperPredictor(LowRankPredictor):
     """Ranks groups by raw scores, summed over heads, and then by the maximum in the group. The sum is linear, so one
     vector stands for all heads."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        old = self.learnt
-        self.learnt = PaperKeys(old.form, old.rows, old.rules, old._shared, old.adapter)
+    def __init__(
+        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, name: str,
+        adapter: torch.Tensor | None = None, phase: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(form, rows, rules, shared, name, adapter, phase)
+        self.learnt = PaperKeys(form, rows, rules, shared, adapter)
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         keys, group, seen = self.learnt.keys, self.form.group_size, self.learnt.seen(query)
@@ -111,7 +118,7 @@ class PaperSwapLayer(DiskSwapLayer):
     predictor_class = PaperPredictor
 
     def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
-        decided = None if guess or self._fetcher is None else self._fetcher.guess
+        decided = None if guess or self.history.records <= self.budget else self.fetcher.guess
         return super().choose(query, guess=guess, again=again) if decided is None else decided
 
     def prefetch_again(self) -> None:

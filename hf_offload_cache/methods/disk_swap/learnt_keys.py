@@ -218,7 +218,7 @@ class LearntKeys:
                 self.keys.append(part)
         elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
             seen = queries if queries.shape[2] >= LEAST_QUERIES else None
-            self._fit(keys, sealed, seen, visible)
+            self.fit(keys, sealed, seen, visible)
         if self.keys is not None and self.sinks is None and self.rules.num_sinks:
             seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
             sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
@@ -230,7 +230,7 @@ class LearntKeys:
         rank = self.rules.rank or default_rank(self.form.key_width)
         return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
 
-    def _fit(
+    def fit(
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
     ) -> None:
         """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""

@@ -59,7 +59,7 @@ class SpecEntries(SpecPlan):
         """The entries of these tokens, which are read, or were ahead."""
         return self._reads.bring(self.fetcher, self.history, absent)
 
-    def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """The tokens that have most of these shares, of which those in memory count four times."""
         assert self.predictor is not None
         return self.predictor.most(shares, visible, self.config.chosen, self._held().entries.tokens)

@@ -188,14 +188,14 @@ class SpecLayer(SpecEntries):
                 with self.top_up.reading(self.history.device):
                     replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
-                self._want(self._wanted(shares, visible))
+                self._want(self.wanted_of(shares, visible))
                 self.collect()
                 replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
         output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
         if shared:
-            return output, replaced, self._wanted(self.shares_of(shared), visible)
+            return output, replaced, self.wanted_of(self.shares_of(shared), visible)
         return output, replaced, None
 
     def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
