@@ -12,7 +12,7 @@ import torch
 from hf_offload_cache.console import build_prompt, load_default_model, prefilled_tokens
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.registry import CACHES
-from hf_offload_cache.tuning import distance, perplexity_over, sample_ids, uncertainty
+from hf_offload_cache.tuning import distance, perplexity_over, sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
@@ -245,6 +245,13 @@ def _go_on(
         except BudgetError as error:
             row = {"refused": str(error)}
         rows.add(**key, name=name, **row)
+
+
+def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """The standard error of the logarithm of `perplexity_over`, steps taken as independent; of three tokens or more."""
+    following, cost = ids[0, 1:], torch.nn.functional.cross_entropy
+    one, other = (cost(said[:-1].float(), following, reduction="none") for said in (logits, reference))
+    return float((one - other).std() / len(following) ** 0.5)
 
 
 def _speed(

@@ -19,7 +19,7 @@ WIDER: dict[str, dict[str, Any]] = {
 FIXED = ("4-bit", "2-bit")
 """transformers' quantized caches: of a memory of their own."""
 FLOORS: dict[str, dict[str, Any]] = {
-    "random": {"cache": "disk-swap", "selection": "random"},
+    "random": {"cache": "eval.baselines.swap_variants:RandomSwapCache"},
     "window": {"cache": "window"},
 }
 """What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""

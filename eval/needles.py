@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import build_prompt, generate_answer, load_default_model
+from hf_offload_cache.registry import cache_class
 from hf_offload_cache.report import Progress
 from hf_offload_cache.tuning import bundled_prose
 
@@ -26,10 +26,11 @@ _TEMPLATE_TOKENS = 130
 METHODS: dict[str, dict[str, Any] | None] = {
     "DynamicCache": None,
     "default": {},
-    "paper": {"selection": "paper"},
-    "random": {"selection": "random"},
+    "paper": {"cache": "eval.baselines.swap_variants:PaperSwapCache"},
+    "random": {"cache": "eval.baselines.swap_variants:RandomSwapCache"},
 }
-"""Name -> fields of `DiskSwapCache`; None for transformers' own cache, which the others are compared with."""
+"""Name -> a cache (`DiskSwapCache` if none is named) and its fields; None: transformers' own, which the others are
+compared with."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,12 @@ def run(
         for index, needle in enumerate(make_needles(tokenizer, samples, tokens)):
             input_ids = build_prompt(tokenizer, needle.document, needle.question)
             for name, fields in methods.items():
-                own = fields is None
-                cache = DynamicCache(config=model.config) if own else DiskSwapCache(model, path=path, **fields)
+                if fields is None:
+                    cache: Any = DynamicCache(config=model.config)
+                else:
+                    kind = cache_class(fields.get("cache", "disk-swap"))
+                    own = {field: value for field, value in fields.items() if field != "cache"}
+                    cache = kind(model, path=path, **own)
                 try:
                     answer = generate_answer(model, tokenizer, input_ids, cache, max_new_tokens, chunk)
                 finally:

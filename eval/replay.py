@@ -39,7 +39,7 @@ def replay_shape(layers: int = REPLAY_LAYERS) -> Shape:
 def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
     """Overlap off: nothing is read ahead, and every read is waited for where it is issued.
 
-    Yields the "seconds" in the store so far. A cache that selects by look-ahead alone goes on to do so.
+    Yields the "seconds" in the store so far.
     """
     prefetcher = cache.storage.prefetcher
     original, spent = prefetcher.read, {"seconds": 0.0}
@@ -53,11 +53,10 @@ def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
 
     patched: list[tuple[Any, str]] = [(prefetcher, "read")]
     prefetcher.read = read  # type: ignore[method-assign]
-    if getattr(cache.config, "selection", "default") == "default":
-        for layer in cache.offloaded:
-            if isinstance(layer, SelectiveLayer):
-                layer.ahead = lambda choice: None  # type: ignore[method-assign]
-                patched.append((layer, "ahead"))
+    for layer in cache.offloaded:
+        if isinstance(layer, SelectiveLayer):
+            layer.ahead = lambda choice: None  # type: ignore[method-assign]
+            patched.append((layer, "ahead"))
     try:
         yield spent
     finally:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .streaming.publish import publish_context as publish_context
     from .streaming.stream_context import stream_context as stream_context
     from .tuning.calibrate import calibrate as calibrate
-    from .tuning.calibrate import calibrate_budgets as calibrate_budgets
     from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
     from .tuning.measure_caches import measure_caches as measure_caches
     from .tuning.tuner import tune as tune
@@ -49,7 +48,6 @@ _HOME = {
     "StreamReport": "report.report",
     "answer_documents": "batch.ray_data",
     "calibrate": "tuning.calibrate",
-    "calibrate_budgets": "tuning.calibrate",
     "calibrate_chunks": "tuning.calibrate_chunks",
     "detach": "model.attach",
     "measure_caches": "tuning.measure_caches",

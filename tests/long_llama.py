@@ -17,7 +17,6 @@ SPARSE: dict[str, Any] = {
     "block_tokens": 64,
     "num_selected": 40,
     "look_ahead": True,
-    "layer_budgets": "uniform",
     "reuse_capacity": 60,
     "num_sinks": 4,
     "engine": "memory",
@@ -38,8 +37,8 @@ def long_model() -> Any:
 
 
 def sparse(**fields: Any) -> DiskSwapCache:
-    """A cache whose every step chooses anew."""
-    return DiskSwapCache(long_model(), **{**SPARSE, "steps_per_selection": 1, **fields})
+    """A cache that selects."""
+    return DiskSwapCache(long_model(), **{**SPARSE, **fields})
 
 
 def dynamic() -> DynamicCache:

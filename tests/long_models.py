@@ -24,7 +24,6 @@ SPARSE: dict[str, Any] = {
     "block_tokens": 64,
     "num_selected": 32,
     "look_ahead": True,
-    "layer_budgets": "uniform",
     "rank": 8,
     "engine": "memory",
 }

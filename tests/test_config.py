@@ -69,8 +69,6 @@ def test_not_a_whole_number(field: str, value: Any) -> None:
         ("exact", 1, "bitwise"),
         ("engine", "tape", "mapped"),
         ("summary_dtype", "int4", "int8"),
-        ("selection", "best", "paper"),
-        ("selection", None, "paper"),
     ],
 )
 def test_not_one_of(field: str, value: Any, known: str) -> None:
@@ -84,7 +82,7 @@ def test_not_one_of(field: str, value: Any, known: str) -> None:
     [
         ({"block_tokens": 16, "group_size": 32}, ["block_tokens (16)", "group_size (32)"], {"block_tokens": 32}),
         ({"block_tokens": 16, "group_size": 32}, ["block_tokens=32", "group_size=16"], {"group_size": 16}),
-        ({"exact": True, "selection": "paper"}, ["exact=True", "selection", "exact=False"], {"exact": False}),
+        ({"exact": True, "adapter": "a"}, ["exact=True", "adapter", "exact=False"], {"exact": False}),
         ({"exact": "bitwise", "adapter": "a"}, ["exact='bitwise'", "adapter", "exact=False"], {"adapter": None}),
     ],
 )

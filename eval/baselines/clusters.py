@@ -3,17 +3,27 @@ section 8)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from hf_offload_cache.fetch import FirstIn, Policies
 from hf_offload_cache.history import places_within
 from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer, Partition
 
 WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""
+
+
+class LeastRecent(FirstIn):
+    """Least recently used: a slot that was wanted again counts as filled anew."""
+
+    def used(self, slots: np.ndarray) -> None:
+        _, last = np.unique(slots[::-1], return_index=True)
+        self.put_last(slots[np.sort(len(slots) - 1 - last)])
 
 
 class StaticPartition(Partition):
@@ -147,6 +157,34 @@ class UnplacedClusterCache(ClusterCache):
     """Clusters lie in the order of the sequence, as far as they have one, whatever wants them together."""
 
     layer_class = UnplacedClusterLayer
+
+
+class LeastRecentClusterLayer(ClusterLayer):
+    """See `LeastRecentClusterCache`."""
+
+    @staticmethod
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
+        return LeastRecent
+
+
+class FirstInClusterLayer(ClusterLayer):
+    """See `FirstInClusterCache`."""
+
+    @staticmethod
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
+        return FirstIn
+
+
+class LeastRecentClusterCache(ClusterCache):
+    """The page that was used longest ago gives up its slot."""
+
+    layer_class = LeastRecentClusterLayer
+
+
+class FirstInClusterCache(ClusterCache):
+    """The page that was read longest ago gives up its slot."""
+
+    layer_class = FirstInClusterLayer
 
 
 class ShuffledClusterCache(ClusterCache):

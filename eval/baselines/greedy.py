@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hf_offload_cache.streaming import Cell, Costs, Plan
@@ -76,3 +78,9 @@ class _State:
         self.left[cell] = False
         if not streams:
             self.depths[cell[0]] = cell[1] + 1
+
+
+def attended_by_all(tokens: Sequence[int], layers: int) -> np.ndarray:
+    """(chunks, layers): tokens that a query attends to in the mean, where it attends to all before it."""
+    stops = np.cumsum(np.asarray(tokens, dtype=float))
+    return np.repeat((stops - np.asarray(tokens) / 2)[:, None], layers, 1)

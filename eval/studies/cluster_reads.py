@@ -24,8 +24,8 @@ USUAL: dict[str, dict[str, Any]] = {
     IN_SEQUENCE: {"cache": "eval.baselines.clusters:UnplacedClusterCache", "reuse_capacity": 0},
     ANYWHERE: {"cache": "eval.baselines.clusters:ShuffledClusterCache", "reuse_capacity": 0},
     ALIGNED: _HALF,
-    LRU: {**_HALF, "replacement": "lru"},
-    FIFO: {**_HALF, "replacement": "fifo"},
+    LRU: {**_HALF, "cache": "eval.baselines.clusters:LeastRecentClusterCache"},
+    FIFO: {**_HALF, "cache": "eval.baselines.clusters:FirstInClusterCache"},
 }
 """Without slots, where clusters lie; with slots for half of what a step attends to, which pages give theirs up."""
 

@@ -23,7 +23,7 @@ from hf_offload_cache.registry import cache_class
 from ..baselines.in_memory import IN_MEMORY
 
 LATEST = QUERIES_SEEN
-"""Queries of the prompt's end that are kept: more than a cache looks at to spread its budget over layers."""
+"""Queries of the prompt's end that are kept: as many as the compact keys' coding looks at."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.baselines.greedy import potential_aware
-from hf_offload_cache.streaming import Costs, Line, Plan, attended_by_all, bound, meet, staircase
+from eval.baselines.greedy import attended_by_all, potential_aware
+from hf_offload_cache.streaming import Costs, Line, Plan, bound, meet, staircase
 
 from .common import Rows, Study, judged, main
 

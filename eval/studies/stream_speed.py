@@ -19,10 +19,11 @@ import torch
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.console import load_default_model
-from hf_offload_cache.streaming import Costs, Line, attended_by_all, meet
+from hf_offload_cache.streaming import Costs, Line, meet
 from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.tuning import sample_ids
 
+from ..baselines.greedy import attended_by_all
 from ..baselines.loaders import FromTheFront, SplitLoader, WholeChunks
 from ..bucket_server import TRACES, bucket_server, trace
 from ..busy import busy

@@ -57,14 +57,12 @@ class Filling:
     def layers(self) -> list[OffloadLayer]:
         return self._cache.offloaded
 
-    def teach(self, lessons: dict[int, Any], states: list[str], budgets: Any = None) -> None:
-        """The fitted state from where the context was made: see `Learner.lesson`; whether attention was seen to be ours
-        there; and how the total is spread over the layers, as a cache captures it. Layers that hold something learn
-        anew of it; what is of no use to them is in `refused`. Raises `ContextError`, with nothing changed."""
+    def teach(self, lessons: dict[int, Any], states: list[str]) -> None:
+        """The fitted state from where the context was made: see `Learner.lesson`; and whether attention was seen to be
+        ours there. Layers that hold something learn anew of it; what is of no use to them is in `refused`. Raises
+        `ContextError`, with nothing changed."""
         if not isinstance(lessons, dict) or not isinstance(states, list) or len(states) != len(self.layers):
             raise ContextError(f"it is not of {len(self.layers)} layers")
-        if budgets is not None and isinstance(self._cache, SelectiveCache):
-            self._cache.restore_budgets(budgets)
         self._taught = lessons, states
         self._prepare()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
+from ..errors import not_whole
 from ..memory.fit import LOST_BY, Search, fit_selective
 from ..memory.plan import LayerPlan, Planned
 from ..model.geometry import Geometry
@@ -289,19 +290,11 @@ class SelectiveCache(OffloadCache):
         super().freeze()
 
     def capture(self) -> dict[str, Any]:
-        return {**super().capture(), "budgets": None if self.selecting is None else self.selecting.capture()}
+        return {**super().capture(), "padded": self.selecting is not None and self.selecting.padded}
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
-        if tree["budgets"] is not None:
-            self.restore_budgets(tree["budgets"])
-
-    def restore_budgets(self, tree: Any) -> None:
-        """Spread the total over the layers as `capture` found it."""
-        if self.selecting is not None:
-            self.selecting.restore(tree, measured=self.measures_budgets)
-
-    @property
-    def measures_budgets(self) -> bool:
-        """Layers' budgets are measured, so that captured ones go on."""
-        return False
+        if not isinstance(tree["padded"], bool):
+            raise not_whole("the cache", f"padded is {tree['padded']!r:.80}")
+        if self.selecting is not None and tree["padded"]:
+            self.selecting.see_padding()

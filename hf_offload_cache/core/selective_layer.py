@@ -231,7 +231,7 @@ class SelectiveLayer(OffloadLayer):
         assert selecting is not None
         held, group = self.held, self.history.form.group_size
         if self._budget[:2] != (selecting.version, held):
-            self._budget = selecting.version, held, selecting.units(self.layer_idx, self.config, group, held)
+            self._budget = selecting.version, held, selecting.units(self.config, group, held)
         return self._budget[2]
 
     def can_choose(self) -> bool:
@@ -285,7 +285,7 @@ class SelectiveLayer(OffloadLayer):
         """How many `make_tiers` is to make now; where that changes, tiers are made anew."""
         history, selecting = self.history, self.selecting
         assert selecting is not None
-        return history.rows * selecting.slots(self.layer_idx, self.config, history.form.group_size, history.records)
+        return history.rows * selecting.slots(self.config, history.form.group_size, history.records)
 
     @property
     def fetcher(self) -> Fetcher:
@@ -302,7 +302,7 @@ class SelectiveLayer(OffloadLayer):
                 self.drop_fetcher()
                 made = self.make_tiers(capacity), 0, self.layer_idx, selecting.looks, self.make_link()
                 self._fetcher = Fetcher(self.shared.storage, selecting.areas, *made)
-            most = self.most_records(self.config, group, selecting.units(None, self.config, group, self.held))
+            most = self.most_records(self.config, group, selecting.units(self.config, group, self.held, usual=True))
             self._fetcher.most_records, self._fetcher.read_at_once = most, self.read_at_once(most)
             self._capacity, self._made_for = capacity, made_for
             self.shared.books_changed = True

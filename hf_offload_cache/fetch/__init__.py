@@ -11,7 +11,6 @@ from .fetcher import Fetcher as Fetcher
 from .policy import AlignedWith as AlignedWith
 from .policy import ClusterAligned as ClusterAligned
 from .policy import FirstIn as FirstIn
-from .policy import LeastRecent as LeastRecent
 from .policy import MostUsed as MostUsed
 from .policy import Policies as Policies
 from .policy import Policy as Policy

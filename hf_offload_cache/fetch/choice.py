@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,20 +33,6 @@ class Choice:
     def all_of(cls, rows: int, count: int) -> Choice:
         """Units 0 to `count` - 1 in every row."""
         return cls(np.broadcast_to(np.arange(count), (rows, count)))
-
-    def of_rows(self, rows: np.ndarray) -> Choice:
-        """Row i is what row `rows[i]` is here."""
-        others = (None if one is None else one[rows] for one in (self.keep, self.importance, self.records))
-        return Choice(self.units[rows], *others)
-
-    def with_rows(self, rows: Sequence[int], anew: Choice) -> Choice:
-        """Row `rows[i]` is row i of `anew`, which is as wide, and of whole units as this one; the others stay."""
-        units, importance = self.units.copy(), None
-        units[rows] = anew.units
-        if self.importance is not None and anew.importance is not None:
-            importance = self.importance.copy()
-            importance[rows] = anew.importance
-        return Choice(units, importance=importance)
 
     @classmethod
     def union(cls, choices: list[Choice], most: int) -> Choice:

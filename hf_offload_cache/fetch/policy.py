@@ -66,7 +66,7 @@ class FirstIn:
         used[in_use] = True
         slots = order[~used[order]][: records.size]
         if slots.size:
-            self._behind(slots)
+            self.put_last(slots)
         return np.arange(records.size - slots.size, records.size), slots
 
     def used(self, slots: np.ndarray) -> None:
@@ -80,18 +80,11 @@ class FirstIn:
         chosen[slots] = True
         self._order = np.concatenate([slots, self._order[~chosen[self._order]]])
 
-    def _behind(self, slots: np.ndarray) -> None:
+    def put_last(self, slots: np.ndarray) -> None:
+        """Let these slots be the last to be filled anew."""
         chosen = np.zeros(self._order.size, dtype=bool)
         chosen[slots] = True
         self._order = np.concatenate([self._order[~chosen[self._order]], slots])
-
-
-class LeastRecent(FirstIn):
-    """Least recently used: a slot that was wanted again counts as filled anew."""
-
-    def used(self, slots: np.ndarray) -> None:
-        _, last = np.unique(slots[::-1], return_index=True)
-        self._behind(slots[np.sort(len(slots) - 1 - last)])
 
 
 class MostUsed:

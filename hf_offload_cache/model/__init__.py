@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .seam import Seam as Seam
     from .stream_attention import attend_block as attend_block
     from .stream_attention import attend_block_reference as attend_block_reference
-    from .stream_attention import stream_attention_reference as stream_attention_reference
     from .weights import SAMPLE as SAMPLE
 
 _HOME = {
@@ -57,7 +56,6 @@ _HOME = {
     "release": "attach",
     "seen_before": "masks",
     "shown": "masks",
-    "stream_attention_reference": "stream_attention",
 }
 
 

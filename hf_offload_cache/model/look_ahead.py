@@ -262,11 +262,9 @@ class LookAhead:
     Args:
         account: where the copies are booked, as "look-ahead". What does not fit its budget is not kept, and nothing is
             guessed of it.
-        source: "attended": the residual stream after the previous layer's attention; "input": before it (the paper's).
     """
 
-    def __init__(self, account: MemoryAccount, source: str = "attended") -> None:
-        self.source = source
+    def __init__(self, account: MemoryAccount) -> None:
         self.sights: dict[int, Sight] = {}
         self._account = account
         self._held = 0
@@ -346,10 +344,9 @@ class LookAhead:
         if sight.watchers.find() is not None:
             return None
         with torch.no_grad():
-            if self.source == "attended":
-                if adds is not None:
-                    attention_output = adds(attention_output)
-                hidden = hidden + attention_output[:, -1:].to(hidden.device)
+            if adds is not None:
+                attention_output = adds(attention_output)
+            hidden = hidden + attention_output[:, -1:].to(hidden.device)
             return sight.recipe.query(block, attention, hidden, rotary)
 
     def end_step(self) -> None:

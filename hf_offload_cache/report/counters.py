@@ -27,8 +27,6 @@ class Counters:
     """Of what predictors looked at before they chose."""
     tokens_visible: int = 0
     tokens_attended: int = 0
-    mass_captured: float = 0.0
-    mass_steps: int = 0
     stall_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0

@@ -185,8 +185,6 @@ class CacheReport:
     """What unpacking them took, on the model's thread."""
     look_bytes: int
     """Of `bytes_read`, what was read to choose by alone: abstracts of chunks that lie on the disk."""
-    captured_mass: float | None
-    """With `target_mass`: the share of attention mass that steps are estimated to have attended to, on the mean."""
     stall_seconds: float
     """Waits, corrective reads and faulting gathers."""
     decode_steps: int
@@ -231,7 +229,6 @@ class CacheReport:
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
             unpack_seconds=counters.unpack_seconds,
             look_bytes=counters.look_bytes,
-            captured_mass=_ratio(counters.mass_captured, counters.mass_steps),
             stall_seconds=counters.stall_seconds,
             decode_steps=counters.decode_steps,
             decode_seconds=counters.decode_seconds,
@@ -265,7 +262,6 @@ class CacheReport:
             "tokens attended": share_text(self.selected_fraction),
             "of what was read, in 4 bits": share_text(self.compressed_fraction)
             + (f", unpacked in {self.unpack_seconds:.3f} s" if self.compressed_fraction else ""),
-            "attention mass, estimated": share_text(self.captured_mass),
             "decode": f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
             + (f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s a sequence)" if self.decode_seconds else ""),
             "time waited": f"{self.stall_seconds:.3f} s, of it in decode steps {self.decode_stall_seconds:.3f} s"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .plan import Costs as Costs
     from .plan import Line as Line
     from .plan import Plan as Plan
-    from .plan import attended_by_all as attended_by_all
     from .plan import bound as bound
     from .plan import meet as meet
     from .plan import staircase as staircase
@@ -66,7 +65,6 @@ _HOME = {
     "StreamObject": "stream_manifest",
     "Teacher": "teacher",
     "attend_blocks": "sparse_prefill",
-    "attended_by_all": "plan",
     "binding": "stream_manifest",
     "bound": "plan",
     "digest": "stream_manifest",

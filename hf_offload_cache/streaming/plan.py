@@ -69,7 +69,7 @@ class Costs:
         """Of chunks of so many `tokens`, whose columns take what `line` says.
 
         Args:
-            attended: (chunks, layers), tokens that a query attends to in the mean (`attended_by_all`).
+            attended: (chunks, layers), tokens that a query attends to in the mean.
             nbytes: (chunks, layers), of what is streamed.
             bandwidth: bytes a second.
             decoded: seconds that decoding takes, a cell.
@@ -78,12 +78,6 @@ class Costs:
         lengths = np.asarray(tokens, dtype=float)[:, None]
         computed = line.seconds(lengths, attended) / attended.shape[1]
         return cls(computed, computed * projected, nbytes / bandwidth + decoded)
-
-
-def attended_by_all(tokens: Sequence[int], layers: int) -> np.ndarray:
-    """(chunks, layers): tokens that a query attends to in the mean, where it attends to all before it."""
-    stops = np.cumsum(np.asarray(tokens, dtype=float))
-    return np.repeat((stops - np.asarray(tokens) / 2)[:, None], layers, 1)
 
 
 @dataclass(frozen=True)

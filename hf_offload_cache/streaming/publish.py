@@ -252,7 +252,7 @@ class _Publishing:
             if predictor is not None and (lesson := predictor.lesson()) is not None:
                 lessons[layer.layer_idx] = lesson
         states = [layer.state for layer in cache.offloaded]
-        return {"lessons": lessons, "states": states, "budgets": cache.capture().get("budgets")}
+        return {"lessons": lessons, "states": states}
 
     def _active(self, ids: torch.Tensor, mass: float) -> StreamObject | None:
         cache = self._cache

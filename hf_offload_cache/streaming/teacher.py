@@ -66,7 +66,5 @@ class Teacher:
         self.sparse = SparsePrefill(blocks, self._cache.warn)
 
     def _teach(self, tree: Any) -> None:
-        lessons, budgets = {}, None
-        if self._of_use:
-            lessons, budgets = tree["lessons"], tree["budgets"]
-        self._filling.teach(lessons, tree["states"], budgets)
+        lessons = tree["lessons"] if self._of_use else {}
+        self._filling.teach(lessons, tree["states"])

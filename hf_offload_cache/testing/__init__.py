@@ -4,6 +4,7 @@ stores that misbehave on purpose.
 Importing this needs no pytest; running `StoreTests` or `FreezableStoreTests` does.
 """
 
+from .attention import stream_attention_reference as stream_attention_reference
 from .freezable_store_tests import FreezableStoreTests
 from .histories import HistoryTests
 from .predictors import PredictorTests

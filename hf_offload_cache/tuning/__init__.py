@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .by_trial import distance as distance
     from .by_trial import divergence as divergence
     from .by_trial import perplexity_over as perplexity_over
-    from .by_trial import uncertainty as uncertainty
-    from .calibrate import calibrate_budgets as calibrate_budgets
     from .grid import bundled_prose as bundled_prose
     from .grid import bundled_text as bundled_text
     from .grid import sample_ids as sample_ids
@@ -62,7 +60,6 @@ _HOME = {
     "along": "tables",
     "bundled_prose": "grid",
     "bundled_text": "grid",
-    "calibrate_budgets": "calibrate",
     "compare_plans": "which_cache",
     "distance": "by_trial",
     "divergence": "by_trial",
@@ -77,7 +74,6 @@ _HOME = {
     "shape_of": "which_cache",
     "together": "measure_caches",
     "two_blocks": "synthetic",
-    "uncertainty": "by_trial",
     "windows": "grid",
     "without_seams": "measure_caches",
 }

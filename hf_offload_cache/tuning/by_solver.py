@@ -147,7 +147,7 @@ def _rest(
     """By group size that fits: the fields that the solver does not decide, the user's, and queues and buffers as large
     as the budget allows. Raises `BudgetError` where none fits."""
     found, refusals = {}, []
-    names = ("write_queue", "block_tokens", "num_recent", "layer_budgets", "summary_dtype")
+    names = ("write_queue", "block_tokens", "num_recent", "summary_dtype")
     for size in limits.group_sizes:
         given = {"look_ahead": None, **fields}
         given |= {"num_selected": limits.num_selected, "group_size": size}

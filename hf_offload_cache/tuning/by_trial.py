@@ -47,13 +47,6 @@ def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Te
     return float((losses[0] - losses[1]).exp())
 
 
-def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float:
-    """The standard error of the logarithm of `perplexity_over`, steps taken as independent; of three tokens or more."""
-    following, cost = ids[0, 1:], torch.nn.functional.cross_entropy
-    one, other = (cost(said[:-1].float(), following, reduction="none") for said in (logits, reference))
-    return float((one - other).std() / len(following) ** 0.5)
-
-
 # One text, what an exact cache says behind it, and how near and how fast another cache comes to that
 
 LEAD, RECITED = 8, 16

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..methods.abstract_tree.cache import AbstractTreeCache
-from ..methods.abstract_tree.config import SIZES, best_size, expected_judged, judged_by_equation_2
+from ..methods.abstract_tree.config import SIZES, best_size, expected_judged
 from ..methods.abstract_tree.layer import AbstractTreeLayer
 from ..methods.abstract_tree.predictor import bounds, front, likely, standing
 from ..model.place import inner_model
@@ -26,7 +26,7 @@ class ChunkSizes:
     tokens: int
     """Tokens a text, as a mean."""
     density: tuple[float, ...]
-    """Share of the tokens that a step attends to, which the paper's equation (2) takes."""
+    """Share of the tokens that a step attends to."""
     left_open: tuple[dict[int, float], ...]
     """By tokens a chunk: share of the chunks that bounds leave open."""
     opened: tuple[dict[int, float], ...]
@@ -37,16 +37,14 @@ class ChunkSizes:
     def __str__(self) -> str:
         sizes = sorted(self.opened[0], reverse=True)
         lines = [
-            f"judged of {self.tokens:,} tokens: by the paper's equation (2) / chunks and twice those that are opened "
-            f"(share that bounds leave open)",
-            "layer  density  " + "".join(f"{f'{size} a chunk':>24}" for size in sizes) + "    best",
+            f"judged of {self.tokens:,} tokens: chunks, and twice those that are opened (share that bounds leave open)",
+            "layer  density  " + "".join(f"{f'{size} a chunk':>16}" for size in sizes) + "    best",
         ]
         for layer, (density, shares, best) in enumerate(zip(self.density, self.opened, self.sizes, strict=True)):
             cells = []
             for size in sizes:
-                paper = judged_by_equation_2(max(1, self.tokens // size), self.tokens, density)
-                own = expected_judged(size, self.tokens, shares)
-                cells.append(f"{f'{paper:,.0f} / {own:,.0f} ({self.left_open[layer][size]:.2f})':>24}")
+                judged = expected_judged(size, self.tokens, shares)
+                cells.append(f"{f'{judged:,.0f} ({self.left_open[layer][size]:.2f})':>16}")
             lines.append(f"{layer:5}  {density:7.2f}  " + "".join(cells) + f"{best:8}")
         return "\n".join(lines)
 

@@ -109,11 +109,9 @@ class Reader:
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
         fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
         fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summaries}
-        fields["steps_per_selection"] = 1  # what is reused is told by steps that choose
         with self._cache_class(
-            self._model, group_size=group_size, reuse_capacity=0, layer_budgets="uniform", look_ahead=False,
-            engine="memory", **fields,
-        ) as cache:  # fmt: skip
+            self._model, group_size=group_size, reuse_capacity=0, look_ahead=False, engine="memory", **fields
+        ) as cache:
             own = {layer.layer_idx: layer for layer in cache.offloaded}
             for layer in layers:
                 fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.whole(), observed(layer))

@@ -162,7 +162,7 @@ def measure_model(
             on_step(done / sum(weights), f"{batch} x {context:,} tokens, {size_field} {size}, reuse {capacity}")
             share = (deadline - time.perf_counter()) * weight / (sum(weights) - done) if sum(weights) > done else 0.0
             fields: dict[str, Any] = {"reuse_capacity": capacity, size_field: size, "group_size": group_size}
-            fields |= {"engine": "memory", "layer_budgets": "uniform", "look_ahead": True}
+            fields |= {"engine": "memory", "look_ahead": True}
             own = dataclasses.replace(settings, **fields)
             found.append(_block_time(twin, clock, cache_class, own, form, batch, context, share))
             done += weight

@@ -1,6 +1,6 @@
 """What tuning looks up (KVSwap, appendix A.1 and A.3): two tables of the model, two profiles of the machine.
 
-Plain numbers that go to JSON and back; nothing here measures.
+Plain numbers that go to JSON; nothing here measures.
 """
 
 from __future__ import annotations
@@ -8,22 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 
 class _Plain:
-    """To JSON and back by field name."""
+    """To JSON by field name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also after JSON. Raises `TypeError` for other fields."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,6 @@ class ReuseTable(_Plain):
     def rate(self, group_size: int, capacity: float) -> float:
         """The mean rate at a capacity (tokens), between two measured ones in proportion; beyond the last, the last."""
         return float(np.interp(capacity, self.capacities, self.mean[group_size]))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        named = {name: value for name, value in values.items() if name != "capacities"}
-        by_size = {name: {int(size): row for size, row in table.items()} for name, table in named.items()}
-        return cls(capacities=values["capacities"], **by_size)
 
 
 @dataclass(frozen=True)
@@ -103,10 +92,6 @@ class IoProfile(_Plain):
         last."""
         size = self.record_bytes[group_size]
         return max(0.0, along([0, *self.counts[size]], np.array([0.0, *self.seconds[size]]), records).item())
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{name: {int(key): value for key, value in table.items()} for name, table in values.items()})
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,6 @@ def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
             ) from None
     if not solved:
         return measured.config_class.load(None, fields)
-    if fields.get("selection", "default") == "random":
-        raise ConfigError('selection="random" has nothing to tune: leave it out')
     if fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
     settings = measured.config_class.load(None, fields)

@@ -50,7 +50,7 @@ ROOM = 3 * 2**30
 """Address space that they may have: reserved memory that nobody touches is in it."""
 
 CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "disk-swap": (DiskSwapCache, {"steps_per_selection": 4, "rank": None, "layer_budgets": "measured"}),
+    "disk-swap": (DiskSwapCache, {"rank": None}),
     "disk-swap-rank": (DiskSwapCache, {}),
     "cluster": (ClusterCache, {}),
     "spec": (SpecCache, {"rank": None}),
@@ -329,7 +329,7 @@ def test_what_a_changed_linear_state_does(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_offload_cache.methods.disk_swap.kept_choice.is_tensor", lambda *_, **__: True)
+    monkeypatch.setattr("hf_offload_cache.methods.disk_swap.coding.is_tensor", lambda *_, **__: True)
     assert faults(fuzzed("disk-swap", tmp_path, 2, seed=1, each=True), PEAK)
 
 

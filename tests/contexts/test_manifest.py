@@ -454,8 +454,8 @@ LAYERS: dict[str, Change] = {
     "history none": put(*HISTORY, value=None),
     "state unknown": put("layer", "state", value="whatever"),
     "state a list": put("layer", "state", value=[1]),
-    "no summary entry": drop("layer", "summary"),
-    "summary a number": put("layer", "summary", value=5),
+    "no summary entry": drop("layer", "predictor", "summary"),
+    "summary a number": put("layer", "predictor", "summary", value=5),
     "compact keys flat": lambda tree: _summary(tree, keys=lambda keys: keys.reshape(-1)),
     "compact keys of whole numbers": lambda tree: _summary(tree, keys=lambda keys: keys.to(torch.int64)),
     "compact keys of booleans": lambda tree: _summary(tree, keys=lambda keys: keys.to(torch.bool)),
@@ -464,23 +464,20 @@ LAYERS: dict[str, Change] = {
         tree, keys=lambda keys: keys[:, :, :0], adapter=lambda adapter: adapter[:, :, :0]
     ),
     "compact keys too few": lambda tree: _summary(tree, keys=lambda keys: keys[:, :-8]),
-    "compact keys none": put("layer", "summary", "keys", value=None),
+    "compact keys none": put("layer", "predictor", "summary", "keys", value=None),
     "adapter flat": lambda tree: _summary(tree, adapter=lambda adapter: adapter.reshape(-1)),
     "adapter of whole numbers": lambda tree: _summary(tree, adapter=lambda adapter: adapter.long()),
     "projection of queries of another shape": lambda tree: _summary(tree, queries=lambda queries: queries[:1]),
     "projection of queries of whole numbers": lambda tree: _summary(tree, queries=lambda queries: queries.long()),
-    "projection of queries a number": put("layer", "summary", "queries", value=3),
+    "projection of queries a number": put("layer", "predictor", "summary", "queries", value=3),
     "scale of another shape": lambda tree: _summary(tree, scale=lambda scale: scale[:-1]),
     "scale of whole numbers": lambda tree: _summary(tree, scale=lambda scale: scale.long()),
-    "scale none": put("layer", "summary", "scale", value=None),
-    "fitted_at a string": put("layer", "fitted_at", value="now"),
-    "fitted_at none": put("layer", "fitted_at", value=None),
-    "measured_at a list": put("layer", "measured_at", value=[]),
+    "scale none": put("layer", "predictor", "summary", "scale", value=None),
+    "fitted_at a string": put("layer", "predictor", "fitted_at", value="now"),
+    "fitted_at none": put("layer", "predictor", "fitted_at", value=None),
     "scaling a string": put("layer", "scaling", value="large"),
     "scaling none": put("layer", "scaling", value=None),
-    "adapter a number": put("layer", "adapter", value=3),
-    "latest queries a number": put("layer", "latest_queries", value=1),
-    "latest queries flat": put("layer", "latest_queries", value=torch.zeros(3)),
+    "adapter a number": put("layer", "predictor", "adapter", value=3),
 }
 
 
@@ -490,7 +487,7 @@ def _history(tree: Any, **changes: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 
 def _summary(tree: Any, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    summary = tree["layer"]["summary"]
+    summary = tree["layer"]["predictor"]["summary"]
     for name, change in changes.items():
         held = summary["adapter"] if summary[name] is None else summary[name]
         summary[name] = change(held).contiguous()
@@ -500,7 +497,7 @@ def _shorter(tree: Any, groups: int) -> None:
     """A layer that agrees with itself, and not with the others."""
     _history(tree, table=lambda table: table[:, :-groups])
     tree["layer"]["history"]["length"] -= 8 * groups
-    if tree["layer"]["summary"] is not None:
+    if tree["layer"]["predictor"]["summary"] is not None:
         _summary(tree, keys=lambda keys: keys[:, : -8 * groups])
 
 
@@ -509,7 +506,7 @@ def _rows(tree: Any, rows: int) -> None:
         return held[:1].expand(rows, *held.shape[1:])
 
     _history(tree, table=repeated, tail=repeated)
-    if tree["layer"]["summary"] is not None:
+    if tree["layer"]["predictor"]["summary"] is not None:
         _summary(tree, keys=repeated)
 
 
@@ -552,15 +549,8 @@ CACHE: dict[str, Change] = {
     "ids too few": lambda tree: tree.update(ids=tree["ids"][:, :-1].contiguous()),
     "ids too many": lambda tree: tree.update(ids=tree["ids"].repeat(1, 2)),
     "no ids": lambda tree: tree.update(ids=tree["ids"][:, :0]),
-    "no budgets": drop("budgets"),
-    "budgets a number": put("budgets", value=1),
-    "share a number": put("budgets", "share", value=1),
-    "share of a string": put("budgets", "share", value={0: "all"}),
-    "share huge": put("budgets", "share", value={0: 1e300}),
-    "share negative": put("budgets", "share", value={0: -1.0}),
-    "share not a number": put("budgets", "share", value={0: float("nan")}),
-    "given a list": put("budgets", "given", value=[1]),
-    "padded a string": put("budgets", "padded", value=[1]),
+    "padded is missing": drop("padded"),
+    "padded a list": put("padded", value=[1]),
 }
 
 

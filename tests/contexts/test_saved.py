@@ -219,8 +219,7 @@ def test_models_with_other_layers(name: str, case: str, exact: bool | str, tmp_p
 def test_sparse_goes_on_as_it_would_have(case: str, way: str, tmp_path: Path) -> None:
     """The same selections, to the last bit of the logits: nothing was fitted anew."""
     model = long_model()
-    fields = {**SPARSE, "steps_per_selection": 8}  # what a layer chose last is saved too
-    with DiskSwapCache(model, **fields) as cache:
+    with DiskSwapCache(model, **SPARSE) as cache:
         expected = CASES[case](model, cache, lambda cache: cache)
         assert cache.report().selected_fraction is not None and cache.report().selected_fraction < 0.9
     made: list[Any] = []
@@ -229,7 +228,7 @@ def test_sparse_goes_on_as_it_would_have(case: str, way: str, tmp_path: Path) ->
         made.append(WAYS[way](cache, tmp_path))
         return made[-1]
 
-    with DiskSwapCache(model, **fields) as cache:
+    with DiskSwapCache(model, **SPARSE) as cache:
         result = CASES[case](model, cache, between)
     assert_exact(expected, result, bitwise=True)
     assert made[-1].report().selected_fraction < 0.9

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gathers import Gathers
 from harness import PAD, SMALL, Decoded, assert_exact, generate, prompt, tiny
-from long_models import long_tiny, sparse
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import PromptError
-from hf_offload_cache.methods.disk_swap import cache as disk_swap
 
 EXACT: dict[str, Any] = {"exact": True, "engine": "memory", **SMALL}
 ALL: dict[str, Any] = {"num_selected": 512, "reuse_capacity": 40, "engine": "memory", **SMALL}
@@ -23,27 +19,6 @@ MODES = pytest.mark.parametrize("fields", [EXACT, ALL, {**EXACT, "exact": "bitwi
 
 def dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config)
-
-
-@pytest.mark.parametrize("reuse", [0, 60])
-def test_measured_budgets_after_a_second_turn(
-    reuse: int, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
-) -> None:
-    """What was selected under the old budgets is read ahead into what is made for the new ones: steps go on, whether a
-    layer's budget has grown or shrunk."""
-    model = long_tiny("llama")
-    measured = iter([[12, 8, 4], [7, 9, 8]])
-    monkeypatch.setattr(disk_swap, "spread", lambda curves, mean: np.array(next(measured)))
-    with sparse(model, layer_budgets="measured", reuse_capacity=reuse) as cache, torch.no_grad():
-        for turn, widths in enumerate(([13, 9, 5], [8, 10, 9])):
-            model(prompt(model, 2, 640, turn), past_key_values=cache)
-            for token in prompt(model, 2, 6, 20 + turn).split(1, 1):
-                assert model(token, past_key_values=cache).logits.isfinite().all()
-            calls = checked_gathers.calls[-18:]
-            assert [(layer, units.shape[1]) for layer, units in calls] == list(enumerate(widths)) * 6
-        assert cache.get_seq_length() == 2 * (640 + 6)
-    assert len(checked_gathers) == 2 * 3 * 6
-    assert next(measured, None) is None
 
 
 def one_by_one(model: Any, cache: Any, mask: torch.Tensor, last: torch.Tensor) -> list[torch.Tensor]:

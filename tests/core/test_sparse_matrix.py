@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +110,15 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
 
 
 COMBINATIONS = [
-    (name, selection, engine, reuse)
+    (name, engine, reuse)
     for name in MODELS
-    for selection in ("default", "paper")
     for engine in ("memory", "direct")
     for reuse in REUSE
 ]
 THROUGHOUT = ("llama",)
 PICKED = [
-    ("default", "direct", "some"),
-    ("paper", "memory", "default"),
+    ("direct", "some"),
+    ("memory", "default"),
 ]
 """What changes of the batch run by default: one of them with each model, in turns; both with those of `THROUGHOUT`, and
 with each use of slots."""
@@ -128,23 +126,23 @@ with each use of slots."""
 
 def by_default(name: str, *fields: str) -> bool:
     if name in THROUGHOUT:
-        return fields[:2] in {picked[:2] for picked in PICKED}
+        return fields[0] in {picked[0] for picked in PICKED}
     return fields == PICKED[MODELS.index(name) % len(PICKED)]
 
 
 @pytest.mark.parametrize(
-    ("name", "selection", "engine", "reuse"),
+    ("name", "engine", "reuse"),
     [pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow) for one in COMBINATIONS],
 )
 def test_changes_of_the_batch(
-    name: str, selection: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
+    name: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
 ) -> None:
     """Three padded rows; beams' copies, repetition, selection, a crop into sealed groups, and a reset in between.
 
     Then a batch of another size without padding.
     """
     model, seen = long_tiny(name), checked_gathers
-    fields = {"selection": selection, "engine": engine, "path": tmp_path, **REUSE[reuse]}
+    fields = {"engine": engine, "path": tmp_path, **REUSE[reuse]}
     with unchanged(model), sparse(model, **fields) as cache:
         driver = Driver(model, cache)
         steps = 0
@@ -194,17 +192,8 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-IN_TURNS = {(name, ("paper", "default")[place % 2]) for place, name in enumerate(MODELS)}
-
-
-@pytest.mark.parametrize(
-    ("name", "selection"),
-    [
-        pytest.param(*one, marks=[] if one[0] in THROUGHOUT or one in IN_TURNS else pytest.mark.slow)
-        for one in itertools.product(MODELS, ("default", "paper"))
-    ],
-)
-def test_generate(name: str, selection: str, checked_gathers: Gathers) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(name: str, checked_gathers: Gathers) -> None:
     """Greedy, a left-padded batch, and beams of a padded batch, with the default reuse buffer."""
     model = long_tiny(name)
     mask = harness.padding(3, LENGTH, 101)
@@ -215,7 +204,7 @@ def test_generate(name: str, selection: str, checked_gathers: Gathers) -> None:
         (2, {"attention_mask": mask[:2], "num_beams": 3}),
     )
     for rows, options in cases:
-        with unchanged(model), sparse(model, selection=selection) as cache:
+        with unchanged(model), sparse(model) as cache:
             out = generate(model, cache, ids[:rows], max_new_tokens=6, **options)
             assert not out.logits.isnan().any()
             assert out.tokens.shape == (rows, LENGTH + 6)

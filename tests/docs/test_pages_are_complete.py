@@ -96,7 +96,7 @@ def rows_of_fields(page: str) -> dict[str, str]:
         if heads == ["field", "meaning", "default"]:
             for row in rows:
                 for field in code(row[0]):
-                    assert field not in found or field == "selection", field
+                    assert field not in found, field
                     found[field] = row[2]
     return found
 

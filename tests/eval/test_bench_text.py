@@ -44,7 +44,7 @@ def test_bench_decode_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 EVERYTHING = {"num_selected": 1024, "num_recent": 8, "group_size": 4, "engine": "memory"}
-LITTLE = {**EVERYTHING, "num_selected": 16, "reuse_capacity": 16, "steps_per_selection": 1}
+LITTLE = {**EVERYTHING, "num_selected": 16, "reuse_capacity": 16}
 
 
 def test_rows_of_all_contenders() -> None:

@@ -127,7 +127,7 @@ def test_needles_are_counted_against_the_full_cache() -> None:
 
 def test_settings_are_parsed() -> None:
     """Numbers are numbers, words are words."""
-    assert needles.parse_setting("low:rank=24,selection=paper") == ("low", {"rank": 24, "selection": "paper"})
+    assert needles.parse_setting("low:rank=24,cache=spec") == ("low", {"rank": 24, "cache": "spec"})
 
 
 def test_filled_caches_hold_the_same_context(tmp_path: Path) -> None:

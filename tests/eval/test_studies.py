@@ -27,7 +27,7 @@ from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.fetch import Choice, Fetched
 
 FIELDS: dict[str, Any] = {"num_selected": 48, "group_size": 4, "num_recent": 8, "reuse_capacity": 48, "rank": 16}
-QUALITY = ("mass", "selected", "group", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")
+QUALITY = ("mass", "rolling", "reuse", "layerwise", "needles_budget", "needles_depth")
 MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
@@ -60,17 +60,17 @@ def some_ids(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("budgets", "asked"), [("measured", False), ("measured", True), ("uniform", True)])
-def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, asked: bool, tmp_path: Path) -> None:
-    """Filled from one prefill, a cache has the summary and the budgets of its own, and gives its logits and tokens:
-    whether single steps follow at once, by budgets of the prefill's last queries, or the rest of a prompt."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, asked: bool, tmp_path: Path) -> None:
+    """Filled from one prefill, a cache has its own compact keys, and gives its own logits and tokens: whether single
+    steps follow at once, or the rest of a prompt."""
     model, ids = tiny(dtype), some_ids(700)
     for layer, factor in zip(model.model.layers, (0.1, 1, 30), strict=True):  # from dense attention to sharp
         layer.self_attn.q_proj.weight.data.mul_(factor)
     start = contexts.prefill(model, ids[:, :684])
     found = []
     for shared in (True, False):
-        with DiskSwapCache(model, path=tmp_path, layer_budgets=budgets, **FIELDS) as cache:
+        with DiskSwapCache(model, path=tmp_path, **FIELDS) as cache:
             if shared:
                 contexts.replay(cache, model, start)
             else:
@@ -79,15 +79,12 @@ def test_a_shared_prefill_is_a_contenders_own(dtype: torch.dtype, budgets: str, 
             compact = [layer.predictor.learnt.keys.capture()["keys"].clone() for layer in cache.offloaded]
             text = contexts.answer(model, Words(), cache, ids, 12) if asked else ""  # type: ignore[arg-type]
             logits = contexts.follow(model, cache, some_ids(4, seed=1))
-            selected = [layer.budget for layer in cache.offloaded]
-            found.append((selected, compact, text, logits))
+            found.append((compact, text, logits))
             assert cache.report().selected_fraction < 0.5
-    (selected, compact, text, logits), own = found
-    assert selected == own[0]
-    assert (len(set(selected)) > 1) == (budgets == "measured")
-    assert all(torch.equal(one, other) for one, other in zip(compact, own[1], strict=True))
-    assert text == own[2]
-    assert torch.equal(logits, own[3])
+    (compact, text, logits), own = found
+    assert all(torch.equal(one, other) for one, other in zip(compact, own[0], strict=True))
+    assert text == own[1]
+    assert torch.equal(logits, own[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -456,9 +453,7 @@ def test_one_of_several_plots_is_drawn(tmp_path: Path) -> None:
 # --- each study on a tiny model ----------------------------------------------------------------------------------
 
 _SMALL = {
-    "mass": ["--set", "measured:", "--set", "uniform:layer_budgets=uniform", "--memory", "none", "--tokens", "640"],
-    "selected": ["--values", "32", "600", "--tokens", "600"],
-    "group": ["--values", "2", "16", "--num-selected", "64", "--tokens", "600"],
+    "mass": ["--set", "more:num_selected=500", "--set", "less:num_selected=200", "--memory", "none", "--tokens", "640"],
     "rolling": ["--recent", "8", "1", "--tokens", "600", "--facts", "1", "--fact-tokens", "700"],
     "reuse": ["--set", "small:num_selected=64,group_size=4", "--reuse", "64", "--tokens", "600"],
     "layerwise": ["--tokens", "200"],
@@ -504,34 +499,14 @@ def test_chunks_are_compared(measured: Callable[[str], Any]) -> None:
 
 
 def test_mass_is_compared(measured: Callable[[str], Any]) -> None:
-    """Both contenders attend to a part and capture a part; the promise is the ratio of their worst layers."""
+    """Each contender attends to a part and captures a part; who attends to more captures more."""
     _, summary, rows = measured("mass")
     table = summary["contenders"]
     assert len(rows.rows) == 4
     for row in table.values():
         assert 0 < row["worst"] <= row["mass"] < 1
         assert 0 < row["attended"] < 640
-    promise = summary["must_reach"][0]
-    assert promise["measured"] == pytest.approx(table["measured"]["worst"] / table["uniform"]["worst"])
-
-
-def test_more_selected_tokens_are_nearer(measured: Callable[[str], Any]) -> None:
-    """All tokens selected capture all, up to the rounding of another kernel."""
-    table = measured("selected")[1]["contenders"]
-    assert table["32"]["mass"] < 0.99 < table["600"]["mass"] == pytest.approx(1.0)
-    assert table["32"]["kl"] > 1e-3 > table["600"]["kl"] == pytest.approx(0, abs=1e-4)
-    assert table["600"]["top1"] == 1.0
-    assert table["32"]["attended"] < table["600"]["attended"]
-
-
-def test_groups_are_compared(measured: Callable[[str], Any]) -> None:
-    """As many tokens are selected in groups of either size, beside whole groups of sinks and the tail."""
-    table = measured("group")[1]["contenders"]
-    assert list(table) == ["2", "16"]
-    for size in (2, 16):
-        beside = table[str(size)]["attended"] - 64 - -(-4 // size) * size
-        assert 32 <= beside < 32 + size
-        assert 0 < table[str(size)]["mass"] < 1
+    assert table["more"]["mass"] > table["less"]["mass"]
 
 
 def test_the_rolling_buffer_is_taken_away(measured: Callable[[str], Any]) -> None:

@@ -23,7 +23,7 @@ from hf_offload_cache.fetch import (
     Fetched,
     Fetcher,
     FirstIn,
-    LeastRecent,
+    MostUsed,
     Policy,
     SlotTier,
     Storage,
@@ -728,8 +728,8 @@ def test_the_view_is_written_to_in_any_mode(storage: Storage, first: Any, then: 
 
 
 def test_a_tier_replaces_as_its_policy_says(storage: Storage) -> None:
-    """Two are wanted again and again: least recently used keeps them, first in, first out does not."""
-    for policy, kept in ((LeastRecent, True), (FirstIn, False)):
+    """Two are wanted again and again: the most used one keeps them, first in, first out does not."""
+    for policy, kept in ((MostUsed, True), (FirstIn, False)):
         store = ReadsSeen(filled(storage))
         source = Source(store, np.arange(30)[None])
         seen = Fetcher(storage, Areas(storage.account), [tier(storage, 4, policy)], 4)

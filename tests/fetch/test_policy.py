@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.baselines.clusters import LeastRecent
 from hf_offload_cache.fetch import (
     AlignedWith,
     ClusterAligned,
     FirstIn,
-    LeastRecent,
     MostUsed,
     Policies,
     Policy,

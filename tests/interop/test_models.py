@@ -22,7 +22,6 @@ WIDE: dict[str, Any] = {**SMALL, "block_tokens": 128}
 """A history of several blocks, and not of so many that merging them takes all the time."""
 SELECTING: dict[str, Any] = {
     "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60,
-    "layer_budgets": "uniform",
 }  # fmt: skip
 """A sixteenth of a prompt with a picture."""
 

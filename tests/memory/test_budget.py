@@ -108,8 +108,8 @@ def test_kept_layers_hold_their_window() -> None:
 
 def test_a_plan_by_hand() -> None:
     """SmolLM2's shape, 768 bytes a token: groups of 16 in records of 12 KiB; a context of 1040 seals 63."""
-    config = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform",
-                            block_tokens=128, write_queue="64KiB")  # fmt: skip
+    config = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, block_tokens=128,
+                            write_queue="64KiB")  # fmt: skip
     plan = DiskSwapCache.plan(SMOL, config, 1040, 1)
     unit = 16 * 768
     selected = 4 + 2  # sinks of a padded row may lie in two groups
@@ -136,13 +136,10 @@ def test_a_plan_by_hand() -> None:
         ({"summary_dtype": "float32"}, "compact keys", 4),
         ({"rank": 20}, "adapters", 2),
         ({"num_recent": 80}, "rolling tail", 2),
-        ({"layer_budgets": (64, 192)}, "staging", 14 / 6),
-        ({"layer_budgets": "measured"}, "staging", 14 / 6),
-        ({"layer_budgets": "measured", "selection": "random"}, "staging", 1),
     ],
 )
 def test_what_a_field_costs(fields: dict[str, Any], owner: str, factor: float) -> None:
-    base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, layer_budgets="uniform")
+    base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False)
     two = Geometry(layers=SMOL.layers[:2], dtype=torch.bfloat16)
     other = DiskSwapConfig.load(base, fields)
     before, after = (DiskSwapCache.plan(two, config, 1040, 1).decode[owner] for config in (base, other))
@@ -281,7 +278,7 @@ def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_users_fields_stay() -> None:
     fields = {"num_selected": 128, "reuse_capacity": 64, "rank": 20, "look_ahead": True, "group_size": 8,
-              "num_recent": 48, "layer_budgets": "uniform", "block_tokens": 256, "write_queue": "1MiB"}  # fmt: skip
+              "num_recent": 48, "block_tokens": 256, "write_queue": "1MiB"}  # fmt: skip
     config = DiskSwapCache.fit(SMOL, 12 * 2**20, 7168, 1, fields)
     assert {name: getattr(config, name) for name in fields} == fields
     words = r"memory is 6,291,456 .*need at least [\d,]+ .*num_selected=128.*leave fields"
@@ -324,7 +321,6 @@ chosen_fields = st.fixed_dictionaries(
         "group_size": st.integers(1, 64),
         "num_sinks": st.integers(0, 70),
         "num_recent": st.integers(1, 130),
-        "layer_budgets": st.sampled_from(["measured", "uniform"]),
         "summary_dtype": st.sampled_from(["int8", "bfloat16", "float32"]),
         "engine": st.sampled_from(["direct", "mapped", "memory"]),
         "exact": st.booleans(),
@@ -516,7 +512,7 @@ def test_the_least_budget_is_kept_where_adapters_are_made_in_a_step(name: str, q
 def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None) -> None:
     """It attends to more than a step does, in the memory of the reads ahead, which go on after it; tokens are those of
     a cache without a limit, and no slot was given up for it."""
-    model, fields = tiny("llama"), {"look_ahead": look_ahead, "layer_budgets": "uniform", "group_size": 8}
+    model, fields = tiny("llama"), {"look_ahead": look_ahead, "group_size": 8}
     ids = padded_ids(700)[0][1:].repeat_interleave(2, 1)[:, :700]
     arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 6}
     with DiskSwapCache.for_budget(model, "2/5", CONTEXT, num_selected=64, **fields) as cache:
@@ -533,7 +529,7 @@ def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None)
         cache.selecting.watch = seen
         found = model.generate(ids, past_key_values=cache, **arguments)
         plan, report = cache.plan(Geometry.of(model), cache.config, CONTEXT, 1), cache.report()
-        usual = cache.selecting.units(None, cache.config, 8, 0)
+        usual = cache.selecting.units(cache.config, 8, 0, usual=True)
         assert min(widest) <= usual < max(widest)
         for owner, held in (("selection", views), ("staging", areas)):
             assert max(held[at] for at, width in enumerate(widest) if width <= usual) <= plan.decode[owner]
@@ -571,7 +567,7 @@ def test_a_prefill_may_have_more_writes_waiting_than_a_step(monkeypatch: pytest.
 def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
     """A short prompt: compact keys are first made, with all that takes, between steps that have slots."""
     model, ids = wide_keys(), padded_ids(560)[0][:1]
-    fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "look_ahead": False}
+    fields: dict[str, Any] = {"num_selected": 64, "look_ahead": False}
     with DiskSwapCache.for_budget(model, "1/2", 700, group_size=group_size, **fields) as cache, torch.no_grad():
         model(ids[:, :480], past_key_values=cache)
         for place in range(480, 560):
@@ -585,7 +581,7 @@ def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
 def test_slots_make_room_for_a_crop() -> None:
     """One that goes back into what was sealed reads a part of it again, here when no byte is free."""
     model = tiny("llama")
-    fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "uniform", "group_size": 4}
+    fields: dict[str, Any] = {"num_selected": 64, "group_size": 4}
     with DiskSwapCache.for_budget(model, "1/2", CONTEXT, **fields) as cache, torch.no_grad():
         with DiskSwapCache(model, config=cache.config, memory=None) as free:
             ids, said = padded_ids(730)[0][:1], []

@@ -20,7 +20,7 @@ from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import open_descriptors
 
-FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64, "layer_budgets": "uniform"}
+FIELDS: dict[str, Any] = {"group_size": 4, "num_recent": 8, "num_selected": 64}
 FIELDS["engine"] = "memory"
 
 

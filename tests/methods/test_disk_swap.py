@@ -17,10 +17,8 @@ from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import Step
-from hf_offload_cache.fetch import Choice
-from hf_offload_cache.methods.disk_swap import LowRankPredictor, integer_product
-from hf_offload_cache.model import AttentionCall, LookAhead
-from hf_offload_cache.predictors import Query
+from hf_offload_cache.methods.disk_swap import integer_product
+from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.testing import open_descriptors
 
 
@@ -36,14 +34,11 @@ def nothing_left() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- what is selected
 
 
-@pytest.mark.parametrize("selection", ["default", "paper", "random"])
 @pytest.mark.parametrize(("sinks", "reuse"), [(4, 60), (6, 0), (0, 12)])
-def test_every_selection_is_well_formed(
-    monkeypatch: pytest.MonkeyPatch, selection: str, sinks: int, reuse: int
-) -> None:
+def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: int, reuse: int) -> None:
     """Right size, ascending, distinct, sinks in it; and what is gathered, through slots, look-ahead and corrective
     reads, is bitwise the keys and values of those groups and of all later tokens."""
-    with sparse(selection=selection, num_sinks=sinks, reuse_capacity=reuse) as cache:
+    with sparse(num_sinks=sinks, reuse_capacity=reuse) as cache:
         with selections(monkeypatch) as seen:
             run(cache, 2, max_new_tokens=6)
         assert len(seen) == 5 * 3
@@ -81,42 +76,6 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
     agreement = [len(best & set(groups[0].tolist())) / 11 for best, (_, groups) in zip(expected, seen, strict=True)]
     assert min(agreement) >= 10 / 11  # one of two that are almost alike
     assert np.mean(agreement) > 0.95
-
-
-def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the first layer are decided before their own query is there: what is asked for is what was read."""
-    guesses: list[torch.Tensor] = []
-    chosen: list[tuple[int, bool]] = []
-    predict, select = LookAhead.predict, LowRankPredictor.select
-
-    def watched_predict(ahead: LookAhead, layer_idx: int, output: torch.Tensor) -> torch.Tensor | None:
-        guesses.append(predict(ahead, layer_idx, output))
-        return guesses[-1]
-
-    def watched_select(predictor: LowRankPredictor, query: Query, budget: int, guess: bool) -> Choice:
-        pointer = query.states.data_ptr()
-        assert guess == any(guessed is not None and pointer == guessed.data_ptr() for guessed in guesses)
-        chosen.append(([layer.predictor for layer in cache.selective].index(predictor), guess))
-        return select(predictor, query, budget, guess)
-
-    monkeypatch.setattr(LookAhead, "predict", watched_predict)
-    monkeypatch.setattr(LowRankPredictor, "select", watched_select)
-    with sparse(selection="paper", reuse_capacity=0) as cache:
-        run(cache, max_new_tokens=5)
-        assert chosen == [(0, False), (1, True), (2, True)] * 4
-        report = cache.report()
-    assert report.hit_rate == 0
-    assert report.prefetch_hit_rate == pytest.approx(2 / 3)
-
-
-def test_random_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    for _ in range(2):
-        with sparse(selection="random") as cache, selections(monkeypatch) as seen:
-            run(cache)
-            chosen.append([groups.tolist() for _, groups in seen])
-    assert chosen[0] == chosen[1]
-    assert chosen[0][0] != chosen[0][3]
 
 
 # ---------------------------------------------------------------------------------------------- the adapter's life
@@ -231,13 +190,12 @@ def padded_prompt(pad_token: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
     return prompt(long_model(), 2, LONG).masked_fill(mask == 0, pad_token), mask
 
 
-@pytest.mark.parametrize("selection", ["default", "paper", "random"])
-def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch, selection: str) -> None:
+def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tokens in padded places: the same logits, to the bit; and no group of padding alone is selected."""
     results = []
     for pad_token in (PAD, 77):
         ids, mask = padded_prompt(pad_token)
-        with sparse(selection=selection) as cache, selections(monkeypatch) as seen:
+        with sparse() as cache, selections(monkeypatch) as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert all(groups[1].min() == 101 // 4 for _, groups in seen)
             assert all(groups[0].min() == 0 for _, groups in seen)
@@ -363,10 +321,9 @@ def test_the_memory_account() -> None:
 # ---------------------------------------------------------------------------------------------- lives of a cache
 
 
-@pytest.mark.parametrize("selection", ["default", "paper", "random"])
-def test_reset_gives_a_fresh_cache(selection: str) -> None:
+def test_reset_gives_a_fresh_cache() -> None:
     """Same results, same figures as the first time, nothing held in between."""
-    with sparse(selection=selection, engine="auto") as cache:
+    with sparse(engine="auto") as cache:
         first, report = run(cache), cache.report()
         cache.reset()
         empty = cache.report()

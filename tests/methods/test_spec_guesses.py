@@ -24,6 +24,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from eval.baselines.guess_alone import GuessAloneCache
 from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
@@ -152,7 +153,7 @@ def test_the_paper_fetches_what_the_guess_wants(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(LowBitPredictor, "most", told)
     monkeypatch.setattr(MixedAttention, "attend", attended)
-    with SpecCache(model, num_selected=20, selection="paper", **SMALL) as cache:
+    with GuessAloneCache(model, num_selected=20, **SMALL) as cache:
         decoded(model, cache, prompt(model, 1, LENGTH))
     assert len(asked) == len(shares) > 10
     assert all(held is None and torch.equal(own, of) for (own, held), of in zip(asked, shares, strict=True))

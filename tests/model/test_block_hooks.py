@@ -26,9 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no look-ahead": {"look_ahead": False},
     "look-ahead": {"look_ahead": True},
     "either": {"look_ahead": None},
-    "paper": {"selection": "paper"},
 }
-WATCH = {"look-ahead", "either", "paper"}
+WATCH = {"look-ahead", "either"}
 """Those that want to be told of blocks before the first step."""
 
 
@@ -93,7 +92,7 @@ def test_they_go_with_the_last_that_wants_them(how: str) -> None:
     with unchanged(model):
         exact = cache_of(model, "exact")
         assert not hooked(model)
-        caches = [cache_of(model, "look-ahead"), cache_of(model, "paper")]
+        caches = [cache_of(model, "look-ahead"), cache_of(model, "either")]
         assert hooked(model)
         last = cache_of(model, "no look-ahead")
         caches.pop(0).close()

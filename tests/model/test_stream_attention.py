@@ -17,9 +17,9 @@ from hf_offload_cache.model import (
     attend_block_reference,
     mask_at,
     shown,
-    stream_attention_reference,
 )
 from hf_offload_cache.model.stream_attention import _efficient, _flash, stream_attention
+from hf_offload_cache.testing import stream_attention_reference
 
 
 def tensors(

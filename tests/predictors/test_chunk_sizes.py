@@ -1,23 +1,10 @@
-"""How large chunks should be: the paper's equation, and what is minimised in its place."""
+"""How large chunks should be."""
 
 from __future__ import annotations
 
 import pytest
 
-from hf_offload_cache.methods.abstract_tree import SIZES, best_size, expected_judged, judged_by_equation_2
-
-
-def test_equation_2_is_written_as_in_the_paper() -> None:
-    """m chunks of n / m tokens, log2(n / m) levels: 8 of 4 have two, with a density of .2 the second is .4 of it."""
-    assert judged_by_equation_2(8, 32, 0.2) == pytest.approx(8 * (1 + 0.4))
-    assert judged_by_equation_2(1, 32, 0.2) == pytest.approx(sum(0.4**level for level in range(5)))
-
-
-@pytest.mark.parametrize("density", [0.05, 0.1, 0.3, 0.5, 0.7, 0.9])
-def test_equation_2_is_least_at_one_chunk(density: float) -> None:
-    """Whatever the density: it cannot be meant as written."""
-    judged = {chunks: judged_by_equation_2(chunks, 1024, density) for chunks in (1, 2, 4, 16, 64, 256)}
-    assert min(judged, key=lambda chunks: judged[chunks]) == 1
+from hf_offload_cache.methods.abstract_tree import SIZES, best_size, expected_judged
 
 
 def test_what_is_judged_is_counted_split_by_split() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.methods.abstract_tree import best_tokens, front, important_tokens
+from eval.baselines.tree_variants import important_tokens
+from hf_offload_cache.methods.abstract_tree import best_tokens, front
 
 
 class Scores:

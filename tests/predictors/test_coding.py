@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compact_scores import scores_of
 
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.memory import MemoryAccount, Workspace
@@ -127,7 +128,7 @@ def test_scores_are_near_and_nearer_with_more_bytes(nbytes: int) -> None:
     assert coding.nbytes <= nbytes
     later = keys[:, :, 2000:]
     found = coded(later, coding)
-    scores = found.of_units(found.low_rank_query(query)[0], 0, np.arange(1000), 1, None)[..., 0]
+    scores = scores_of(found, found.low_rank_query(query)[0], 0, np.arange(1000), 1, None)[..., 0]
     exact = exact_scores(query, later)[0]
     left = np.square(scores - exact).mean() / exact.var()
     flat = flat_of(keys[:, :, :2000])
@@ -144,7 +145,7 @@ def test_the_mean_is_taken_off_and_comes_back() -> None:
     shifted = keys + shift[None, :, None]
     plain, other = (coded(each, coding_of(each, 8)) for each in (keys, shifted))
     scores = [
-        each.of_units(each.low_rank_query(query)[0], 0, np.arange(2000), 1, None)[..., 0] for each in (plain, other)
+        scores_of(each, each.low_rank_query(query)[0], 0, np.arange(2000), 1, None)[..., 0] for each in (plain, other)
     ]
     constant = torch.einsum("hd,hd->h", query[0], shift.repeat_interleave(HEADS // KV, 0)).numpy()
     spread = scores[0].std()
@@ -160,7 +161,7 @@ def test_components_lie_where_queries_look() -> None:
     errors = []
     for seen in (None, queries):
         found = coded(keys, coding_of(keys, 4, seen=seen))
-        scores = found.of_units(found.low_rank_query(queries[:, :, -1])[0], 0, np.arange(2500), 1, None)[..., 0]
+        scores = scores_of(found, found.low_rank_query(queries[:, :, -1])[0], 0, np.arange(2500), 1, None)[..., 0]
         errors.append(np.square(scores - exact_scores(queries[:, :, -1], keys)[0]).mean())
     assert errors[1] < 0.5 * errors[0]
 
@@ -181,7 +182,7 @@ def test_a_heavy_tail_is_measured() -> None:
     found = coded(keys, coding_of(keys, 6))
     query = torch.zeros(1, HEADS, DIM)
     query[0, 0, 0] = 1.0
-    scores = found.of_units(found.low_rank_query(query)[0], 0, np.arange(4000), 1, None)[0, :, 0]
+    scores = scores_of(found, found.low_rank_query(query)[0], 0, np.arange(4000), 1, None)[0, :, 0]
     assert scores[rare.numpy()].min() > scores[~rare.numpy()].max()
 
 
@@ -219,7 +220,7 @@ def test_padding_is_below_everything(unit_size: int) -> None:
     best, plain = (found.best_of_units(low, 1, 4, seen) for seen in (visible, None))
     assert (best[:, :2] < -1e6).all()
     assert (best[:, 3:] == plain[:, 3:]).all()
-    scores = found.of_units(low, 1, np.array([5, 2, 0]), 4, visible)
+    scores = scores_of(found, low, 1, np.array([5, 2, 0]), 4, visible)
     assert (scores[:, 2] == HIDDEN).all() and (scores[:, 1, :2] == HIDDEN).all() and (scores[:, 0] > HIDDEN).all()
     np.testing.assert_allclose(best[:, 5], scores[:, 0].max(-1), rtol=1e-5, atol=1e-4)
 
@@ -230,12 +231,12 @@ def test_scores_stay_as_they_were_said(fast: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: fast)
     found, query = coded(keys_of(1, 64), coding_of(keys_of(1, 1000), 8)), query_of(1)
     low = found.low_rank_query(query)[0]
-    first = found.of_units(low, 0, np.array([1, 2]), 4, None)
+    first = scores_of(found, low, 0, np.array([1, 2]), 4, None)
     kept = first.copy()
-    found.of_units(low, 0, np.array([7, 9]), 4, None)
+    scores_of(found, low, 0, np.array([7, 9]), 4, None)
     assert (first == kept).all()
     monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: not fast)
-    assert (found.of_units(low, 0, np.array([1, 2]), 4, None) == kept).all()
+    assert (scores_of(found, low, 0, np.array([1, 2]), 4, None) == kept).all()
 
 
 @pytest.mark.parametrize("unit_size", [1, 4])
@@ -246,7 +247,7 @@ def test_many_tokens_are_scored_some_at_a_time(unit_size: int) -> None:
     found = coded(keys, coding, account, unit_size)
     best = found.best_of_units(found.low_rank_query(query)[0], 0, 4, None)
     assert account.by_owner["scores"] == BLOCK * (coding.rank + 4 * HEADS)
-    whole = found.of_units(found.low_rank_query(query)[0], 0, np.arange(best.shape[1]), 4, None).max(-1)
+    whole = scores_of(found, found.low_rank_query(query)[0], 0, np.arange(best.shape[1]), 4, None).max(-1)
     np.testing.assert_allclose(best, whole, rtol=1e-5, atol=1e-4)
 
 
@@ -264,7 +265,7 @@ def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
         for options in ({}, {"roughly": True}, {"units": some}):
             expected, found = (each.best_of_units(low, row, 4, seen, **options) for each in (tokens, side))
             np.testing.assert_array_equal(found, expected)
-        expected, found = (each.of_units(low, row, some, 4, seen) for each in (tokens, side))
+        expected, found = (scores_of(each, low, row, some, 4, seen) for each in (tokens, side))
         np.testing.assert_array_equal(found, expected)
     for account in accounts:
         assert account.by_owner["scores"] == 2 * BLOCK * (coding.rank + 4 * HEADS)
@@ -338,7 +339,7 @@ def test_rows_pieces_truncation_and_the_account(unit_size: int) -> None:
         assert found.tokens == tokens
         for row, source in enumerate(rows):
             own, expected = (
-                each.of_units(each.low_rank_query(query)[0], place, np.arange(-(-tokens // size)), size, None)
+                scores_of(each, each.low_rank_query(query)[0], place, np.arange(-(-tokens // size)), size, None)
                 for each, place, size in ((found, row, unit_size), (whole, source, 1))
             )
             own = own.reshape(len(own), -1)[:, :tokens]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compact_scores import scores_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload_cache.memory import MemoryAccount, Workspace
@@ -28,12 +29,8 @@ WIDTH = KV * DIM
 
 
 def ranking(summary: LowRankKeys, *arguments: Any) -> torch.Tensor:
-    """The importance of (query, scaling, group size, rule, wanted, visible) as a tensor; rule "mass": the default one,
-    asked for mass."""
-    query, scaling, group, rule, wanted, *visible = arguments
-    own, mass = ("default", True) if rule == "mass" else (rule, False)
-    found = rank_units(summary, query, scaling, group, wanted, own, *visible, mass=mass)
-    return torch.from_numpy(found.importance)
+    """The importance of (query, scaling, group size, wanted, visible) as a tensor."""
+    return torch.from_numpy(rank_units(summary, *arguments).importance)
 
 
 def keys_of(batch: int, tokens: int, rank: int = WIDTH, seed: int = 0) -> torch.Tensor:
@@ -64,22 +61,17 @@ def predictor(
     return LowRankKeys(adapter, deviation, dtype, KV, keys.shape[0], account or MemoryAccount(), workspace)
 
 
-def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float, rule: str) -> torch.Tensor:
-    """(B, groups) from exact scores of every query head with its key head: attention mass, the softmax of the groups'
-    best tokens, or the paper's maximum."""
+def exact_importance(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """(B, groups) from exact scores of every query head with its key head: the softmax of the groups' best tokens."""
     scores = torch.einsum("bhd,bhtd->bht", query.double(), keys.double().repeat_interleave(HEADS // KV, 1))
-    if rule == "paper":
-        return scores.sum(1).unflatten(1, (-1, GROUP)).amax(-1)
-    if rule == "default":
-        return torch.softmax(scores.unflatten(2, (-1, GROUP)).amax(-1) * scaling, -1).sum(1)
-    return torch.softmax(scores * scaling, -1).unflatten(2, (-1, GROUP)).sum((1, 3))
+    return torch.softmax(scores.unflatten(2, (-1, GROUP)).amax(-1) * scaling, -1).sum(1)
 
 
 def all_scores(summary: LowRankKeys, query: torch.Tensor) -> torch.Tensor:
     """Scores (B, tokens, H) in units of exact ones."""
     rows = []
     for row, low in enumerate(summary.low_rank_query(query)):
-        scores = summary.of_units(low, row, np.arange(summary.tokens), 1, None)
+        scores = scores_of(summary, low, row, np.arange(summary.tokens), 1)
         rows.append(torch.from_numpy(scores[..., 0].T))
     return torch.stack(rows)
 
@@ -88,43 +80,34 @@ def query_of(batch: int, seed: int = 1) -> torch.Tensor:
     return 3 * torch.randn(batch, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("rule", ["default", "mass", "paper"])
 @pytest.mark.parametrize("tokens", [GROUP, 44, 200])
-def test_full_rank_in_float32_is_exact(rule: str, tokens: int) -> None:
+def test_full_rank_in_float32_is_exact(tokens: int) -> None:
     """Where every group is a candidate, the numbers are those of the oracle."""
     keys, query = keys_of(3, tokens), query_of(3)
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    importance = ranking(summary, query, 0.3, GROUP, rule, tokens // GROUP)
-    expected = exact_importance(query, keys, 0.3, rule)
+    importance = ranking(summary, query, 0.3, GROUP, tokens // GROUP)
+    expected = exact_importance(query, keys, 0.3)
     assert importance.shape == (3, tokens // GROUP)
     torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rule", "wanted"),
-    [
-        *[("paper", wanted) for wanted in (1, 5, 40)],
-        *[("default", wanted) for wanted in (1, 5, 40)],
-        *[("mass", wanted) for wanted in (1, 5, 40)],
-    ],
-)
-def test_the_best_are_among_the_candidates(rule: str, wanted: int) -> None:
+@pytest.mark.parametrize("wanted", [1, 5, 40])
+def test_the_best_are_among_the_candidates(wanted: int) -> None:
     """Full rank, float32, ten samples: of the groups wanted hardly one is not the oracle's."""
     shares = []
     for seed in range(10):
         keys, query = keys_of(3, 1600, seed=seed), query_of(3, seed + 10)
         summary = predictor(keys, WIDTH)
         summary.append(keys)
-        importance = ranking(summary, query, 1.0, GROUP, rule, wanted)
+        importance = ranking(summary, query, 1.0, GROUP, wanted)
         assert importance.shape == (3, 400)
-        shares.append(overlap(exact_importance(query, keys, 1.0, rule), importance, wanted))
+        shares.append(overlap(exact_importance(query, keys, 1.0), importance, wanted))
     assert sum(shares) / len(shares) >= 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["default", "paper"])
-def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
+def test_compact_types_are_near(dtype: torch.dtype) -> None:
     """Scores off by at most 3% of their spread: an 8-bit key component is off by half of 5/127 of its root mean
     square, an 8-bit query component by half of 1/127 of the largest; bf16 keeps 8 bits. The choice hardly changes."""
     keys, query = keys_of(2, 1600), query_of(2)
@@ -135,8 +118,8 @@ def test_compact_types_are_near(dtype: torch.dtype, rule: str) -> None:
     difference = (scores[0] - scores[1]).abs()
     assert difference.mean() < 0.03 * scores[0].std()
     assert difference.max() < 0.25 * scores[0].std()
-    expected = exact_importance(query, keys, 0.3, rule)
-    chosen = ranking(compact, query, 0.3, GROUP, rule, 40)
+    expected = exact_importance(query, keys, 0.3)
+    chosen = ranking(compact, query, 0.3, GROUP, 40)
     assert overlap(expected, chosen, 40) >= 0.9
 
 
@@ -151,18 +134,18 @@ def overlap(expected: torch.Tensor, found: torch.Tensor, count: int) -> float:
 def test_a_rank_that_holds_the_structure_selects_well(dtype: torch.dtype) -> None:
     """Keys of six directions in sixteen: rank six chooses as the dense oracle, rank two does not."""
     keys, query = keys_of(2, 1600, rank=6), query_of(2)
-    expected = exact_importance(query, keys, 0.3, "default")
+    expected = exact_importance(query, keys, 0.3)
     found = {}
     for rank in (2, 6):
         summary = predictor(keys, rank, dtype)
         summary.append(keys)
-        found[rank] = overlap(expected, ranking(summary, query, 0.3, GROUP, "default", 40), 40)
+        found[rank] = overlap(expected, ranking(summary, query, 0.3, GROUP, 40), 40)
     assert found[6] >= 0.85
     assert found[2] < found[6] - 0.2
 
 
 def test_heads_are_normalised_before_they_are_summed() -> None:
-    """One head with large raw scores does not drown what another one looks for; by the paper's rule it does."""
+    """One head with large raw scores does not drown what another one looks for."""
     keys = 0.01 * torch.randn(1, KV, 64, DIM, generator=torch.Generator().manual_seed(0))
     query = torch.zeros(1, HEADS, DIM)
     query[0, :, 0] = 1.0
@@ -170,9 +153,7 @@ def test_heads_are_normalised_before_they_are_summed() -> None:
     keys[0, 1, 60, 0] = 20.0  # second: the last group
     summary = predictor(keys, WIDTH)
     summary.append(keys)
-    assert int(ranking(summary, query, 1.0, GROUP, "mass", 3).argmax()) == 15
-    assert int(ranking(summary, query, 1.0, GROUP, "default", 3).argmax()) == 15
-    assert int(ranking(summary, query, 1.0, GROUP, "paper", 3).argmax()) < 8
+    assert int(ranking(summary, query, 1.0, GROUP, 3).argmax()) == 15
 
 
 def test_clipped_components_do_not_wrap() -> None:
@@ -187,18 +168,12 @@ def test_clipped_components_do_not_wrap() -> None:
 
 
 def test_the_tail_shares_the_softmax() -> None:
-    """What tokens of no group take of the attention is told apart, and missing from the groups."""
+    """What tokens of no group take of the attention is missing from the groups."""
     keys, query = keys_of(2, 240), query_of(2)
     summary = predictor(keys[:, :, :200], WIDTH)
     summary.append(keys[:, :, :200])
     last = torch.einsum("bhd,bhtd->bht", query, keys[:, :, 200:].repeat_interleave(HEADS // KV, 1)) * 0.3
-    ranking = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy(), mass=True)
-    expected = exact_importance(query, keys, 0.3, "mass")
-    assert ranking.rest is not None
-    torch.testing.assert_close(torch.from_numpy(ranking.importance).double(), expected[:, :50], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.from_numpy(ranking.rest).double(), expected[:, 50:].sum(1), rtol=1e-4, atol=1e-5)
     peaks = rank_units(summary, query, 0.3, GROUP, 50, exact=last.numpy())
-    assert peaks.rest is None
     scores = torch.einsum("bhd,bhtd->bht", query, keys.repeat_interleave(HEADS // KV, 1)) * 0.3
     best = torch.cat([scores[..., :200].unflatten(2, (-1, GROUP)).amax(-1), scores[..., 200:]], 2)
     shares = torch.softmax(best, -1).sum(1)[:, :50]

@@ -23,7 +23,6 @@ from hf_offload_cache.methods.disk_swap import (
     few_of_many,
 )
 from hf_offload_cache.predictors import Query
-from hf_offload_cache.report import Counters
 
 KV, HEADS, DIM, GROUP, UNITS, BUDGET = 2, 4, 16, 4, 200, 6
 FORM = RecordFormat.of_sizes((KV, DIM, KV, DIM), torch.float32, GROUP)
@@ -31,8 +30,8 @@ RULES = {"coded": Rules(None, 4, summary_bytes=12), "int8": Rules(torch.int8, 4,
 
 
 def predictor(kind: str, rows: int, phase: int = 0) -> LowRankPredictor:
-    counters, account = Counters(), MemoryAccount()
-    shared = LowRankShared(account, Workspace(account, "scores"), torch.Generator(), lambda: counters)
+    account = MemoryAccount()
+    shared = LowRankShared(account, Workspace(account, "scores"))
     return LowRankPredictor(FORM, rows, RULES[kind], shared, "layer 0", phase=phase)
 
 
@@ -122,7 +121,7 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
     one, free, keys = predictor("coded", 2), predictor("coded", 2), keys_of(2, 2 * UNITS)
     learn(one, keys[:, :, : UNITS * GROUP])
     chosen(one, 0)
-    one.watch(torch.zeros(2, HEADS, 40, DIM), UNITS * GROUP)
+    one.prompted()
     for each in (one, free):
         learn(each, keys)
     assert (chosen(one, 1) == chosen(free, 1)).all()

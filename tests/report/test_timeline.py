@@ -81,7 +81,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     model = tiny("llama")
     ids = prompt(model, 2, PROMPT)
-    with sparse(model, path, engine=request.param, look_ahead=True, steps_per_selection=1) as cache:
+    with sparse(model, path, engine=request.param, look_ahead=True) as cache:
         with torch.no_grad():
             for start in range(0, PROMPT, CHUNK):
                 model(input_ids=ids[:, start : start + CHUNK], past_key_values=cache)

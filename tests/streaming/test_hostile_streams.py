@@ -48,7 +48,7 @@ def published(folder: Path) -> Path:
 def load(place: Path, folder: Path, told: list[str] | None = None, lost: bool = False) -> None:
     """Load what is published there, compute the rest, and decode; what there was trouble with is in `told`. `lost`:
     some of it is of no use."""
-    fields: dict[str, Any] = {"num_selected": 64, "layer_budgets": "measured"}
+    fields: dict[str, Any] = {"num_selected": 64}
     with stream_context(str(place), long_model(), ids(), path=folder, sparse=True, silence=5, **fields) as cache:
         assert cache.get_seq_length() == CONTEXT
         report = cache.stream_report

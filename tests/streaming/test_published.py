@@ -271,8 +271,7 @@ def test_objects_that_are_damaged_are_written_again_and_no_others(
 @pytest.mark.parametrize(
     "tree",
     [
-        {"budgets": {"padded": False, "share": {}, "given": 1.5}}, {"budgets": []}, {"budgets": 3}, {"lessons": {0: 5}},
-        {"lessons": {99: {}}}, {"states": [None] * 3}, {"lessons": {0: None}, "budgets": {"padded": 1}},
+        {"lessons": {0: 5}}, {"lessons": {99: {}}}, {"states": [None] * 3}, {"lessons": {0: None}},
     ],
 )  # fmt: skip
 def test_whatever_is_said_to_be_learnt_is_an_error_with_a_name_or_none(

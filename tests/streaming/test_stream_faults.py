@@ -284,9 +284,9 @@ def test_autocast_is_of_another_type(place: Path, tmp_path: Path) -> None:
 
 WRONG: dict[str, Any] = {
     "no tree": [1, 2],
-    "no lessons": {"lessons": [], "states": ["tagged"] * 3, "budgets": None},
-    "few states": {"lessons": {}, "states": ["tagged"], "budgets": None},
-    "other fields": {"lessons": {0: {"other": 1}, 1: {}}, "states": ["tagged"] * 3, "budgets": None},
+    "no lessons": {"lessons": [], "states": ["tagged"] * 3},
+    "few states": {"lessons": {}, "states": ["tagged"]},
+    "other fields": {"lessons": {0: {"other": 1}, 1: {}}, "states": ["tagged"] * 3},
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.baselines.greedy import potential_aware
-from hf_offload_cache.streaming import Costs, Line, Plan, attended_by_all, bound, meet, staircase
+from eval.baselines.greedy import attended_by_all, potential_aware
+from hf_offload_cache.streaming import Costs, Line, Plan, bound, meet, staircase
 
 
 def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Costs:

@@ -8,7 +8,6 @@ import torch
 from examples.own_method import PageConfig, PagePredictor
 from hf_offload_cache.memory import LayerPlan, MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import LowRankPredictor, LowRankShared, Rules
-from hf_offload_cache.report import Counters
 from hf_offload_cache.testing import PredictorTests
 
 
@@ -16,9 +15,7 @@ class TestLowRankPredictor(PredictorTests):
     rules = Rules(torch.float32, PredictorTests.num_sinks, 8, reserve=PredictorTests.tokens)
 
     def make_predictor(self, rows: int, account: MemoryAccount) -> LowRankPredictor:
-        counters = Counters()
-        generator = torch.Generator().manual_seed(0)
-        shared = LowRankShared(account, Workspace(account, "scores"), generator, lambda: counters)
+        shared = LowRankShared(account, Workspace(account, "scores"))
         return LowRankPredictor(self.form, rows, self.rules, shared, "layer 0")
 
     def planned(self, context: int, rows: int) -> LayerPlan:
@@ -43,10 +40,6 @@ class TestLowRankPredictorIn8Bits(TestLowRankPredictor):
 
 class TestLowRankPredictorWithCodes(TestLowRankPredictor):
     rules = Rules(None, PredictorTests.num_sinks, summary_bytes=4, reserve=PredictorTests.tokens)
-
-
-class TestLowRankPredictorThatKeepsChoices(TestLowRankPredictor):
-    rules = Rules(None, PredictorTests.num_sinks, reserve=PredictorTests.tokens, steps_per_selection=4)
 
 
 class TestPagePredictor(PredictorTests):

@@ -32,8 +32,7 @@ def run(capacity: int, group_size: int, batch: int = 1) -> tuple[Selections, int
     """What a real cache selects on the way of the reader's text, after a real prefill; groups resident and selected."""
     model = tiny_llama()
     ids = torch.stack([token_ids(CONTEXT + STEPS, seed) for seed in range(batch)])
-    fields = {**FIELDS, "engine": "memory", "layer_budgets": "uniform", "look_ahead": False}
-    fields |= {"steps_per_selection": 1, "summary_dtype": "int8"}
+    fields = {**FIELDS, "engine": "memory", "look_ahead": False, "summary_dtype": "int8"}
     with DiskSwapCache(model, group_size=group_size, reuse_capacity=capacity, **fields) as cache, torch.no_grad():
         model(input_ids=ids[:, :CONTEXT], past_key_values=cache)
         with recorded(cache) as selections:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -58,8 +55,3 @@ def test_a_block_is_interpolated_on_each_axis_and_continued_beyond_the_last() ->
 
 def test_one_point_stands_for_all() -> None:
     assert along([5], np.array([[1.0, 2.0]]), 99).tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("table", [REUSE, COMPRESSION, IO, MODEL], ids=lambda table: type(table).__name__)
-def test_json_and_back(table: Any) -> None:
-    assert type(table).from_dict(json.loads(json.dumps(table.to_dict()))) == table

@@ -187,7 +187,6 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
         ({"samples": -1}, "samples must be"),
         ({"memory": "lots"}, "memory must be"),
         ({"alpha": 1.5}, "alpha must be"),
-        ({"selection": "random"}, "nothing to tune"),
         ({"look_ahead": False}, "nothing to hide"),
         ({"num_select": 8}, "did you mean 'num_selected'"),
         ({"texts": [token_ids(100)]}, "at least 144 tokens, the longest has 100"),

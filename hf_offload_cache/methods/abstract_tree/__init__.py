@@ -5,7 +5,6 @@ from .config import SIZES as SIZES
 from .config import AbstractTreeConfig as AbstractTreeConfig
 from .config import best_size as best_size
 from .config import expected_judged as expected_judged
-from .config import judged_by_equation_2 as judged_by_equation_2
 from .history import AbstractPages as AbstractPages
 from .history import ChunkHistory as ChunkHistory
 from .history import page_size as page_size
@@ -14,7 +13,6 @@ from .predictor import AbstractTreePredictor as AbstractTreePredictor
 from .predictor import best_tokens as best_tokens
 from .predictor import bounds as bounds
 from .predictor import front as front
-from .predictor import important_tokens as important_tokens
 from .predictor import likely as likely
 from .predictor import shares as shares
 from .predictor import standing as standing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,16 +21,6 @@ from ...predictors.summaries import SummaryPredictor, score_bytes
 from .history import AbstractPages
 
 # The adaptive tree (LeoAM, section 4.2): the most important tokens, found by judging chunks of them, and parts of
-
-class Judge(Protocol):
-    """What is known of parts of chunks: of nodes (rows, n) of `size` tokens each. What it says of -1 is not used."""
-
-    def bounds(self, nodes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the importance of each node's tokens is at most, and at least: two of (rows, n) float32."""
-
-    def scores(self, nodes: np.ndarray, size: int) -> np.ndarray:
-        """The importance of each token of each node, (rows, n, size) float32; -inf: not to be chosen."""
-
 
 @dataclass(frozen=True)
 class Front:
@@ -98,59 +88,6 @@ def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
     return passed[..., :count]
 
 
-@dataclass(frozen=True)
-class Found:
-    """Which tokens are important, and what it took."""
-
-    keep: np.ndarray
-    """(rows, tokens) bool."""
-    evaluations: int
-    """Nodes and tokens that were judged, of all rows. Two tokens are one evaluation: their keys are as much to compare
-    with as two bounds."""
-
-
-def important_tokens(
-    upper: np.ndarray, lower: np.ndarray, sizes: tuple[int, ...], wanted: np.ndarray, judge: Judge,
-    room: tuple[int | None, ...] = (),
-) -> Found:  # fmt: skip
-    """The `wanted` most important tokens of each row (fewer where there are not so many), by descending from nodes
-    whose bounds `upper` and `lower` (rows, n) are known.
-
-    Args:
-        sizes: tokens a node, of each level, falling; each divides the one before. What is split down to the last one is
-            judged token by token, and so are the nodes themselves where there is one size alone.
-        room: of each level the most tokens a row that may be in its front, beyond those that are wanted; None, and
-            beyond its end: no limit. Without limits what is left out is decided by bounds alone.
-    """
-    rows, size = len(upper), sizes[0]
-    keep = np.zeros((rows, upper.shape[1] * size), dtype=bool)
-    nodes = np.broadcast_to(np.arange(upper.shape[1]), upper.shape)
-    left = np.minimum(wanted, (upper > -np.inf).sum(1) * size)
-    evaluations = int((upper > -np.inf).sum())
-    for level in range(len(sizes)):
-        limit = room[level] if level < len(room) else None
-        decided = front(upper, lower, size, left, None if limit is None else -(-(int(left.max()) + limit) // size))
-        _mark(keep, np.where(decided.sure, nodes, -1), size)
-        left = left - decided.sure.sum(1) * size
-        nodes = _together(np.where(decided.unsure, nodes, -1))
-        if not nodes.shape[1]:
-            break
-        if level + 1 < len(sizes):
-            parts = size // sizes[level + 1]
-            split = nodes[:, :, None] * parts + np.arange(parts)
-            nodes, size = np.where(nodes[:, :, None] >= 0, split, -1).reshape(rows, -1), sizes[level + 1]
-        there = nodes >= 0
-        if level + 2 < len(sizes):
-            upper, lower = (np.where(there, bound, -np.inf) for bound in judge.bounds(nodes, size))
-            evaluations += int(there.sum())
-        else:
-            scores = np.where(there[:, :, None], judge.scores(nodes, size), -np.inf).reshape(rows, -1)
-            _mark(keep, _best(scores, nodes, size, left), 1)
-            evaluations += int(there.sum()) * -(-size // 2)
-            break
-    return Found(keep, evaluations)
-
-
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
     """Which tokens of (rows, n) have the `wanted` highest scores of a row: (rows, n) bool; of -inf none."""
     keep = scores > -np.inf
@@ -158,30 +95,6 @@ def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
     if count > 0:
         np.put_along_axis(keep, scores.argpartition(count - 1, 1)[:, :count], False, 1)
     return keep
-
-
-def _together(nodes: np.ndarray) -> np.ndarray:
-    """Those that are not -1, in order, at the begin of each row, as wide as the longest."""
-    order = np.argsort(nodes < 0, 1, kind="stable")
-    return np.take_along_axis(nodes, order, 1)[:, : int((nodes >= 0).sum(1).max(initial=0))]
-
-
-def _mark(keep: np.ndarray, nodes: np.ndarray, size: int) -> None:
-    """Set the tokens of nodes (rows, n), -1: none."""
-    row, column = (nodes >= 0).nonzero()
-    if row.size:
-        keep.reshape(len(keep), -1, size)[row, nodes[row, column]] = True
-
-
-def _best(scores: np.ndarray, nodes: np.ndarray, size: int, left: np.ndarray) -> np.ndarray:
-    """Tokens (rows, m) with the highest `scores` (rows, n size) of `nodes`, `left` of each row, then -1."""
-    count = min(int(left.max(initial=0)), scores.shape[1])
-    if not count:
-        return np.empty((len(scores), 0), dtype=np.int64)
-    best = np.argsort(-scores, 1, kind="stable")[:, :count]
-    tokens = np.take_along_axis(nodes, best // size, 1) * size + best % size
-    there = (np.arange(count) < left[:, None]) & (np.take_along_axis(scores, best, 1) > -np.inf)
-    return np.where(there, tokens, -1)
 
 
 _APART = 1024

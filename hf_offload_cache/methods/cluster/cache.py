@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import ConfigError
 from ...fetch.choice import Choice, Fetched
-from ...fetch.policy import AlignedWith, FirstIn, LeastRecent, Policies
+from ...fetch.policy import AlignedWith, Policies
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat, sealed_groups
@@ -33,7 +33,6 @@ from .history import ClusterHistory
 from .plan import fit_cluster
 from .predictor import ClusterPredictor
 
-_POLICIES: dict[str, Policies] = {"lru": LeastRecent, "fifo": FirstIn}
 _PLACED_BY = 32
 """The latest queries of a call, by which what it brings is placed."""
 
@@ -78,14 +77,15 @@ class ClusterLayer(SelectiveLayer):
 
     # --- slots -------------------------------------------------------------------------------------------------
 
-    def _policy(self) -> Policies:
-        own = AlignedWith(self._own.clustered.sizes)
-        return own if self.config.replacement == "aligned" else _POLICIES[self.config.replacement]
+    @staticmethod
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
+        """Which slots are filled anew; `sizes` as in `AlignedWith`."""
+        return AlignedWith(sizes)
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         form, device = self.history.form, self.history.device
-        account = self.shared.storage.account
-        return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=self._policy())]
+        account, policy = self.shared.storage.account, self.policy_of(self._own.clustered.sizes)
+        return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)]
 
     @classmethod
     def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
@@ -93,7 +93,7 @@ class ClusterLayer(SelectiveLayer):
         tokens = sealed_groups(kind.form, config, context) * kind.form.group_size
         records = config.clusters.most_places(tokens, kind.form.group_size)
         payload = kind.form.payload_width * kind.form.dtype.itemsize
-        policy = _POLICIES.get(config.replacement, AlignedWith(np.ones_like))
+        policy = cls.policy_of(np.ones_like)
         return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records, policy=policy))
 
     # --- memory ------------------------------------------------------------------------------------------------

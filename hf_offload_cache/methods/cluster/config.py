@@ -67,9 +67,6 @@ class ClusterConfig(SelectedShareConfig):
     as many tokens came last."""
     centroids: str = "memory"
     """Where the means of clusters are: "memory", or "disk", in files that are mapped while they are used."""
-    replacement: str = "aligned"
-    """Which pages of clusters give up their slots: "aligned", those that are seldom wanted and of large clusters, not
-    such as were just written anew; "lru", those that were not wanted for longest; "fifo", those that came first."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read anyhow, beside those that have just come
     together. What waits is attended to, and is a part of `num_selected`."""
@@ -101,7 +98,6 @@ class ClusterConfig(SelectedShareConfig):
         for name in ("cluster_size", "append_buffer", "join_every"):
             self._at_most(name, 4096)
         self._one_of("centroids", ("memory", "disk"))
-        self._one_of("replacement", ("aligned", "lru", "fifo"))
         if self.centroids == "disk" and self.encryption_key is not None:
             raise ConfigError(
                 "centroids='disk' leaves means of keys on the disk as they are, and encryption_key wants nothing to be "

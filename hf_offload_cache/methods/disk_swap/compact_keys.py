@@ -242,21 +242,6 @@ class CompactKeys(ABC):
         best += asked.constant
         return best
 
-    def of_units(
-        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
-    ) -> np.ndarray:
-        """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`; `visible` as above."""
-        some = self._rows.of_units(row, units, unit_size)
-        asked = self._asked(low, False)
-        scores: np.ndarray = self._products(asked, some).float().numpy(force=True) * asked.factor  # not in their memory
-        scores += asked.constant
-        if visible is not None:
-            seen = self._in_order(self._seen(visible, row, units, unit_size))
-            scores = np.where(seen.numpy(force=True), scores, HIDDEN)
-        if self._rows.each == 1:
-            return scores.reshape(len(low), -1, unit_size)
-        return scores.reshape(len(low), unit_size, -1).swapaxes(1, 2)
-
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
         """What of the tokens of `units` of a row is no padding, one after the other."""
         seen = visible[min(row, len(visible) - 1), : self.tokens]

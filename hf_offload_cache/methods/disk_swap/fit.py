@@ -89,8 +89,8 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        fields ask for truncated ones, a `rank` of five sixths of the default: with less, facts are lost that the full
        cache finds, where fewer slots only cost time. For that, these give way, one after another: the staging areas of
        a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write queue and the two buffers that
-       stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens, to a fortieth), layer budgets
-       (uniform ones need smaller areas), the queue and the blocks to what they need.
+       stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens, to a fortieth, then to what
+       they need).
     2. What is left goes to bytes of codes and to slots as they are worth (`summary_bytes.worth`); of truncated keys to
        reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to
        half of the key width, and to slots until all is held. What a prefill has room for, which holds no slots, goes to
@@ -205,8 +205,6 @@ def _levels(search: Search[DiskSwapConfig], look_ahead: bool) -> Iterator[dict[s
         yield {**streams[0], **full, "look_ahead": None}
     for some in streams:
         yield {**some, **full}
-    full["layer_budgets"] = "uniform"
-    yield {**streams[-1], **full}
     yield {**search.least_streams(), **full}
 
 
@@ -215,11 +213,11 @@ def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterat
     group = max((form.group_size for form in forms), default=1)
     for recent in (SHORT_TAIL, _LAST_TAIL):
         full = {"num_selected": _selected(search), "look_ahead": False}
-        uniform = {**search.least_streams(recent), **full, "layer_budgets": "uniform"}
-        yield uniform
+        fields = {**search.least_streams(recent), **full}
+        yield fields
         for selected in range(full["num_selected"] - group, LEAST_SELECTED, -group):
-            yield {**uniform, "num_selected": selected}
-        yield {**uniform, "num_selected": LEAST_SELECTED}
+            yield {**fields, "num_selected": selected}
+        yield {**fields, "num_selected": LEAST_SELECTED}
 
 
 def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[int, int]:

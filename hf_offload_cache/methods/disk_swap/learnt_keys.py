@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -16,11 +16,8 @@ from ...history.state import LARGEST, Array, State, is_tensor
 from ...memory.account import MemoryAccount, Workspace, lasting_empty
 from ...memory.plan import LayerPlan, Planned
 from ...predictors.base import Query
-from ...report.counters import Counters
 from .coding import LEAST_QUERIES, Directions, coding_bytes, default_summary_bytes, fit_coding, fitting_bytes
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
-from .kept_choice import KeptChoice
-from .layer_budgets import LATEST_QUERIES
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
 
 # The keys of the first tokens, whose scores are taken exactly: they are unlike all others, and low bits clip them
@@ -148,19 +145,8 @@ class Rules:
     num_sinks: int
     rank: int | None = None
     summary_bytes: int | None = None
-    selection: str = "default"
-    """"default": heads normalised before they are summed; "paper": raw sums; "random": a floor to compare with."""
-    target_mass: float | None = None
-    measures_density: bool = False
     reserve: int = 0
     """Tokens to make room for at once."""
-    steps_per_selection: int = 1
-    """The most steps that attend to one choice."""
-
-    @property
-    def estimates(self) -> bool:
-        """Units are ranked by shares of attention."""
-        return self.selection == "default"
 
 
 class LowRankShared(NamedTuple):
@@ -168,8 +154,6 @@ class LowRankShared(NamedTuple):
 
     account: MemoryAccount
     workspace: Workspace
-    generator: torch.Generator
-    counters: Callable[[], Counters]
     postponed: Callable[[], bool] = lambda: False
     rest: Callable[[], None] = lambda: None  # gives back what only selecting needs
 
@@ -210,11 +194,8 @@ class LearntKeys:
             rank = min(width, rank or default_rank(width))
             plan = LowRankKeys.planned(width, rank, rules.dtype, context, rows, heads, group, closely)
             fitting = fitting_bytes(width, rows)
-        query = rows * heads * form.key_dim
-        tables = query * LATEST_QUERIES * form.dtype.itemsize if rules.measures_density else 0
-        tables += KeptChoice.planned(query, rows * wanted) if rules.steps_per_selection > 1 else 0
-        sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows) if rules.estimates else {})
-        return plan + LayerPlan(Planned({"tables": tables}, {"tables": tables}) + sinks, Planned({"fitting": fitting}))
+        sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows))
+        return plan + LayerPlan(sinks, Planned({"fitting": fitting}))
 
     @property
     def units(self) -> int:
@@ -240,9 +221,9 @@ class LearntKeys:
             for part in sealed.keys:
                 self.keys.append(part)
         elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
-            seen = queries if queries.shape[2] >= LEAST_QUERIES and self.rules.estimates else None
-            self._fit(keys, sealed, seen, visible)
-        if self.keys is not None and self.sinks is None and self.rules.estimates and self.rules.num_sinks:
+            seen = queries if queries.shape[2] >= LEAST_QUERIES else None
+            self.fit(keys, sealed, seen, visible)
+        if self.keys is not None and self.sinks is None and self.rules.num_sinks:
             seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
             sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
             self.sinks = SinkKeys.of(keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
@@ -253,7 +234,7 @@ class LearntKeys:
         rank = self.rules.rank or default_rank(self.form.key_width)
         return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
 
-    def _fit(
+    def fit(
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
     ) -> None:
         """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
@@ -282,19 +263,12 @@ class LearntKeys:
 
     # --- ranking -----------------------------------------------------------------------------------------------
 
-    def rank(
-        self, query: Query, wanted: int, rows: Sequence[int] | None = None, *, mass: bool = False
-    ) -> Ranking:
-        """Of the units for a query; right among the `wanted` best, and of those `rows` alone; None: of all. `mass`: as
-        in `rank_units`."""
+    def rank(self, query: Query, wanted: int) -> Ranking:
+        """Of the units for a query; right among the `wanted` best."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
-        exact = self._exact_scores(query, seen) if self.rules.estimates else None
-        apart = None if self.sinks is None else self.sinks.units
-        return rank_units(
-            keys, query.states, query.scaling, self.form.group_size, wanted, self.rules.selection, seen, exact, apart,
-            rows, mass,
-        )  # fmt: skip
+        exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
+        return rank_units(keys, query.states, query.scaling, self.form.group_size, wanted, seen, exact, apart)
 
     def rank_among(self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None) -> np.ndarray:
         """See `ranking.rank_among`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,14 +12,12 @@ from ...predictors.sinks import largest
 from .compact_keys import CompactKeys
 
 CANDIDATES = 4
-"""Times the groups wanted: of how many what was found roughly is found again with all that is known; and of how many
-mass is estimated, and a guess may choose from."""
+"""Times the groups wanted: of how many what was found roughly is found again with all that is known; and from how many
+a guess may choose."""
 _FEW = 8
 """Where candidates are at most one group in so many, all are first ranked roughly."""
 STEPS = 4
 """There all are ranked once in so many steps; in between, those that mattered most when each was last looked at."""
-_BELOW = 1e4
-"""Puts what is no candidate below all candidates."""
 _NOTHING = np.float32(-1e30)
 """The score of what counts for nothing."""
 
@@ -30,13 +27,8 @@ class Ranking:
     """How much each group matters to one query a row. Arrays of the host, the caller's own."""
 
     importance: np.ndarray
-    """(B, groups) float32, to be compared in a row. With the default rule the weight of the group's best token in
-    softmax, summed over heads, which count equally; where mass was asked for, among `candidates` the estimated
-    attention mass, and less elsewhere."""
-    candidates: np.ndarray | None = None
-    """(B, n) groups whose mass was estimated, in no order; None: it was not asked for."""
-    rest: np.ndarray | None = None
-    """(B,) estimated mass, summed over heads, of what is no group: the tail; None: it was not asked for."""
+    """(B, groups) float32, to be compared in a row: the weight of the group's best token in softmax, summed over heads,
+    which count equally."""
     beyond: np.ndarray | None = None
     """(B, h) by how many times the sum of each head's softmax is larger than over those groups alone that were looked
     at closely, and the exact tokens; None: all were."""
@@ -53,45 +45,34 @@ def rank_units(
     scaling: float,
     group_size: int,
     wanted: int,
-    rule: str = "default",
     visible: torch.Tensor | None = None,
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
-    only: Sequence[int] | None = None,
-    mass: bool = False,
 ) -> Ranking:
     """How much each group matters to query (B, H, D), by the compact `keys` of B rows: the order is right among the
     `wanted` best.
 
-    "default": the best token of each group, as the share of its head's softmax over the best tokens of all groups and
-    the tokens that are compared exactly, summed over heads. Heads count equally: large raw scores do not drown
-    the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many, which are
-    then looked at closely. `mass`: of these the mass of all their tokens is estimated, not of the best alone; on text
-    that chooses hardly better, and a step took a tenth longer.
-    "paper": raw scores summed over heads, then the maximum in the group (section 3.3, "Scoring and selection");
-    the sum is linear, so one vector stands for all heads.
+    A group counts as its best token does: as the share of its head's softmax over the best tokens of all groups and
+    the tokens that are compared exactly, summed over heads. Heads count equally: those with large raw scores do not
+    drown the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many, which are
+    then looked at closely. The mass of all a group's tokens, by estimate, chooses hardly better on text, and a step
+    took a tenth longer.
 
     `visible` (·, tokens) leaves padding out of all of it. `exact` (B, H, t) float32: scaled scores of tokens that share
     the softmax and are not ranked: the tail, and the sinks, whose groups `apart` (B, n) come out below all others; what
     else is in those counts for nothing.
-    `only` those rows are ranked, and in the ranking; None: all.
 
     The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
     the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
     """
     low = keys.low_rank_query(query)
-    rows, groups = range(low.shape[0]) if only is None else only, keys.tokens // group_size
-    if rule == "paper":
-        low = low.sum(1, keepdims=True)
-        return Ranking(np.concatenate([keys.best_of_units(low[row], row, group_size, visible) for row in rows]))
     low *= np.float32(scaling)
+    rows, groups = low.shape[0], keys.tokens // group_size
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
     rough = few_of_many(wanted, groups) and keys.has_rough_form
-    importance = np.empty((len(rows), groups), dtype=np.float32)
-    candidates = np.empty((len(rows), count if mass else 0), dtype=np.int64)
-    rest = np.zeros(len(rows), dtype=np.float32)
-    beyond = np.empty((len(rows), low.shape[1]), dtype=np.float32) if rough else None
-    for place, row in enumerate(rows):
+    importance = np.empty((rows, groups), dtype=np.float32)
+    beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough else None
+    for row in range(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
         others, last = None if apart is None else apart[row], None if exact is None else exact[row]
         if others is not None:
@@ -100,16 +81,11 @@ def rank_units(
             chosen = largest(_shares(*_weights(best, last), others)[None], count)[0]
             best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
-        importance[place] = found = _shares(weights, total, others)
+        importance[row] = _shares(weights, total, others)
         if beyond is not None:
             looked_at = total - _sum(weights) + _sum(weights[:, chosen])
-            beyond[place] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
-        if mass:
-            chosen = candidates[place] = largest(found[None], count)[0]
-            scores = keys.of_units(low[row], row, chosen, group_size, visible)
-            importance[place] -= _BELOW
-            importance[place, chosen], rest[place] = _masses(best, last, chosen, scores)
-    return Ranking(importance, candidates, rest, beyond) if mass else Ranking(importance, beyond=beyond)
+            beyond[row] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
+    return Ranking(importance, beyond)
 
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -126,22 +102,6 @@ def _shares(weights: np.ndarray, total: np.ndarray, others: np.ndarray | None = 
     if others is not None:
         shares[others] = -1
     return shares
-
-
-def _masses(
-    best: np.ndarray, last: np.ndarray | None, chosen: np.ndarray, scores: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """The mass, summed over heads, of each of the groups `chosen`, whose tokens' scores are (h, n, tokens); and that of
-    `last`. The other groups are taken to be as much larger than their `best` token as these."""
-    top = np.maximum(np.maximum.reduce(best, 1, keepdims=True), scores.max((1, 2))[:, None])
-    exact = np.zeros_like(top)
-    if last is not None and last.size:
-        top = np.maximum(top, np.maximum.reduce(last, 1, keepdims=True))
-        exact = _sum(_exp(last - top))
-    mass, peaks = _sum(_exp(scores - top[..., None]))[..., 0], _exp(best - top)
-    known, of_chosen = _sum(mass), _sum(peaks[:, chosen])
-    total = exact + known + (_sum(peaks) - of_chosen) * (known / np.maximum(of_chosen, 1e-30))
-    return (1 / total[:, 0]) @ mass, float((exact / total).sum())
 
 
 def rank_among(

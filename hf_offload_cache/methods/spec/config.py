@@ -15,7 +15,7 @@ class SpecConfig(SelectiveConfig):
     and the others count is what comes as it was stored."""
 
     stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "bits", "quant_group")
-    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "bits", "quant_group", "selection")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "bits", "quant_group")
 
     num_selected: int = 64
     """Tokens a key head that are attended to as they were stored, beside the first and the latest ones. 0: nothing is
@@ -39,9 +39,6 @@ class SpecConfig(SelectiveConfig):
     top_up: bool | str = False
     """Beside a guess: fetch within the step what its token attends to most and the guess did not, where the store is
     fast enough for that to take no longer than the rest of a step, which the first steps show; "always": anywhere."""
-    selection: str = "default"
-    """What a guess fetches. "default": what it attends to most, what its token did, and what follows that; what is held
-    counts four times. "paper": what the guess attends to most alone (section 3.3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +56,6 @@ class SpecConfig(SelectiveConfig):
 
     def _check_selection(self) -> None:
         self._at_least("num_selected", 0)
-        self._one_of("selection", ("default", "paper"))
 
     @property
     def leave_together(self) -> int:

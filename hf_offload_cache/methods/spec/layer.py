@@ -155,11 +155,10 @@ class SpecLayer(SelectiveLayer):
         """The entries of these tokens, which are read, or were ahead."""
         return self._reads.bring(self.fetcher, self.history, absent)
 
-    def _wanted(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """The tokens that have most of these shares."""
+    def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """The tokens that have most of these shares, of which those in memory count four times."""
         assert self.predictor is not None
-        held = self._held().entries.tokens if self.config.selection == "default" else None
-        return self.predictor.most(shares, visible, self.config.chosen, held)
+        return self.predictor.most(shares, visible, self.config.chosen, self._held().entries.tokens)
 
     def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
         """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""
@@ -292,20 +291,24 @@ class SpecLayer(SelectiveLayer):
                 with self.top_up.reading(self.history.device):
                     replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
             else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
-                self._want(self._wanted(shares, visible))
+                self._want(self.wanted_of(shares, visible))
                 self.collect()
                 replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
         output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
         if shared:
-            *before, following = shared
-            # a token wants much of what the one before did, or what follows that: heads that copy
-            for one in before if config.selection == "default" else ():
-                following += one
-                following[..., 1:] += one[..., :-1]
-            return output, replaced, self._wanted(following, visible)
+            return output, replaced, self.wanted_of(self.shares_of(shared), visible)
         return output, replaced, None
+
+    def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
+        """By what the next step's tokens are chosen: `shares` of attention of each token of a call, its guess last. A
+        token wants much of what the one before did, or what follows that: heads that copy."""
+        *before, guess = shares
+        for each in before:
+            guess += each
+            guess[..., 1:] += each[..., :-1]
+        return guess
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
         """These entries, beside the latest ones, are attended to as they were stored by this call."""

@@ -1,0 +1,125 @@
+"""KVSwap's own rule of selection, and groups at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import fresh, generate, prompt, unchanged
+from long_llama import LONG, SPARSE, long_model
+
+from eval.baselines import swap_variants
+from eval.baselines.swap_variants import InputLookAhead, PaperPredictor, PaperSwapCache, RandomSwapCache
+from hf_offload_cache.fetch import Choice, Fetcher
+from hf_offload_cache.predictors import Query
+
+
+@pytest.fixture(autouse=True)
+def model_as_it_was() -> Iterator[None]:
+    with unchanged(long_model()):
+        yield
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """What is gathered, step by step and layer by layer."""
+    found: list[np.ndarray] = []
+    gather = Fetcher.gather
+
+    def watched(fetcher: Any, history: Any, choice: Choice) -> Any:
+        found.append(np.array(choice.units))
+        return gather(fetcher, history, choice)
+
+    monkeypatch.setattr(Fetcher, "gather", watched)
+    return found
+
+
+def sparse(kind: Any, **fields: Any) -> Any:
+    return kind(long_model(), **{**SPARSE, **fields})
+
+
+@pytest.mark.parametrize("kind", [PaperSwapCache, RandomSwapCache])
+@pytest.mark.parametrize(("sinks", "reuse"), [(4, 60), (6, 0)])
+def test_every_selection_is_well_formed(kind: Any, sinks: int, reuse: int, chosen: list[np.ndarray]) -> None:
+    with sparse(kind, num_sinks=sinks, reuse_capacity=reuse) as cache:
+        generate(long_model(), cache, prompt(long_model(), 2, LONG), max_new_tokens=6)
+    assert len(chosen) == 5 * 3
+    count = -(-sinks // 4)
+    for groups in chosen:
+        assert groups.shape == (2, 10 + count)
+        assert (np.diff(groups, axis=1) > 0).all() and (groups[:, :count] == np.arange(count)).all()
+
+
+@pytest.mark.parametrize("kind", [PaperSwapCache, RandomSwapCache])
+def test_padding_has_no_influence(kind: Any, chosen: list[np.ndarray]) -> None:
+    mask = torch.ones(2, LONG, dtype=torch.long)
+    mask[1, :101] = 0
+    results = []
+    for token in (0, 77):
+        ids = prompt(long_model(), 2, LONG).masked_fill(mask == 0, token)
+        with sparse(kind) as cache:
+            results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
+    assert all(groups[1].min() == 101 // 4 and groups[0].min() == 0 for groups in chosen)
+    assert torch.equal(results[0].logits, results[1].logits)
+
+
+def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first layer are decided before their own query is there: what is asked for is what was read."""
+    asked: list[tuple[int, bool]] = []
+    select = PaperPredictor.select
+
+    def watched(predictor: PaperPredictor, query: Query, budget: int, guess: bool) -> Choice:
+        asked.append(([layer.predictor for layer in cache.selective].index(predictor), guess))
+        return select(predictor, query, budget, guess)
+
+    monkeypatch.setattr(PaperPredictor, "select", watched)
+    with sparse(PaperSwapCache, reuse_capacity=0) as cache:
+        generate(long_model(), cache, prompt(long_model(), 1, LONG), max_new_tokens=5)
+        assert asked == [(0, False), (1, True), (2, True)] * 4
+        report = cache.report()
+    assert report.hit_rate == 0
+    assert report.prefetch_hit_rate == pytest.approx(2 / 3)
+
+
+def test_random_is_reproducible_and_reads_nothing_ahead(chosen: list[np.ndarray]) -> None:
+    for _ in range(2):
+        with sparse(RandomSwapCache) as cache:
+            generate(long_model(), cache, prompt(long_model(), 1, LONG), max_new_tokens=5)
+            assert cache.report().prefetch_hit_rate == cache.report().hit_rate
+    half = len(chosen) // 2
+    assert half and all((one == other).all() for one, other in zip(chosen[:half], chosen[half:], strict=True))
+    assert (chosen[0] != chosen[3]).any()
+
+
+def test_the_papers_source_is_the_previous_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither attention nor feed-forward part of the layer before add anything, the guess is the query."""
+    model, guesses, true = fresh("llama"), {}, {}
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    model.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    predict = InputLookAhead.predict
+
+    def watched(ahead: InputLookAhead, layer_idx: int, output: torch.Tensor) -> torch.Tensor | None:
+        guesses[layer_idx] = predict(ahead, layer_idx, output)
+        return guesses[layer_idx]
+
+    monkeypatch.setattr(swap_variants.InputLookAhead, "predict", watched)
+    fields: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 16}
+    with PaperSwapCache(model, engine="memory", **fields) as cache, torch.no_grad():
+        learn = cache.look_ahead.learn
+
+        def noted(layer_idx: int, query: torch.Tensor) -> None:
+            true[layer_idx] = query
+            learn(layer_idx, query)
+
+        for layer in cache.selective:
+            layer.watch_query = noted
+        ids = prompt(model, 2, 60)
+        model(ids[:, :59], past_key_values=cache)
+        model(ids[:, 59:], past_key_values=cache)
+    near = 1e-4 * float(true[1].abs().max())
+    torch.testing.assert_close(guesses[1], true[1], rtol=0, atol=near)
+    assert (guesses[2] - true[2]).abs().max() > 0.01 * true[2].abs().max()
