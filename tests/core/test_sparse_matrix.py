@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 from gathers import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
 from long_models import LENGTH, long_tiny, sparse
+from pairwise import combinations, in_full
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
@@ -110,31 +110,9 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
 # ---------------------------------------------------------------------------------------------- tests
 
 
-COMBINATIONS = [
-    (name, selection, engine, reuse)
-    for name in MODELS
-    for selection in ("default", "paper")
-    for engine in ("memory", "direct")
-    for reuse in REUSE
-]
-THROUGHOUT = ("llama",)
-PICKED = [
-    ("default", "direct", "some"),
-    ("paper", "memory", "default"),
-]
-"""What changes of the batch run by default: one of them with each model, in turns; both with those of `THROUGHOUT`, and
-with each use of slots."""
-
-
-def by_default(name: str, *fields: str) -> bool:
-    if name in THROUGHOUT:
-        return fields[:2] in {picked[:2] for picked in PICKED}
-    return fields == PICKED[MODELS.index(name) % len(PICKED)]
-
-
 @pytest.mark.parametrize(
     ("name", "selection", "engine", "reuse"),
-    [pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow) for one in COMBINATIONS],
+    combinations(MODELS, ("default", "paper"), ("direct", "memory"), REUSE.keys()),
 )
 def test_changes_of_the_batch(
     name: str, selection: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
@@ -194,15 +172,9 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-IN_TURNS = {(name, ("paper", "default")[place % 2]) for place, name in enumerate(MODELS)}
-
-
 @pytest.mark.parametrize(
     ("name", "selection"),
-    [
-        pytest.param(*one, marks=[] if one[0] in THROUGHOUT or one in IN_TURNS else pytest.mark.slow)
-        for one in itertools.product(MODELS, ("default", "paper"))
-    ],
+    [*combinations(MODELS[::2], ("default", "paper")), *in_full(MODELS[1::2], ("default", "paper"))],
 )
 def test_generate(name: str, selection: str, checked_gathers: Gathers) -> None:
     """Greedy, a left-padded batch, and beams of a padded batch, with the default reuse buffer."""
@@ -223,7 +195,7 @@ def test_generate(name: str, selection: str, checked_gathers: Gathers) -> None:
         checked_gathers.calls.clear()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS[1::2], *in_full(MODELS[::2])])
 def test_everything_selected_is_exact(name: str, checked_gathers: Gathers) -> None:
     """The same gathers, with room for all groups: what `DynamicCache` gives. The adapter exists."""
     model = long_tiny(name)
