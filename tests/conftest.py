@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -54,10 +55,19 @@ def keep_within_the_run(config: pytest.Config) -> None:
     config.add_cleanup(patch.undo)
 
 
+SLOW_MODULE = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `--alone`, modules that have no such test are not imported: that would take longer than the tests."""
-    if config.getoption("--alone") and collection_path.suffix == ".py":
-        return "mark.alone" not in collection_path.read_text() or None
+    """Modules of which no test would run are not imported: that takes longer than many tests. These are modules without
+    an `alone` test under `--alone`, and modules that are slow as a whole when slow tests are left out."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if config.getoption("--alone") and "mark.alone" not in text:
+        return True
+    if "not slow" in config.option.markexpr and SLOW_MODULE.search(text):
+        return True
     return None
 
 
