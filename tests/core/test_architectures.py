@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 MIN_GENERATING, MIN_EXACT, MIN_TAGGED = 170, 130, 105
 """Of transformers 5.23; the walk is empty-handed when fewer generate, whatever the cache does."""
 
-IN_FURTHER_CASES = ("bloom", "cpmant", "gemma3n_text", "minimax_m3_vl_text")
+IN_FURTHER_CASES = ("bloom", "gemma3n_text")
 """What the default run takes through them; the exactness matrix does with others."""
 
 NEWEST = Version(transformers.__version__) >= Version("5.23")

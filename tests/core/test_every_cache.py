@@ -13,7 +13,7 @@ from checked_cache import checked
 from harness import DEVICE, Decoded, assert_exact, compare, generate, prompt
 from long_llama import LENGTH, SOME, long_model
 from long_models import long_fresh
-from pairwise import combinations
+from pairwise import combinations, in_full
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import StoreError
@@ -111,12 +111,15 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@EACH
 @pytest.mark.parametrize(
-    ("change", "numbers"),
-    [("crop", (3,)), pytest.param("crop", (1, 2, 4, 5, 7), marks=pytest.mark.slow),
-     *((change, (1,)) for change in CHANGES if change != "crop")],
-    ids=str,
+    ("method", "change", "numbers"),
+    [
+        *(pytest.param(method, "crop", (3,), id=f"{method}-crop") for method in CACHES),
+        *(pytest.param(*one.values, "crop", (1, 2, 4, 5, 7), id=f"{one.id}-crop at others", marks=one.marks)
+          for one in in_full(CACHES.keys())),
+        *(pytest.param(*one.values, (1,), id=one.id, marks=one.marks)
+          for one in combinations(CACHES.keys(), sorted(CHANGES.keys() - {"crop"}))),
+    ],
 )  # fmt: skip
 def test_a_change_one_of_whose_reads_fails(
     method: str, change: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

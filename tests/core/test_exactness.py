@@ -109,8 +109,12 @@ def both(name: str, fields: dict[str, Any], input_ids: torch.Tensor, **options: 
         return expected, generate(model, cache, input_ids, **options)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("fields", [{"exact": True, **SMALL}, SELECTS_ALL], ids=["exact", "sparse"])
+@pytest.mark.parametrize(
+    ("length", "fields"),
+    combinations(
+        (1, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33), {"exact": {"exact": True, **SMALL}, "sparse": SELECTS_ALL}
+    ),
+)
 def test_lengths_around_the_edges_of_groups_and_blocks(length: int, fields: dict[str, Any]) -> None:
     """Prompts that end before, on and after the edge of a group, the tail and a block."""
     assert_exact(*both("llama", fields, prompt(tiny("llama"), 2, length), max_new_tokens=18))

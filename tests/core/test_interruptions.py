@@ -99,27 +99,12 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize(
     ("rows", "error", "reuse", "fields"),
-    [
-        ([0, 0, 0], StoreFullError, 0, {}),
-        ([0, 0, 0], StoreError, 60, {"engine": "direct"}),
-        ([2, 0, 0], StoreFullError, 60, {}),
-        ([2, 0, 0], StoreError, 0, EXACT),
-        ([0, 1, 2], StoreFullError, 0, EXACT),
-        ([0, 1, 2], StoreFullError, 0, {"engine": "direct"}),
-        pytest.param([0, 0, 0], StoreError, 60, EXACT, marks=SLOW),
-        pytest.param([2, 0, 0], StoreError, 0, {"engine": "direct"}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, {}, marks=SLOW),
-        pytest.param([0, 0, 0], StoreFullError, 0, EXACT, marks=SLOW),
-        pytest.param([0, 0, 0], StoreFullError, 0, {"engine": "direct"}, marks=SLOW),
-        pytest.param([0, 0, 0], StoreError, 60, {}, marks=SLOW),
-        pytest.param([2, 0, 0], StoreFullError, 60, EXACT, marks=SLOW),
-        pytest.param([2, 0, 0], StoreFullError, 60, {"engine": "direct"}, marks=SLOW),
-        pytest.param([2, 0, 0], StoreError, 0, {}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreFullError, 0, {}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, EXACT, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, {"engine": "direct"}, marks=SLOW),
-    ],
-    ids=str,
+    combinations(
+        ([0, 0, 0], [2, 0, 0], [0, 1, 2]),
+        {error.__name__: error for error in (StoreFullError, StoreError)},
+        (0, 60),
+        {"sparse": {}, "exact": EXACT, "direct": {"engine": "direct"}},
+    ),
 )
 def test_a_write_that_fails_in_the_first_layer(
     rows: list[int],
@@ -129,8 +114,7 @@ def test_a_write_that_fails_in_the_first_layer(
     tmp_path: Path,
     checked_gathers: Gathers,
 ) -> None:
-    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error.
-    With the slow ones, every two of rows, error, reuse and fields."""
+    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": reuse, "path": tmp_path, **fields}
     tokens = singles(model, 3, 12)

@@ -66,7 +66,7 @@ def dynamic_runs(model: Any, cases: list[dict[str, Any]]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", walk.usually(walk.REPRESENTATIVES, walk.architectures()))
+@pytest.mark.parametrize("name", walk.usually(walk.REPRESENTATIVES[::2], walk.architectures()))
 def test_little_selected(name: str, checked_gathers: Gathers) -> None:
     """A prompt long enough for the adapter, alone and padded beams: no error, right gathers in every tagged layer."""
     mask = padding(2, LENGTH, 101)
