@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
+from pairwise import combinations
 
 from hf_offload_cache import registry
 from hf_offload_cache.console import answer, build_prompt
@@ -640,8 +641,7 @@ def test_a_place_that_cannot_be_served_on(asked, arguments, words):
     assert words in lines[-1] and lines[-1].startswith("hf-offload-cache serve: error: ")
 
 
-@pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(("stream", "buffered"), combinations(("stdout", "stderr"), (True, False)))
 def test_output_that_nobody_reads_ends_quietly(tmp_path, stream, buffered):
     """As behind `head`, whether it is written at once or when the process ends; also an error's line."""
     place = tmp_path / "nowhere" if stream == "stderr" else tmp_path
@@ -656,7 +656,7 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path, stream, buffered):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("buffered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_output_on_a_full_disk_is_one_line(tmp_path, buffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
     command = [*CONSOLE, "ls", tmp_path]
