@@ -6,10 +6,15 @@ one after the other. `make test` makes both calls.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import os
+import re
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +23,9 @@ import pytest
 
 if TYPE_CHECKING:
     from gathers import Gathers
+
+KEPT_DAYS = 14
+"""The unpacked model of other code is removed after as many days without a run."""
 
 # Before torch is imported, and for the processes that tests start: tiny operations only wait for each other's threads,
 # and how many there are decides the last bits of a sum.
@@ -44,20 +52,51 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_within_the_run(config: pytest.Config) -> None:
     """Nothing goes into the real home: what is kept in `$XDG_CACHE_HOME` lies in a folder that is removed at the end.
-    It is that of all workers, and of the processes that tests start, so that the default model is unpacked once. Nor
-    does anything go to a proxy."""
+    It is that of all workers, and of the processes that tests start. Only the unpacked default model in it outlives the
+    run. Nor does anything go to a proxy."""
     folder, patch = tempfile.mkdtemp(prefix="cache-of-tests-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder)
+    keep_the_default_model(Path(folder) / "hf_offload_cache" / "models")
     for name in ("NO_PROXY", "no_proxy"):  # servers of tests are on loopback, whatever the proxies here
         patch.setenv(name, "127.0.0.1,localhost")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.add_cleanup(patch.undo)
 
 
+def keep_the_default_model(models: Path) -> None:
+    """`models` becomes a link to a folder in the virtual environment, so that later runs find the model unpacked.
+
+    Models of other versions have other names there, and each file of a model is checked when it is read. The folder's
+    name depends on the code that unpacks: other code unpacks anew. Two runs or two workers may use it at once, as two
+    processes of a user may. Without a virtual environment nothing is kept.
+    """
+    if sys.prefix == sys.base_prefix:
+        return
+    code = Path(__file__).parents[1] / "hf_offload_cache" / "console" / "default_model.py"
+    kept = Path(sys.prefix) / "models-of-tests" / hashlib.sha256(code.read_bytes()).hexdigest()[:16]
+    with contextlib.suppress(OSError):  # an environment that cannot be written: the model is unpacked in this run
+        kept.mkdir(parents=True, exist_ok=True)
+        os.utime(kept)
+        for other in kept.parent.iterdir():
+            if time.time() - other.stat().st_mtime > KEPT_DAYS * 86400:
+                shutil.rmtree(other, ignore_errors=True)
+        models.parent.mkdir(parents=True)
+        models.symlink_to(kept, target_is_directory=True)
+
+
+SLOW_MODULE = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `--alone`, modules that have no such test are not imported: that would take longer than the tests."""
-    if config.getoption("--alone") and collection_path.suffix == ".py":
-        return "mark.alone" not in collection_path.read_text() or None
+    """Modules of which no test would run are not imported: that takes longer than many tests. These are modules without
+    an `alone` test under `--alone`, and modules that are slow as a whole when slow tests are left out."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if config.getoption("--alone") and "mark.alone" not in text:
+        return True
+    if "not slow" in config.option.markexpr and SLOW_MODULE.search(text):
+        return True
     return None
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import harness
 import pytest
 import transformers
+from packaging.version import Version
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -55,7 +56,7 @@ REPRESENTATIVES = (
     "qwen3_next",
     "zamba2",
 )
-"""Architectures unlike each other, which the default run takes through steps that select, too."""
+"""Architectures unlike each other, which the default run takes. `make test-all` takes all of them."""
 WITH_EVERY_CACHE = (
     "bloom", "cpmant", "deepseek_v3", "falcon_h1", "gemma3n_text", "gpt_oss", "minimax_m3_vl_text", "qwen3_next",
 )  # fmt: skip
@@ -273,6 +274,23 @@ class Result:
     def tagged_throughout(self) -> bool:
         """Exact, and no layer of the cache had to hand out its whole history."""
         return self.status == "exact" and not self.layers.get("full") and not self.layers.get("unknown")
+
+
+PINNED = Version(
+    next(
+        line.removeprefix("transformers==")
+        for line in (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+        if line.startswith("transformers==")
+    )
+)
+"""The version of transformers that constraints.txt names."""
+
+
+def architectures_by_default() -> list[Any]:
+    """Parameters for every architecture. The representatives are in the default run. So are all others under another
+    version of transformers than the pinned one: a change of versions is what the walk is for."""
+    changed = Version(transformers.__version__) != PINNED
+    return usually(architectures() if changed else REPRESENTATIVES, architectures())
 
 
 def usually(some: Iterable[str], names: Iterable[str]) -> list[Any]:

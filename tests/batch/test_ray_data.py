@@ -29,7 +29,7 @@ from words import words
 from hf_offload_cache import AnswerDocuments, answer_documents
 from hf_offload_cache.errors import ConfigError
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 """Ray gives up on its own processes where they take half a minute to start."""
 
 

@@ -112,7 +112,7 @@ atexit.register(last)
 """
 
 
-@pytest.mark.parametrize("engine", ["auto", "mapped"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("mapped", marks=pytest.mark.slow)])
 def test_requests_in_exit_handlers_are_offloaded(engine: str, program: Path, tiny: Path, tmp_path: Path) -> None:
     program.write_text(AT_EXIT)
     model = AutoModelForCausalLM.from_pretrained(tiny)

@@ -12,10 +12,13 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 import torch
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from words import words
+
+pytestmark = pytest.mark.slow
 
 NEW = 6
 BIN = Path(sys.executable).parent

@@ -16,6 +16,7 @@ import torch
 from checked_cache import checked
 from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
 from long_llama import LENGTH, SOME, long_model
+from pairwise import combinations
 
 from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.methods.spec import EntryReads
@@ -26,10 +27,15 @@ METHODS = (*CACHES, "examples.own_method:PageCache")
 
 EVERYTHING: dict[str, Any] = {**SMALL, "num_selected": 512, "reuse_capacity": 64, "look_ahead": True}
 
-pytestmark = pytest.mark.parametrize("method", METHODS)
+REWRITING = ("padded_beams", "prompt_lookup", "second_turn")
+"""Cases that reorder, crop or add to what is stored: each method runs them."""
+
+EACH = pytest.mark.parametrize("method", METHODS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("method", "case"), combinations(METHODS, CASES.keys(), always=lambda method, case: case == "padded_beams")
+)
 def test_exact_in_every_way_of_decoding(method: str, case: str) -> None:
     """Streamed in blocks: `DynamicCache`'s tokens and logits."""
     with harness.unchanged(tiny("llama")), cache_class(method)(tiny("llama"), exact=True, **SMALL) as cache:
@@ -37,14 +43,18 @@ def test_exact_in_every_way_of_decoding(method: str, case: str) -> None:
         assert cache.report().layers["tagged"] == 3
 
 
-@pytest.mark.parametrize("case", ["greedy", "padded_beams"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("method", "name", "case"), combinations(METHODS, ("llama", "gpt_oss"), ("greedy", "padded_beams"))
+)
 def test_bitwise(method: str, name: str, case: str) -> None:
     with cache_class(method)(tiny(name), exact="bitwise", **SMALL) as cache:
         assert_exact(reference(name, case), CASES[case](tiny(name), cache), bitwise=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("method", "case"),
+    combinations(METHODS, CASES.keys(), always=lambda method, case: case in REWRITING),
+)
 def test_all_of_it_selected_is_exact(method: str, case: str) -> None:
     """The path of a step that selects, with nothing left out: all gathers are right, and so are tokens and logits."""
     cls = checked(cache_class(method))
@@ -59,6 +69,7 @@ def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return prompt(long_model(), rows, LENGTH).masked_fill(mask == 0, PAD), {"attention_mask": mask}
 
 
+@EACH
 def test_every_sparse_gather_is_right(method: str) -> None:
     """Padded beams, a second turn, candidates that are verified, and a crop into what was sealed; sinks always in."""
     cls, model = checked(cache_class(method)), long_model()
@@ -87,6 +98,7 @@ def test_every_sparse_gather_is_right(method: str) -> None:
     assert all((units[:, 0] <= 53 // 4 + 1).all() for units in chosen)  # the sinks' unit, of padded rows too
 
 
+@EACH
 def test_a_budget_is_kept(method: str) -> None:
     """`for_budget` finds fields whose plan fits; what is held never exceeds what was planned."""
     cls, model = cache_class(method), long_model()
@@ -139,6 +151,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
 
 
+@EACH
 def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
     """A fork, the context opened here, and one of the same tokens that a new process opens answer to the bit as the
     cache itself."""
@@ -156,6 +169,7 @@ def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_pat
     assert elsewhere.get(method) == forked, elsewhere
 
 
+@EACH
 def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that are one place off do not get through."""
     gather, bring = Fetcher.gather, EntryReads.bring

@@ -13,6 +13,7 @@ from checked_cache import checked
 from harness import DEVICE, Decoded, assert_exact, compare, generate, prompt
 from long_llama import LENGTH, SOME, long_model
 from long_models import long_fresh
+from pairwise import combinations, in_full
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import StoreError
@@ -20,10 +21,12 @@ from hf_offload_cache.fetch import Ticket
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.testing import open_descriptors
 
-pytestmark = pytest.mark.parametrize("method", CACHES)
+EACH = pytest.mark.parametrize("method", CACHES)
 
 
-@pytest.mark.parametrize("engine", ["auto", "direct", "mapped", "memory"])
+@pytest.mark.parametrize(
+    ("method", "engine"), combinations(CACHES.keys(), ("auto", "direct", "mapped", "memory"), times=2)
+)
 def test_nothing_is_left_after_close(method: str, engine: str, tmp_path: Any) -> None:
     """No thread, descriptor, file or hook, after a prompt, steps, a fork and a crop."""
     model, before = long_model(), (open_descriptors(), threading.active_count())
@@ -42,6 +45,7 @@ def hooks(model: Any) -> list[Any]:
     return [hook for one in modules for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())]
 
 
+@EACH
 def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not even what it added can be taken back while no read succeeds, that is done once they do."""
     cls, model = cache_class(method), long_model()
@@ -108,10 +112,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "numbers"),
-    [("crop", (3,)), pytest.param("crop", (1, 2, 4, 5, 7), marks=pytest.mark.slow),
-     *((change, (1,)) for change in CHANGES if change != "crop")],
-    ids=str,
+    ("method", "change", "numbers"),
+    [
+        *(pytest.param(method, "crop", (3,), id=f"{method}-crop") for method in CACHES),
+        *(pytest.param(*one.values, "crop", (1, 2, 4, 5, 7), id=f"{one.id}-crop at others", marks=one.marks)
+          for one in in_full(CACHES.keys())),
+        *(pytest.param(*one.values, (1,), id=one.id, marks=one.marks)
+          for one in combinations(CACHES.keys(), sorted(CHANGES.keys() - {"crop"}))),
+    ],
 )  # fmt: skip
 def test_a_change_one_of_whose_reads_fails(
     method: str, change: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -145,6 +153,7 @@ def test_a_change_one_of_whose_reads_fails(
     assert bool(failed) == (change == "crop")
 
 
+@EACH
 def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has taken nothing in, or the cache says that it is not to be used."""
     cls, model, left = cache_class(method), long_model(), one_read_fails(monkeypatch)
@@ -174,7 +183,7 @@ def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest
     assert torn or method != "cluster"
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("method", "number"), combinations(CACHES.keys(), (0, 1, 2)))
 def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the `number`-th wait of a step: refused until `reset`, or as if it had not been; right after `reset`."""
     cls, model = checked(cache_class(method)), long_model()
@@ -225,7 +234,10 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
         assert_exact(generate(model, twin, ids, max_new_tokens=4), healed)
 
 
-@pytest.mark.parametrize("fields", [{"exact": True}, {"num_selected": LENGTH}, {}], ids=["exact", "all", "some"])
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    combinations(CACHES.keys(), {"exact": {"exact": True}, "all": {"num_selected": LENGTH}, "some": {}}),
+)
 def test_autocast(method: str, fields: dict[str, Any]) -> None:
     """A float32 model that computes in bfloat16: `torch.autocast` is over its own attention, and over nothing that is
     learnt, stored or chosen by."""

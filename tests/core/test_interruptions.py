@@ -18,6 +18,7 @@ import torch
 from gathers import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
 from long_models import long_fresh, long_tiny, sparse
+from pairwise import combinations
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
 
@@ -98,27 +99,12 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize(
     ("rows", "error", "reuse", "fields"),
-    [
-        ([0, 0, 0], StoreFullError, 0, {}),
-        ([0, 0, 0], StoreError, 60, {"engine": "direct"}),
-        ([2, 0, 0], StoreFullError, 60, {}),
-        ([2, 0, 0], StoreError, 0, EXACT),
-        ([0, 1, 2], StoreFullError, 0, EXACT),
-        ([0, 1, 2], StoreFullError, 0, {"engine": "direct"}),
-        pytest.param([0, 0, 0], StoreError, 60, EXACT, marks=SLOW),
-        pytest.param([2, 0, 0], StoreError, 0, {"engine": "direct"}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, {}, marks=SLOW),
-        pytest.param([0, 0, 0], StoreFullError, 0, EXACT, marks=SLOW),
-        pytest.param([0, 0, 0], StoreFullError, 0, {"engine": "direct"}, marks=SLOW),
-        pytest.param([0, 0, 0], StoreError, 60, {}, marks=SLOW),
-        pytest.param([2, 0, 0], StoreFullError, 60, EXACT, marks=SLOW),
-        pytest.param([2, 0, 0], StoreFullError, 60, {"engine": "direct"}, marks=SLOW),
-        pytest.param([2, 0, 0], StoreError, 0, {}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreFullError, 0, {}, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, EXACT, marks=SLOW),
-        pytest.param([0, 1, 2], StoreError, 60, {"engine": "direct"}, marks=SLOW),
-    ],
-    ids=str,
+    combinations(
+        ([0, 0, 0], [2, 0, 0], [0, 1, 2]),
+        {error.__name__: error for error in (StoreFullError, StoreError)},
+        (0, 60),
+        {"sparse": {}, "exact": EXACT, "direct": {"engine": "direct"}},
+    ),
 )
 def test_a_write_that_fails_in_the_first_layer(
     rows: list[int],
@@ -128,8 +114,7 @@ def test_a_write_that_fails_in_the_first_layer(
     tmp_path: Path,
     checked_gathers: Gathers,
 ) -> None:
-    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error.
-    With the slow ones, every two of rows, error, reuse and fields."""
+    """The step gave nothing and took nothing in: the same step again, and all that follow, are as without the error."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": reuse, "path": tmp_path, **fields}
     tokens = singles(model, 3, 12)
@@ -160,8 +145,7 @@ def test_a_write_that_fails_in_the_first_layer(
         assert_exact(*(follow(model, held, singles(model, 3, 9, 5)) for held in (twin, cache)))
 
 
-@pytest.mark.parametrize("layer_idx", [1, 2])
-@pytest.mark.parametrize("fields", [{}, EXACT], ids=["sparse", "exact"])
+@pytest.mark.parametrize(("layer_idx", "fields"), combinations((1, 2), {"sparse": {}, "exact": EXACT}))
 def test_a_write_that_fails_in_a_later_layer(layer_idx: int, fields: dict[str, Any]) -> None:
     """The first layers have taken the token in: they give it back, and all goes on where it was before the step."""
     model = long_tiny("llama")
@@ -223,9 +207,10 @@ def test_a_window_that_moved_on_does_not_go_back() -> None:
 # ---------------------------------------------------------------------------------------------- (b) failing crops
 
 
-@pytest.mark.parametrize("layer_idx", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
-@pytest.mark.parametrize("fields", [{}, {"reuse_capacity": 0}, EXACT, ALL], ids=["sparse", "no reuse", "exact", "all"])
-@pytest.mark.parametrize("tokens", [13, 300])
+@pytest.mark.parametrize(
+    ("tokens", "fields", "layer_idx"),
+    combinations((13, 300), {"sparse": {}, "no reuse": {"reuse_capacity": 0}, "exact": EXACT, "all": ALL}, (0, 1, 2)),
+)
 def test_a_crop_whose_read_fails(
     tokens: int, fields: dict[str, Any], layer_idx: int, checked_gathers: Gathers
 ) -> None:
@@ -253,8 +238,10 @@ def test_a_crop_whose_read_fails(
 # ---------------------------------------------------------------------------------------------- (c) before any layer
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("fields", [EXACT, ALL], ids=["exact", "all"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    combinations(("llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1"), {"exact": EXACT, "all": ALL}),
+)
 def test_a_step_that_fails_before_the_first_layer(name: str, fields: dict[str, Any]) -> None:
     """A token that does not exist, before and after the prompt: everything that follows is as with `DynamicCache`."""
     model = long_tiny(name)
@@ -291,8 +278,9 @@ class Boom(Exception):
     """Raised within a forward."""
 
 
-@pytest.mark.parametrize("layer_idx", [0, 1, 3])
-@pytest.mark.parametrize("place", ["self_attn", "feed_forward", "write", "layer"])
+@pytest.mark.parametrize(
+    ("place", "layer_idx"), combinations(("self_attn", "feed_forward", "write", "layer"), (0, 1, 3))
+)
 def test_a_step_that_fails_beside_linear_states(place: str, layer_idx: int) -> None:
     """A state that has moved cannot be told from the lengths, nor go back: refused, or right."""
     model = long_tiny("falcon_h1")
@@ -333,11 +321,17 @@ def test_a_step_that_fails_beside_linear_states(place: str, layer_idx: int) -> N
 # ---------------------------------------------------------------------------------------------- (d) without a hook
 
 
-@pytest.mark.parametrize(("tokens", "again"), [(1, "inner"), (1, "outer"), (5, "inner")])
-@pytest.mark.parametrize("layer_idx", [*(pytest.param(layer, marks=SLOW) for layer in (0, 1)), 2])
-@pytest.mark.parametrize("fields", [{"reuse_capacity": 0}, EXACT, ALL], ids=["sparse", "exact", "all"])
-def test_an_error_within_the_inner_model(fields: dict[str, Any], tokens: int, layer_idx: int, again: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "layer_idx", "call"),
+    combinations(
+        {"sparse": {"reuse_capacity": 0}, "exact": EXACT, "all": ALL},
+        (0, 1, 2),
+        {"1-inner": (1, "inner"), "1-outer": (1, "outer"), "5-inner": (5, "inner")},
+    ),
+)
+def test_an_error_within_the_inner_model(fields: dict[str, Any], layer_idx: int, call: tuple[int, str]) -> None:
     """`model.model(...)` passes no hook of the whole model: the next forward is refused all the same."""
+    tokens, again = call
     model = long_tiny("llama")
 
     def inner(ids: torch.Tensor) -> torch.Tensor:
@@ -366,8 +360,9 @@ def test_an_error_within_the_inner_model(fields: dict[str, Any], tokens: int, la
         assert_heals(model, cache, **{**fields, "reuse_capacity": 0})
 
 
-@pytest.mark.parametrize("layer_idx", [0, 1, 2])
-@pytest.mark.parametrize("fields", [{"reuse_capacity": 0}, EXACT], ids=["sparse", "exact"])
+@pytest.mark.parametrize(
+    ("fields", "layer_idx"), combinations({"sparse": {"reuse_capacity": 0}, "exact": EXACT}, (0, 1, 2))
+)
 def test_an_error_within_the_whole_model(fields: dict[str, Any], layer_idx: int) -> None:
     """With the hooks, the step alone is lost: taken back at once, or, where that needs a read too, at the next call."""
     model = long_tiny("llama")
@@ -390,10 +385,7 @@ def test_an_error_within_the_whole_model(fields: dict[str, Any], layer_idx: int)
 # ---------------------------------------------------------------------------------------------- (e) Ctrl-C
 
 
-@pytest.mark.parametrize(
-    ("slow", "reuse"), [(False, 60), (True, 0), *(pytest.param(*one, marks=SLOW) for one in ((False, 0), (True, 60)))]
-)
-@pytest.mark.parametrize("number", [0, 1, 2, 4, *(pytest.param(one, marks=SLOW) for one in (3, 5, 6))])
+@pytest.mark.parametrize(("number", "reuse", "slow"), combinations(range(7), (60, 0), (False, True)))
 def test_ctrl_c_while_waiting(
     number: int, reuse: int, slow: bool, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
 ) -> None:
@@ -500,9 +492,10 @@ def test_inference_mode_then_no_grad(engine: str, reuse: int, tmp_path: Path, ch
     assert len(checked_gathers) == 4 * 3 * (3 + 5 + 3 + 5)
 
 
-@pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.parametrize("when", ["prompt", "decoding", "several"])
-@pytest.mark.parametrize("fields", [{}, EXACT], ids=["sparse", "exact"])
+@pytest.mark.parametrize(
+    ("fields", "when", "reset"),
+    combinations({"sparse": {}, "exact": EXACT}, ("prompt", "decoding", "several"), (True, False)),
+)
 def test_one_step_in_training_mode(fields: dict[str, Any], when: str, reset: bool, checked_gathers: Gathers) -> None:
     """Dropout of attention is the model's own business in that step; the layers are not written off for it."""
     model = long_fresh("llama", attention_dropout=0.2)
@@ -611,10 +604,9 @@ def test_two_models_with_one_config(fields: dict[str, Any], order: str, checked_
 
 
 @pytest.mark.parametrize(
-    ("close_outer_first", "outer_first"),
-    [(True, False), (False, True), *(pytest.param(same, same, marks=SLOW) for same in (True, False))],
+    ("fields", "close_outer_first", "outer_first"),
+    combinations({"exact": EXACT, "all": ALL}, (True, False), (False, True)),
 )
-@pytest.mark.parametrize("fields", [EXACT, ALL], ids=["exact", "all"])
 def test_a_cache_on_a_model_and_one_on_its_base(
     fields: dict[str, Any], close_outer_first: bool, outer_first: bool, checked_gathers: Gathers
 ) -> None:
@@ -670,9 +662,10 @@ def test_closing_restores_names(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- (j) (k) (l) the rest
 
 
-@pytest.mark.parametrize("rows", [[2, 0], [1], [True, False, True], (2, 2, 1)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("fields", [EXACT, ALL], ids=["exact", "all"])
+@pytest.mark.parametrize(
+    ("fields", "name", "rows"),
+    combinations({"exact": EXACT, "all": ALL}, ("llama", "gemma3"), ([2, 0], [1], [True, False, True], (2, 2, 1))),
+)
 def test_rows_given_as_a_list(fields: dict[str, Any], name: str, rows: Any, checked_gathers: Gathers) -> None:
     """As given as a tensor, in the layers that transformers keeps too."""
     model = long_tiny(name)
@@ -709,8 +702,9 @@ def test_copies_are_refused(how: Callable[[Any], Any], used: bool) -> None:
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=5))
 
 
-@pytest.mark.parametrize("engine", ["memory", "direct"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v2", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("name", "engine"), combinations(("llama", "gemma3", "deepseek_v2", "falcon_h1"), ("memory", "direct"))
+)
 @pytest.mark.filterwarnings("ignore:.*cannot be sparse")
 def test_the_report_after_close(name: str, engine: str, tmp_path: Path) -> None:
     """The last one; nothing is held."""

@@ -11,14 +11,15 @@ import torch
 from checked_cache import checked
 from harness import CASES, SMALL, assert_exact, generate, prompt, reference, tiny
 from long_llama import long_model
+from pairwise import combinations
 from shuffled_history import ShuffledCache, ShuffledHeadsCache
 from transformers import DynamicCache
 
-KINDS = pytest.mark.parametrize("kind", [ShuffledCache, ShuffledHeadsCache])
+NAMED = {kind.__name__: kind for kind in (ShuffledCache, ShuffledHeadsCache)}
+KINDS = pytest.mark.parametrize("kind", NAMED.values())
 
 
-@KINDS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "case"), combinations(NAMED, CASES.keys()))
 def test_exact_in_blocks_with_positions(kind: Any, case: str) -> None:
     """Blocks of shuffled, ragged rows, merged under a mask: `DynamicCache`'s tokens and logits."""
     with harness.unchanged(tiny("llama")), kind(tiny("llama"), exact=True, **SMALL) as cache:
@@ -26,16 +27,17 @@ def test_exact_in_blocks_with_positions(kind: Any, case: str) -> None:
         assert cache.report().layers["tagged"] == 3
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-@pytest.mark.parametrize("case", ["padded_beams", "prompt_lookup"])
+@pytest.mark.parametrize(
+    ("kind", "name", "case"), combinations(NAMED, ("llama", "gpt_oss"), ("padded_beams", "prompt_lookup"), strength=2)
+)
 def test_bitwise(kind: Any, name: str, case: str) -> None:
     with kind(tiny(name), exact="bitwise", **SMALL) as cache:
         assert_exact(reference(name, case), CASES[case](tiny(name), cache), bitwise=True)
 
 
-@KINDS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("kind", "case"), combinations(NAMED, CASES.keys(), always=lambda kind, case: case == "padded_beams")
+)
 def test_all_units_selected_is_exact(kind: Any, case: str) -> None:
     """Entries at their positions under the model's mask, those that are none hidden."""
     cls = checked(kind)

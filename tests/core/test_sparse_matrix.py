@@ -13,6 +13,7 @@ import transformers
 from gathers import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
 from long_models import LENGTH, long_tiny, sparse
+from pairwise import combinations, in_full
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
@@ -109,30 +110,9 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
 # ---------------------------------------------------------------------------------------------- tests
 
 
-COMBINATIONS = [
-    (name, engine, reuse)
-    for name in MODELS
-    for engine in ("memory", "direct")
-    for reuse in REUSE
-]
-THROUGHOUT = ("llama",)
-PICKED = [
-    ("direct", "some"),
-    ("memory", "default"),
-]
-"""What changes of the batch run by default: one of them with each model, in turns; both with those of `THROUGHOUT`, and
-with each use of slots."""
-
-
-def by_default(name: str, *fields: str) -> bool:
-    if name in THROUGHOUT:
-        return fields[0] in {picked[0] for picked in PICKED}
-    return fields == PICKED[MODELS.index(name) % len(PICKED)]
-
-
 @pytest.mark.parametrize(
     ("name", "engine", "reuse"),
-    [pytest.param(*one, marks=[] if by_default(*one) else pytest.mark.slow) for one in COMBINATIONS],
+    combinations(MODELS, ("direct", "memory"), REUSE.keys()),
 )
 def test_changes_of_the_batch(
     name: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
@@ -212,7 +192,7 @@ def test_generate(name: str, checked_gathers: Gathers) -> None:
         checked_gathers.calls.clear()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS[1::2], *in_full(MODELS[::2])])
 def test_everything_selected_is_exact(name: str, checked_gathers: Gathers) -> None:
     """The same gathers, with room for all groups: what `DynamicCache` gives. The adapter exists."""
     model = long_tiny(name)

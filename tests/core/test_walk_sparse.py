@@ -16,9 +16,6 @@ from transformers import DynamicCache
 
 from hf_offload_cache.registry import CACHES, cache_class
 
-REPRESENTATIVES = (*walk.REPRESENTATIVES, "jamba", "opt", "phi", "stablelm", "gpt_neox", "bamba", "mixtral", "qwen3")
-"""What the default run takes through steps that select; the others are slow."""
-
 SEEDS = {"minimax_m3_vl_text": 3}
 """Of weights. With the usual ones a step's choice of experts is a tie: `DynamicCache` itself says something else there
 once they change by a millionth, and so does a cache whose entries are summed in another order. With 1, under
@@ -29,7 +26,7 @@ def pairs() -> list[Any]:
     """`DiskSwapCache` with every architecture, the others with representatives. In the default run these take turns:
     each of the caches meets four of the eight in `walk.WITH_EVERY_CACHE`."""
     found = [pytest.param("disk-swap", *one.values, marks=one.marks)
-             for one in walk.usually(REPRESENTATIVES, walk.architectures())]  # fmt: skip
+             for one in walk.usually(walk.REPRESENTATIVES, walk.architectures())]  # fmt: skip
     for turn, method in enumerate(sorted(CACHES.keys() - {"disk-swap"})):
         usual = walk.WITH_EVERY_CACHE[turn % 2 :: 2]
         found += [pytest.param(method, *one.values, marks=one.marks)
@@ -69,7 +66,7 @@ def dynamic_runs(model: Any, cases: list[dict[str, Any]]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", walk.usually(REPRESENTATIVES, walk.architectures()))
+@pytest.mark.parametrize("name", walk.usually(walk.REPRESENTATIVES[::2], walk.architectures()))
 def test_little_selected(name: str, checked_gathers: Gathers) -> None:
     """A prompt long enough for the adapter, alone and padded beams: no error, right gathers in every tagged layer."""
     mask = padding(2, LENGTH, 101)

@@ -113,6 +113,7 @@ def test_what_needs_a_model_runs(
                 assert (saved / given[given.index("--trace") + 1]).stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", once("tune"), ids=" ".join)
 def test_tuning_runs(
     words: list[str], folder: Path, session: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

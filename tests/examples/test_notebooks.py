@@ -2,7 +2,7 @@
 
 What a notebook promises its reader is asserted of what it printed. Nothing of it may be left: no file in its folder or
 in the temporary folder, no open cache, no server. The kernel is killed at the end, so that nothing but the notebook's
-last cell can have cleaned up.
+last cell can have cleaned up. Running them is slow: `make test-all` does.
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ran]
     return run_it
 
 
+@pytest.mark.slow
 def test_ask_a_document(run: Callable[[str], Ran]) -> None:
     ran = run("ask_a_document")
     assert "48213" in ran.text["ask"]
@@ -240,6 +241,7 @@ def test_ask_a_document(run: Callable[[str], Ran]) -> None:
     assert 5 < share <= 25
 
 
+@pytest.mark.slow
 def test_chat_and_resume(run: Callable[[str], Ran]) -> None:
     ran = run("chat_and_resume")
     saved = int(ran.text["save"].split("saved: ")[1].split(" tokens")[0])
@@ -252,6 +254,7 @@ def test_chat_and_resume(run: Callable[[str], Ran]) -> None:
     assert ran.text["again"].startswith(f"{saved} tokens") and said[:24] in ran.text["again"]
 
 
+@pytest.mark.slow
 def test_many_questions(run: Callable[[str], Ran]) -> None:
     ran = run("many_questions")
     for answer in ("48213", "Henrik Larsen", "platform nine", "red fox"):
@@ -262,6 +265,7 @@ def test_many_questions(run: Callable[[str], Ran]) -> None:
     assert float(ran.text["times"].split("answers: ")[2].split(" s, ")[1].split(" times")[0]) > 1
 
 
+@pytest.mark.slow
 def test_stream_a_context(run: Callable[[str], Ran]) -> None:
     ran = run("stream_a_context")
     assert "48213" in ran.text["fast"] and "48213" in ran.text["slow"]
@@ -284,6 +288,7 @@ def surprise(prompt: str, answer: str) -> float:
     return float(torch.nn.functional.cross_entropy(logits.float(), said[0]))
 
 
+@pytest.mark.slow
 def test_long_story(run: Callable[[str], Ran]) -> None:
     ran, parameters = run("long_story"), {}
     exec(code("long_story")[1], parameters)
@@ -295,6 +300,7 @@ def test_long_story(run: Callable[[str], Ran]) -> None:
     assert held[1] - held[0] < (full[1] - full[0]) / 4 and held[1] < 2 / 3 * full[1]  # the budget
 
 
+@pytest.mark.slow
 def test_own_method(run: Callable[[str], Ran]) -> None:
     ran = run("own_method")
     assert "48213" in ran.text["ask"]
@@ -313,6 +319,7 @@ def test_own_method_is_that_of_the_script() -> None:
         assert source is not None and sum(cell.split("@dataclass(frozen=True)\n")[-1] == source for cell in cells) == 1
 
 
+@pytest.mark.slow
 def test_compare_caches(run: Callable[[str], Ran]) -> None:
     ran = run("compare_caches")
     lines = {line.split()[0]: line for line in ran.text["measure"].splitlines()}
@@ -324,6 +331,7 @@ def test_compare_caches(run: Callable[[str], Ran]) -> None:
     assert ran.pictures["plot"] == 1
 
 
+@pytest.mark.slow
 def test_evaluate_with_lm_eval(run: Callable[[str], Ran]) -> None:
     ran = run(LM_EVAL)
     assert ran.text["results"].count("needle_single {'recall': 1.0}") == 2

@@ -36,6 +36,7 @@ from harness import (
 )
 from long_models import long_fresh
 from packaging.version import Version
+from pairwise import combinations
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 from vision_models import gemma3_vl, qwen2_5_vl
@@ -697,8 +698,7 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 """Name -> the operation on a pair of caches that hold 40 tokens of three rows."""
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "operation"), combinations(MODES.keys(), OPERATIONS.keys()))
 def test_batch_operations(mode: str, operation: str) -> None:
     """After the operation single steps, several queries and further sealing see what `DynamicCache` sees."""
     model = tiny("llama")
@@ -757,8 +757,7 @@ def test_crop_beside_sliding_layers() -> None:
         assert_exact(*(Decoded(ids, part) for part in logits))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "seed"), combinations(MODES.keys(), range(6)))
 def test_operations_in_any_order(mode: str, seed: int) -> None:
     """A seeded walk over steps and operations; the logits agree after every one."""
     model = tiny("qwen3")

@@ -18,6 +18,8 @@ import pytest
 from hf_offload_cache import __all__ as exported
 from hf_offload_cache.console import parser
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "__pycache__")
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -115,7 +117,6 @@ runpy.run_path({str(installed / "bin" / "hf-offload-cache")!r}, run_name="__main
     assert "for fidelity: " in said and "for speed: " in said
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
     """The README's commands without make: an environment of nothing but the wheel, and the demo's answer."""

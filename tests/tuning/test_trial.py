@@ -60,6 +60,7 @@ def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_pat
         assert cache.report().peak_memory_bytes <= values["memory"] // 2
 
 
+@pytest.mark.slow
 def test_fields_that_are_given_are_not_tried() -> None:
     given = {**ASKED, "max_batch": 1, "max_context": 4096, "chunk_size": 32, "num_opened": 100}
     found = tune(tiny_llama(), **given)
@@ -121,6 +122,7 @@ def test_rows_that_the_budget_is_too_little_for_are_left_out() -> None:
     assert all("need at least" in row["why"] for row in found.values["left_out"])
 
 
+@pytest.mark.slow
 def test_a_group_size_is_a_chunk_size() -> None:
     found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1, "group_size": 32})
     assert [trial["fields"] for trial in found.values["trials"]] == [{}, {"num_opened": 512}]
@@ -163,6 +165,7 @@ def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(tuner, "_QUICK_SECONDS", 0.1)

@@ -1,4 +1,6 @@
-"""Tuning end to end with a tiny model: what comes out fits its budget and generates; what is refused; interruptions."""
+"""Tuning end to end with a tiny model: what comes out fits its budget and generates; what is refused; interruptions.
+
+Other runs of the tuner are slow: `test_solve.py` has the solver on tables made by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
-@pytest.fixture(scope="module", params=["coded", "int8"])
+@pytest.fixture(scope="module", params=["coded", pytest.param("int8", marks=pytest.mark.slow)])
 def tuned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Tuned:
     folder = tmp_path_factory.mktemp("disk")
     kind = {} if request.param == "coded" else {"summary_dtype": request.param}
@@ -103,6 +105,7 @@ def test_a_cache_takes_it_and_keeps_the_budget(tuned: Tuned, tmp_path: Path, bat
         assert report.selected_fraction < 0.3
 
 
+@pytest.mark.slow
 def test_fields_are_kept_in_every_row() -> None:
     found = tune(tiny_llama(), **{**ASKED, "max_batch": 1, "max_context": 4096}, engine="mapped", num_recent=16)
     assert [(row["batch"], row["context"]) for row in found.rows] == [(1, 4096)]
@@ -110,6 +113,7 @@ def test_fields_are_kept_in_every_row() -> None:
     assert found.rows[0]["fields"]["num_recent"] == 16
 
 
+@pytest.mark.slow
 def test_sigma_max_holds_for_codes_that_keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little few bytes lose on the sample."""
     monkeypatch.setattr(lookup, "kept_mass", lambda keys, queries, scaling, sizes, *more: [1.0] * len(sizes))
@@ -119,6 +123,7 @@ def test_sigma_max_holds_for_codes_that_keep_all(monkeypatch: pytest.MonkeyPatch
         assert found.rows[0]["sigma"] == sigma_max
 
 
+@pytest.mark.slow
 def test_the_largest_pair_must_fit_and_others_are_left_out_by_name() -> None:
     geometry, fields = Geometry.of(tiny_llama()), {"num_selected": 64, "look_ahead": None, "group_size": 16}
     fields["summary_dtype"] = "coded"
@@ -263,7 +268,7 @@ def test_rows_and_grids() -> None:
     assert grid.coarse([7], 2) == [7]
 
 
-@pytest.mark.parametrize("kind", [[], ["--set", "summary_dtype=int8"]])
+@pytest.mark.parametrize("kind", [[], pytest.param(["--set", "summary_dtype=int8"], marks=pytest.mark.slow)])
 def test_the_console(
     kind: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

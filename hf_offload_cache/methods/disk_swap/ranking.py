@@ -54,9 +54,9 @@ def rank_units(
 
     A group counts as its best token does: as the share of its head's softmax over the best tokens of all groups and
     the tokens that are compared exactly, summed over heads. Heads count equally: those with large raw scores do not
-    drown the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many, which are
-    then looked at closely. The mass of all a group's tokens, by estimate, chooses hardly better on text, and a step
-    took a tenth longer.
+    drown the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many,
+    which are then looked at closely. The mass of all a group's tokens, by estimate, chooses hardly better on text,
+    and a step took a tenth longer.
 
     `visible` (·, tokens) leaves padding out of all of it. `exact` (B, H, t) float32: scaled scores of tokens that share
     the softmax and are not ranked: the tail, and the sinks, whose groups `apart` (B, n) come out below all others; what
