@@ -4,9 +4,9 @@ model."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ from words import words
 
 from eval import fidelity, fidelity_contenders
 from eval.baselines.in_memory import SINKS, quantized_share, window_cache, window_tokens
-from eval.fidelity_pictures import draw_front, draw_layers
 from eval.fidelity_tables import markdown, shipped, summarised
 from eval.kvpress_contender import KVPress
-from eval.studies.common import Rows
+from eval.studies.common import Rows, draw
 from eval.studies.contexts import follow, prefill
-from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.methods.cluster import cache as cluster
 from hf_offload_cache.tuning import distance, perplexity_over
@@ -137,24 +135,6 @@ def test_tables_for_people_and_for_the_choice() -> None:
     assert (wider["num_selected"], wider["kl"], wider["memory"]) == (800, 0.01, "1/13")
 
 
-def test_facts_that_decide_are_answers_to_the_same_questions() -> None:
-    """Of two lengths at which one cache was asked, and another at one of them; a third at none takes nothing away."""
-    found: list[dict[str, Any]] = []
-    for name, lengths in (("DynamicCache", (2048, 4096)), ("disk-swap 1/13", (2048, 4096)), ("cluster 1/13", (4096,))):
-        for tokens in lengths:
-            key = {"part": "facts", "tokens": tokens, "facts": 1, "sample": 0, "prompt": tokens, "code": "5"}
-            found.append({**key, "name": name, "answered": tokens == 4096 or name == "DynamicCache"})
-    for name in ("disk-swap 1/13", "cluster 1/13", "abstract-tree 1/13"):
-        text = {"kl": 0.1, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
-        found.append({"part": "text", "tokens": 4096, "sample": 0, "name": name, **text})
-    found.append({**found[-3], "tokens": 2048})  # disk-swap alone: all that it was asked counts
-    cells = {(one["cache"], one["tokens"]): one for one in shipped(summarised(found))["cells"]}
-    assert (cells["disk-swap", 4096]["found"], cells["disk-swap", 4096]["known"]) == (1, 1)
-    assert (cells["cluster", 4096]["found"], cells["cluster", 4096]["known"]) == (1, 1)
-    assert "known" not in cells["abstract-tree", 4096]
-    assert (cells["disk-swap", 2048]["found"], cells["disk-swap", 2048]["known"]) == (1, 2)
-
-
 def test_facts_of_what_was_refused_were_not_found_and_a_wider_step_has_facts_of_all_lengths_or_none() -> None:
     found: list[dict[str, Any]] = []
     asked = [("DynamicCache", (2048, 7936)), ("disk-swap 1/13", (2048, 7936)), ("disk-swap-800 1/13", (7936,))]
@@ -175,31 +155,11 @@ def test_facts_of_what_was_refused_were_not_found_and_a_wider_step_has_facts_of_
     assert wider["num_selected"] == 800 and "known" not in wider
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_the_front_joins_what_nothing_beats() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    draw_front(summarised(rows()), rows(), figure)
-    left, middle, right = figure.axes
-    front = {axes: next(line for line in axes.lines if line.get_label() == "best") for axes in figure.axes}
-    assert list(front[left].get_ydata()) == [0.01, 1e-4]  # disk-swap's wider step, then DynamicCache
-    assert list(front[middle].get_ydata()) == [100.0]
-    assert list(front[right].get_ydata()) == [10.0]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_layers_are_drawn_of_one_memory_of_the_longest_context() -> None:
-    from matplotlib.figure import Figure
-
-    shorter = [{**row, "tokens": 2048} for row in rows()]
-    another = [{**row, "name": "disk-swap 1/4"} for row in rows() if row["name"] == "disk-swap 1/13"]
-    figure = Figure()
-    draw_layers(summarised([*shorter, *rows(), *another]), [], figure)
-    (axes,) = figure.axes
-    assert axes.get_title() == "4,096 tokens, 1/13 of the full KV"
-    assert [line.get_label() for line in axes.lines] == ["disk-swap", "cluster", "window"]
-    assert all(list(line.get_ydata()) == pytest.approx([0.55, 0.9]) for line in axes.lines)
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    for name, plot in fidelity.STUDY.plots.items():
+        draw(fidelity.STUDY, plot, summarised(rows()), rows(), tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- kvpress ------------------------------------------------------------------------------------------------------
@@ -270,15 +230,12 @@ def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest
 
 def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     """Rows of each part for each cache that fits, and none twice; files as asked for."""
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
     options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "300"]
     options += ["--memory", "9/10", "1/100", "--caches", "disk-swap", "cluster", "random", "window"]
     options += ["--few", "2/3", "--scored", "12", "--parts", *fidelity.PARTS, "--markdown", str(tmp_path / "table.md")]
-    given = parser.parse_args([*options, "--shipped", str(tmp_path / "table.json")])
-    given.path = str(tmp_path)
-    measured, loaded = Rows(say=lambda line: None), {"model": long_model(), "tokenizer": words()}
-    fidelity.run(given, measured, **loaded)
+    options += ["--shipped", str(tmp_path / "table.json"), "--path", str(tmp_path)]
+    given, measured, loaded = fidelity.STUDY.parsed(options), Rows(say=lambda line: None), (long_model(), words())
+    fidelity.run(given, measured, loaded)
     texts = {row["name"]: row for row in measured.where(part="text")}
     assert set(texts) == {f"{name} {memory}" for name in given.caches for memory in given.memory}
     for name in ("disk-swap 1/100", "cluster 1/100", "random 1/100"):
@@ -295,15 +252,15 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
         assert all(row.get("refused") or row["uncertain"] > 0 for row in scored.values())
     timed = measured.where(part="speed", name="DynamicCache")
     measured.rows = [row for row in measured.rows if row["part"] != "speed" or row["name"] != "cluster 9/10"]
-    fidelity.run(given, measured, **loaded)  # one cache is missing: all are timed again, in turns
+    fidelity.run(given, measured, loaded)  # one cache is missing: all are timed again, in turns
     again = measured.where(part="speed", name="DynamicCache")
     assert len(again) == len(timed) == 1 and again != timed
     names = {row["name"] for row in measured.where(part="speed")}
     other = argparse.Namespace(**{**vars(given), "caches": ["abstract-tree"], "parts": ["speed"]})
-    fidelity.run(other, measured, **loaded)  # beside those of before
+    fidelity.run(other, measured, loaded)  # beside those of before
     assert {row["name"] for row in measured.where(part="speed")} == names | {"abstract-tree 9/10"}
     before = list(measured.rows)
-    summary = fidelity.run(given, measured, **loaded)
+    summary = fidelity.run(given, measured, loaded)
     assert measured.rows == before
     assert "disk-swap" in (tmp_path / "table.md").read_text()
     assert json.loads((tmp_path / "table.json").read_text()) == shipped(summary)
@@ -331,27 +288,14 @@ def test_what_is_read_token_by_token_is_judged_at_its_end() -> None:
 @pytest.mark.parametrize("there", [False, True])
 def test_caches_are_left_out_where_their_package_is_not(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is said; the others are measured."""
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
     options = ["--tokens", "200", "--steps", "2", "--samples", "1", "--memory", "1/2", "--parts", "text"]
-    given, said = parser.parse_args([*options, "--caches", "window", "4-bit", "cluster-800"]), []
-    given.path = None
+    given, said = fidelity.STUDY.parsed([*options, "--caches", "window", "4-bit", "cluster-800"]), list[str]()
     monkeypatch.setattr(fidelity_contenders, "is_optimum_quanto_available", lambda: there)
     monkeypatch.setattr(cluster, "find_spec", lambda name: there or None)
     monkeypatch.setattr(fidelity, "_text", lambda model, context, new, reference, name, *others: {"kl": 0.0})
     rows = Rows(say=said.append)
-    fidelity.run(given, rows, model=long_model(), tokenizer=words())
+    fidelity.run(given, rows, (long_model(), words()))
     others = ["4-bit itself", "cluster-800 1/2"] if there else []
     assert [row["name"] for row in rows.rows] == ["window 1/2", *others]
     for why in ("4-bit: left out: transformers' quantized cache needs optimum-quanto", "cluster-800: left out: C"):
         assert any(line.startswith(why) for line in said) is not there
-
-
-def test_contenders_are_all_caches_and_their_floors() -> None:
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
-    given = parser.parse_args([])
-    found = fidelity.contenders(given.caches, given.memory)
-    assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.WIDER, *fidelity.FLOORS, *fidelity.FIXED}
-    assert found["disk-swap-800 1/13"] == {"cache": "disk-swap", "num_selected": 800, "memory": "1/13"}
-    assert found["spec 1/6.5"] == {"cache": "spec", "memory": "1/6.5"}
