@@ -27,7 +27,7 @@ from eval import (
     synthetic,
 )
 from eval.bench_text import ALONE, DYNAMIC, FIRST, STATIC
-from eval.contenders import FULL, METHODS, NO_REUSE, OWN, SINGLE, SLOW, Setting
+from eval.contenders import FULL, NO_REUSE, OWN, SINGLE, SLOW, Setting
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import parse_size
 
@@ -106,14 +106,15 @@ def test_resident_file_pages_are_seen(tmp_path: Path) -> None:
 # --- speed -------------------------------------------------------------------------------------------------------
 
 
-def test_all_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, in turns; a reload reads everything in each step, the others a part."""
     monkeypatch.setitem(compare.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
+    methods = (OWN, NO_REUSE, SINGLE, FULL, "all keys", "StaticCache")
     words = ["--shape", "replay", "--quick", "--memory", "1/2", "--path", str(tmp_path), "--set", "look_ahead=false"]
-    words += ["--methods", *(name for name in METHODS if name != "SpecCache"), "--json", str(tmp_path / "out.json")]
+    words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1"]
     assert bench_decode.main(words) == 0
     (found,) = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert set(found["rows"]) == set(METHODS) - {"SpecCache"} and not found["left_out"]
+    assert set(found["rows"]) == set(methods) and not found["left_out"]
     for name, row in found["rows"].items():
         assert row["off"]["steps"] == (2 if name in SLOW else 6) and row["on"]["tokens_per_second"] > 0
     full, own = (found["rows"][name]["off"] for name in (FULL, OWN))
