@@ -240,7 +240,8 @@ def main() -> int:
     """Runs the benchmarks, writes one JSON and prints one table; 1 where a promise was missed or a benchmark failed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that it runs")
-    parser.add_argument("--only", nargs="+", choices=_JOBS, default=list(_JOBS))
+    jobs = f"jobs (default: all): {'; '.join(_JOBS)}"
+    parser.add_argument("--only", nargs="+", choices=_JOBS, default=list(_JOBS), metavar="JOB", help=jobs)
     parser.add_argument("--out", type=Path, default=ROOT / "bench-results")
     parser.add_argument("--path", help="folder on the disk to measure")
     arguments = parser.parse_args()

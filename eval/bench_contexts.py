@@ -27,7 +27,6 @@ from .synthetic import SMOLLM2, Inputs, build_model, decode_step, fill
 
 LIKENESS = 0.97
 """Of successive inputs of a random model: gives about the hit rate of the real model on text."""
-_SEED = 5
 
 
 @dataclass(frozen=True)

@@ -95,13 +95,12 @@ class Contender:
             row |= distance(reference, torch.stack(self.logits, 1))
         if isinstance(self.cache, SelectiveCache):
             report = self.cache.report()
-            row["hit_rate"] = report.hit_rate
-            row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
-            row["waited_seconds"] = report.decode_stall_seconds / max(1, report.decode_steps)
-            row["unpack_seconds"] = report.unpack_seconds / max(1, report.decode_steps)
-            row["compressed_fraction"] = report.compressed_fraction
-            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             steps = max(1, report.decode_steps)
+            row |= {"hit_rate": report.hit_rate, "compressed_fraction": report.compressed_fraction}
+            row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
+            row["waited_seconds"] = report.decode_stall_seconds / steps
+            row["unpack_seconds"] = report.unpack_seconds / steps
+            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             row["looked_share"] = report.look_bytes / steps / (report.full_kv_bytes / 2)  # of all keys
             row["bytes_read_a_step"] = (report.bytes_read - self.prefill_bytes) / steps
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")

@@ -37,12 +37,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
                 one.look() if step % arguments.every == arguments.every - 1 else one.step()
             row = one.row()
             rows.add(name=name, **{key: row[key] for key in _SHOWN})
-    return summary(rows.rows)
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    table = {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in rows}
-    return {"contenders": table}
+    return {"contenders": {row["name"]: {key: row[key] for key in _SHOWN} for row in rows.rows}}
 
 
 STUDY = Study(
