@@ -6,7 +6,6 @@ the loading of the weights are not counted; all else is, from the call of `open`
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch
 
 from hf_offload_cache import DiskSwapCache
 
+from .studies.common import Options, one_run, write_json
 from .synthetic import SMOLLM2, Inputs, build_model, decode_step, fill
 
 LIKENESS = 0.97
 """Of successive inputs of a random model: gives about the hit rate of the real model on text."""
-_SEED = 5
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,8 @@ def child(opening: Opening) -> dict[str, Any]:
         out = model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
         finished = time.perf_counter()
         report = cache.report()
-    return {
-        "open_seconds": opened - started,
-        "first_token_seconds": finished - started,
-        "bytes_read": report.bytes_read,
-        "token": int(out[0, -1]),
-        "store": report.store,
-    }
+    seconds = {"open_seconds": opened - started, "first_token_seconds": finished - started}
+    return {**seconds, "bytes_read": report.bytes_read, "token": int(out[0, -1]), "store": report.store}
 
 
 def open_in_child(opening: Opening, repetitions: int) -> dict[str, Any]:
@@ -82,12 +77,8 @@ def open_in_child(opening: Opening, repetitions: int) -> dict[str, Any]:
         found.append(json.loads(done.stdout.splitlines()[-1]))
     times = [one["first_token_seconds"] for one in found]
     middle = statistics.median(times)
-    return {
-        **found[0],
-        "first_token_seconds": middle,
-        "open_seconds": statistics.median(one["open_seconds"] for one in found),
-        "spread": (max(times) - min(times)) / middle,
-    }
+    medians = {"first_token_seconds": middle, "open_seconds": statistics.median(one["open_seconds"] for one in found)}
+    return {**found[0], **medians, "spread": (max(times) - min(times)) / middle}
 
 
 def _drop_pages(folder: Path) -> None:
@@ -135,12 +126,8 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
             turn = torch.cat([ids[:, :-1], question], 1)
             model.generate(turn, past_key_values=fork, max_new_tokens=16, do_sample=False)
         by_answers = sum(fork.own_disk_bytes for fork in forks)
-        found["forks"] = {
-            "stored_bytes": stored,
-            "added_by_forking": by_forking,
-            "added_by_answers": by_answers,  # of what is new in them: 12 tokens asked and 16 answered, in whole groups
-            "added_share": by_answers / stored,
-        }
+        # What is new in each: 12 tokens of a question and 16 of an answer, in complete groups.
+        found["forks"] = {"stored_bytes": stored, "added_by_forking": by_forking, "added_share": by_answers / stored}
         for fork in forks:
             fork.close()
     last, question = ids[0, -1:].tolist(), ids[0, 100:120].tolist()
@@ -192,45 +179,35 @@ def checking(folder: Path, tokens: int, steps: int, repetitions: int) -> dict[st
             cache.close()
     checked, trusted = (statistics.median(times[verify]) for verify in (True, False))
     pairs = [a / b - 1 for a, b in zip(times[True], times[False], strict=True)]
-    return {
-        "tokens": tokens,
-        "step_seconds_checked": checked,
-        "step_seconds_trusted": trusted,
-        "cost": statistics.median(pairs),
-        "cost_least": min(pairs),
-        "cost_most": max(pairs),
-        "hit_rate": hit_rate,
-    }
+    costs = {"cost": statistics.median(pairs), "cost_least": min(pairs), "cost_most": max(pairs)}
+    return {"step_seconds_checked": checked, "step_seconds_trusted": trusted, **costs, "hit_rate": hit_rate}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--path", type=Path, help="folder on the disk to use (default: the temporary folder)")
-    parser.add_argument("--quick", action="store_true", help="short contexts and few repetitions: does it run?")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=("first_token", "growth", "checking"), nargs="*")
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(child(Opening(**json.loads(arguments.child)))))
-        return
-    quick, found = arguments.quick, {}
-    parts = arguments.only or ("first_token", "growth", "checking")
+OPTIONS: Options = {"only": (["first_token", "growth", "checking"], "parts", ("first_token", "growth", "checking"))}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Saved contexts: time to the first token, its growth, what forks take, and the cost of checks."""
+    arguments = one_run(main.__doc__, OPTIONS, argv)
+    quick = arguments.quick
+    lengths = [1024, 4096] if quick else [1024, 4096, 8192, 16384, 32768]
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=arguments.path) as name:
         folder = Path(name)
-        if "first_token" in parts:
-            found["first_token"] = first_token(folder, 1024 if quick else 7168, 2 if quick else 5)
-            print(json.dumps(found["first_token"], indent=1), flush=True)
-        if "growth" in parts:
-            lengths = [1024, 4096] if quick else [1024, 4096, 8192, 16384, 32768]
-            found["growth"] = growth(folder, lengths, 2 if quick else 5)
-            print(json.dumps(found["growth"], indent=1), flush=True)
-        if "checking" in parts:
-            found["checking"] = checking(folder, 4096 if quick else 32768, 10 if quick else 20, 2 if quick else 10)
-            print(json.dumps(found["checking"], indent=1), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "first_token": lambda: first_token(folder, 1024 if quick else 7168, 2 if quick else 5),
+            "growth": lambda: growth(folder, lengths, 2 if quick else 5),
+            "checking": lambda: checking(folder, 4096 if quick else 32768, 10 if quick else 20, 2 if quick else 10),
+        }
+        for part in arguments.only:
+            found[part] = parts[part]()
+            print(json.dumps({part: found[part]}, indent=1), flush=True)
+    if arguments.json:
+        write_json(arguments.json, found)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(Opening(**json.loads(sys.argv[2])))))
+    else:
+        main()

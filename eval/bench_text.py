@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from .bench import machine
 from .contenders import synchronise
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
-from .studies.common import write_json
+from .studies.common import Options, one_run, write_json
 from .studies.contexts import open_cache, prefill, replay
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
@@ -95,13 +95,12 @@ class Contender:
             row |= distance(reference, torch.stack(self.logits, 1))
         if isinstance(self.cache, SelectiveCache):
             report = self.cache.report()
-            row["hit_rate"] = report.hit_rate
-            row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
-            row["waited_seconds"] = report.decode_stall_seconds / max(1, report.decode_steps)
-            row["unpack_seconds"] = report.unpack_seconds / max(1, report.decode_steps)
-            row["compressed_fraction"] = report.compressed_fraction
-            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             steps = max(1, report.decode_steps)
+            row |= {"hit_rate": report.hit_rate, "compressed_fraction": report.compressed_fraction}
+            row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
+            row["waited_seconds"] = report.decode_stall_seconds / steps
+            row["unpack_seconds"] = report.unpack_seconds / steps
+            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
             row["looked_share"] = report.look_bytes / steps / (report.full_kv_bytes / 2)  # of all keys
             row["bytes_read_a_step"] = (report.bytes_read - self.prefill_bytes) / steps
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
@@ -110,19 +109,11 @@ class Contender:
 
 
 def run(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    tokens: int,
-    steps: int,
-    chunk: int | None,
-    ours: dict[str, dict[str, Any]],
-    in_memory: Iterable[str] = (DYNAMIC, STATIC),
-    turn: int = 8,
-    shared_prefill: bool = False,
-    path: str | None = None,
-    say: Callable[[str], Any] = lambda line: None,
+    model: PreTrainedModel, ids: torch.Tensor, tokens: int, steps: int, chunk: int | None,
+    ours: dict[str, dict[str, Any]], in_memory: Iterable[str] = (DYNAMIC, STATIC), turn: int = 8,
+    shared_prefill: bool = False, path: str | None = None, say: Callable[[str], Any] = lambda line: None,
     profile: str | Profile = "own",
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
     weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
@@ -186,19 +177,22 @@ def text_rows(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     return torch.stack([ids[(start := row * (len(ids) - length) // batch) : start + length] for row in range(batch)])
 
 
+def on_text(
+    loaded: Any, arguments: argparse.Namespace, ours: dict[str, dict[str, Any]], in_memory: Iterable[str] = (),
+    batch: int = 1, **options: Any,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """`run` of a study: a model and its tokenizer on Python's help texts, with one prefill shared by all."""
+    model, tokenizer = loaded
+    ids = text_rows(sample_ids(None, tokenizer)[0], batch, arguments.tokens + arguments.steps + 1)
+    options |= {"shared_prefill": True, "path": arguments.path}
+    return run(model, ids, arguments.tokens, arguments.steps, arguments.tokens, ours, in_memory, **options)
+
+
 def measure(
-    tokens: int,
-    batch: int,
-    steps: int,
-    ours: dict[str, dict[str, Any]],
-    chunk: int = 2048,
-    text: Path | None = None,
-    in_memory: Iterable[str] = (DYNAMIC, STATIC),
-    shared_prefill: bool = False,
-    path: str | None = None,
-    profile: str = "own",
-    device: str = "cpu",
-) -> dict[str, Any]:
+    tokens: int, batch: int, steps: int, ours: dict[str, dict[str, Any]], chunk: int = 2048, text: Path | None = None,
+    in_memory: Iterable[str] = (DYNAMIC, STATIC), shared_prefill: bool = False, path: str | None = None,
+    profile: str = "own", device: str = "cpu",
+) -> dict[str, Any]:  # fmt: skip
     """`run` with the embedded model, on `device`, on a text, Python's help texts where none is given; what was asked,
     and whether that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
 
@@ -218,31 +212,26 @@ def measure(
     return {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
 
 
-def main() -> int:
+OPTIONS: Options = {
+    "tokens": (TOKENS, "tokens of history"),
+    "batch": (1, "rows"),
+    "steps": (112, "decoding steps"),
+    "chunk": (int, "tokens of a prefill call (default: 2048)"),
+    "text": (Path, "UTF-8 file (default: Python's help texts)"),
+    "only_ours": (False, "only our caches and the model alone"),
+    "shared_prefill": (False, "prefill once, in one piece, for all rows and caches"),
+    "profile": ("own", "device that our caches read from", PROFILES),
+    "device": ("cpu", "torch device of the model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """A real model on real text: prefill, steps, and distance to DynamicCache."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the history")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=112)
-    parser.add_argument("--chunk", type=int, help="tokens of a prefill call (default: 2048)")
-    parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
-    parser.add_argument("--only-ours", action="store_true", help="and the model alone")
-    parser.add_argument("--shared-prefill", action="store_true", help="once, in one piece, for all rows and caches")
-    parser.add_argument("--profile", choices=PROFILES, default="own", help="the device that ours read from")
-    parser.add_argument("--device", default="cpu", help="of the model: cuda, say")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
-    parser.add_argument("--path", help="folder on the disk to use")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    given = one_run(main.__doc__, OPTIONS, argv, settings=True)
     tokens, steps = (1024, 24) if given.quick else (given.tokens, given.steps)
-    ours = dict(map(parse_setting, given.set)) or USUAL
-    in_memory = () if given.only_ours else (DYNAMIC, STATIC)
     found = measure(
-        tokens, given.batch, steps, ours, given.chunk, given.text, in_memory, given.shared_prefill, given.path,
-        given.profile, given.device,
+        tokens, given.batch, steps, dict(map(parse_setting, given.set)) or USUAL, given.chunk, given.text,
+        () if given.only_ours else (DYNAMIC, STATIC), given.shared_prefill, given.path, given.profile, given.device,
     )  # fmt: skip
     if given.json:
         write_json(given.json, {"machine": machine(given.path), **found})

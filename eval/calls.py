@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hf_offload_cache
 from hf_offload_cache import DiskSwapCache
 
+from .studies.common import Options, one_run
 from .synthetic import SMOLLM2, Inputs, Shape, build_model, decode_step, fill
 
 LIKENESS = 0.9
@@ -55,17 +55,13 @@ def measure(shape: Shape, tokens: int, steps: int, warm: int = 4, **fields: Any)
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Function calls of a decoding step, counted by cProfile; worker threads are not."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    options: Options = {"tokens": (8192, "tokens of history"), "steps": (20, "decoding steps")}
+    given = one_run(main.__doc__, options, argv)
     # By itself a cache goes on with the faster one, once both were tried.
     ways = {"settled": False, "looking ahead": True}
-    found = {
-        way: measure(SMOLLM2.light(), given.tokens, given.steps, look_ahead=flag) for way, flag in ways.items()
-    }
+    found = {way: measure(SMOLLM2.light(), given.tokens, given.steps, look_ahead=flag) for way, flag in ways.items()}
     head = f"calls a decoding step, {SMOLLM2.layers} layers, {given.tokens:,} tokens"
     print(f"{head:50}" + "".join(f"{way:>16}" for way in ways))
     for name in ("all", "python", "ours"):

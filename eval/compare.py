@@ -26,17 +26,10 @@ def setting_of(name: str, tokens: int, batch: int = 1, **fields: Any) -> Setting
 
 
 def compare(
-    setting: Setting,
-    methods: Iterable[str],
-    overlaps: tuple[str, ...] = ("on", "off"),
-    steps: int = 20,
-    reload_steps: int = 3,
-    repetitions: int = 5,
-    likeness: float | None = None,
-    disk_limit: int = 20 << 30,
-    memory_limit: int = 8 << 30,
-    say: Callable[[str], Any] = lambda line: None,
-) -> dict[str, Any]:
+    setting: Setting, methods: Iterable[str], overlaps: tuple[str, ...] = ("on", "off"), steps: int = 20,
+    reload_steps: int = 3, repetitions: int = 5, likeness: float | None = None, disk_limit: int = 20 << 30,
+    memory_limit: int = 8 << 30, say: Callable[[str], Any] = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
     """All methods on one model's weights and one context, in turns, forth and back (ABBA); a row a method.
 
     A method of `SLOW`, which moves the whole history in each step, takes `reload_steps` a repetition. What cannot run,
@@ -76,14 +69,10 @@ def compare(
                 say(f"{name}, overlap {mode}: {_shown(row[mode])}")
     return {
         **{key: value for key, value in asdict(setting).items() if key not in ("shape", "memory")},
-        "shape": asdict(setting.shape),
-        "memory": None if setting.memory is None else str(setting.memory),
-        "full_kv_bytes": setting.full_kv_bytes,
-        "likeness": likeness,
-        "threads": torch.get_num_threads(),
-        "rows": rows,
+        "shape": asdict(setting.shape), "memory": None if setting.memory is None else str(setting.memory),
+        "full_kv_bytes": setting.full_kv_bytes, "likeness": likeness, "threads": torch.get_num_threads(), "rows": rows,
         "left_out": left_out,
-    }
+    }  # fmt: skip
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Every method that is compared, by name: how its cache is made, within one memory, on one device."""
+"""Every compared method by name: how its cache is made, within one memory budget, on one device."""
 
 from __future__ import annotations
 
@@ -14,49 +14,39 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import OffloadCache
-from hf_offload_cache.registry import CACHES, cache_class, class_named
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.registry import CACHES, cache_class
 
 from .baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache
 from .baselines.flexgen import FlexGenCache
-from .baselines.infinigen import GroupedInfiniGenCache, InfiniGenCache
-from .baselines.loki import LokiCache
-from .baselines.paged import PagedCache
-from .baselines.shadowkv import ShadowKVCache
-from .equal_memory import fields_for
 from .profiles import PROFILES, throttle
 from .synthetic import Shape, build_model, static_cache
 
 OWN, NO_REUSE, SINGLE = "DiskSwapCache", "no reuse", "single tokens"
-FULL, STREAMED = "FlexGen", "FlexGen, streamed"
-PAGED = "paged DynamicCache"
+FULL = "FlexGen"
 IN_MEMORY = ("DynamicCache", "StaticCache")
-RELOADS = (FULL, STREAMED, PAGED)
-"""Methods that bring the whole history back in each step."""
-FIXED = "fixed chunks"
-"""`AbstractTreeCache`'s baseline that attends to whole chunks; what it holds is no part of any memory."""
-JUDGED_WHOLE = ("all keys", "all keys, by chunk")
-"""`AbstractTreeCache`'s baselines: token by token when the query is known, and chunk by chunk, read ahead. What they
-hold is no part of any memory."""
-SLOW = (*RELOADS, *JUDGED_WHOLE, "DynamicCache")
-"""Methods whose step moves the whole history: `DynamicCache` copies it to append a token."""
+NUM_SELECTED = 400
+"""The paper's MG (KVSwap, section 4.3)."""
+JUDGED = ("all keys", "all keys, by chunk")
+"""`AbstractTreeCache`'s baselines: token by token when the query is known, and chunk by chunk, read ahead."""
+SLOW = (FULL, *JUDGED, "DynamicCache")
+"""Methods whose step moves the complete history: `DynamicCache` copies it to append a token."""
 
-_TWINS: dict[str, tuple[type[OffloadCache], str, dict[str, Any]]] = {
-    **{cls.__name__: (cls, cls.__name__, {}) for cls in map(cache_class, CACHES)},
-    NO_REUSE: (DiskSwapCache, "DiskSwapCache", {"reuse_capacity": 0}),
-    SINGLE: (DiskSwapCache, "DiskSwapCache", {"reuse_capacity": 0, "group_size": 1}),
-    "InfiniGen": (InfiniGenCache, "InfiniGen", {}),
-    "InfiniGen*": (GroupedInfiniGenCache, "InfiniGen*", {}),
-    "InfiniGen*+ru": (GroupedInfiniGenCache, "InfiniGen*+ru", {}),
-    "Loki": (LokiCache, "Loki", {}),
-    "ShadowKV": (ShadowKVCache, "ShadowKV", {}),
-    FIXED: (FixedChunksCache, "", {"reuse_capacity": 0}),
-    JUDGED_WHOLE[0]: (TokenJudgedCache, "", {}),
-    JUDGED_WHOLE[1]: (ChunkJudgedCache, "", {}),
+_VARIANTS: dict[str, tuple[type[OffloadCache], dict[str, Any]]] = {
+    NO_REUSE: (DiskSwapCache, {"reuse_capacity": 0}),
+    SINGLE: (DiskSwapCache, {"reuse_capacity": 0, "group_size": 1}),
 }
-"""Name -> cache, whose memory is reckoned how ("": it is not), and what differs: the registered caches, then variants
-and twins. "no reuse" and "single tokens" keep the rank of `DiskSwapCache`: they show one part's effect alone."""
-
-METHODS = (*_TWINS, FULL, STREAMED, PAGED, *IN_MEMORY)
+_UNBOUND: dict[str, tuple[type[OffloadCache], dict[str, Any]]] = {
+    "fixed chunks": (FixedChunksCache, {"reuse_capacity": 0}),
+    JUDGED[0]: (TokenJudgedCache, {}),
+    JUDGED[1]: (ChunkJudgedCache, {}),
+    FULL: (FlexGenCache, {}),
+}
+"""Baselines without a memory budget."""
+_PLANNED = {cls.__name__: (cls, dict[str, Any]()) for cls in map(cache_class, CACHES)} | _VARIANTS
+"""Registered caches, and variants of `DiskSwapCache` that keep its rank and so show the effect of one part."""
+METHODS = (*_PLANNED, *_UNBOUND, *IN_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -74,12 +64,9 @@ class Setting:
     profile: str = "own"
     device: str = "cpu"
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of registered caches that have them, and of their variants, on top of what `memory` gives; `reuse_capacity` and
-    `group_size` also decide what it gives."""
+    """Fields of registered caches and their variants, if they have them; they replace what `memory` gives."""
     room: int = 1024
-    """Tokens to come that memory is reckoned for."""
-    by_method: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Fields of single methods, instead of what `memory` gives."""
+    """Tokens to come that memory is planned for."""
 
     @property
     def full_kv_bytes(self) -> int:
@@ -87,80 +74,69 @@ class Setting:
 
 
 def models(setting: Setting) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """One model twice, with the same weights: for transformers' own caches, without our seams, and for ours."""
+    """One model twice, with the same weights: without our seams for transformers' caches, and for ours."""
     plain = build_model(setting.shape, device=setting.device)
     return plain, copy.deepcopy(plain, {id(tensor): tensor for tensor in plain.parameters()})
 
 
 def reason_against(name: str, setting: Setting) -> str | None:
     """Why `name` cannot run in `setting`; None: it can."""
-    if setting.profile != "own" and name in (PAGED, *IN_MEMORY):
+    if setting.profile != "own" and name in IN_MEMORY:
         return f"does not read through a store, so {setting.profile!r} cannot slow it down"
-    if name == PAGED and setting.device != "cpu":
-        return "lies in host memory"
-    if name in _TWINS and name not in setting.by_method:
-        try:
-            _fields(*_TWINS[name], setting)
-        except ValueError as error:  # too little memory for what the method cannot do without
-            return str(error)
+    try:
+        fields_of(name, setting)
+    except BudgetError as error:
+        return str(error)
     return None
 
 
 def needs(name: str, setting: Setting) -> tuple[int, int]:
-    """Bytes of host or device memory, and of disk, that the context of `name` takes, nearly."""
+    """Approximate bytes of memory and of disk for the context of `name`."""
     full = setting.full_kv_bytes
     if name in IN_MEMORY:
         return full, 0
-    if name in JUDGED_WHOLE:  # a layer at a time is read, and looked into
-        return 3 * full // setting.shape.layers, full
-    if name in ("InfiniGen", "Loki"):  # a record of a block for the keys and values of one head
-        padding = max(1, 4096 // (4 * setting.shape.head_dim))
-        return full // 8, full * padding
-    return full // 8, full
+    return 3 * full // setting.shape.layers if name in JUDGED else full // 8, full
 
 
 def make(name: str, setting: Setting, plain: LlamaForCausalLM, attached: LlamaForCausalLM, room: int) -> Cache:
-    """An empty cache of `METHODS`. `room`: tokens that a `StaticCache` is made for. The caller closes it."""
+    """An empty cache of `METHODS`, which the caller closes. `room`: tokens that a `StaticCache` is made for."""
     if name == "StaticCache":
         return static_cache(plain, room)
     if name == "DynamicCache":
         return DynamicCache(config=plain.config)
-    if name == PAGED:
-        limit = int((setting.memory or Fraction(1, 13)) * setting.full_kv_bytes)
-        return PagedCache(plain.config, limit, setting.path)
-    if name in (FULL, STREAMED):
-        engine = {key: value for key, value in setting.fields.items() if key == "engine"}
-        exact = True if name == STREAMED else "bitwise"
-        cache: OffloadCache = FlexGenCache(attached, setting.path, exact=exact, **engine)
-    else:
-        kind, method, differs = _TWINS[name]
-        fields = setting.by_method.get(name) or _fields(kind, method, differs, setting)
-        cache = kind(attached, setting.path, **fields)
+    cls, _ = {**_PLANNED, **_UNBOUND}[name]
+    cache = cls(attached, setting.path, **fields_of(name, setting))
     throttle(cache, PROFILES[setting.profile])
     return cache
 
 
-def _fields(kind: type[OffloadCache], method: str, differs: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    fields_of = dataclasses.fields(kind.config_class) if not method or class_named(method) else ()
-    known = {one.name for one in fields_of} or {"engine"}
-    own = {name: value for name, value in setting.fields.items() if name in known}
-    fields: dict[str, Any] = {}
-    if setting.memory is not None and method:
-        fields = fields_for(
-            method,
-            setting.shape,
-            setting.tokens,
-            setting.batch,
-            setting.memory,
-            depth=setting.depth,
-            reuse=own.get("reuse_capacity"),
-            group_size=own.get("group_size"),
-            room=setting.room,
-        )
-    return {**fields, **own, **differs}
+def fields_of(name: str, setting: Setting) -> dict[str, Any]:
+    """Fields that keep `name` within the setting's memory. Raises `BudgetError` if nothing fits."""
+    if name not in _PLANNED:
+        engine = {key: value for key, value in setting.fields.items() if key == "engine"}
+        return {**_UNBOUND[name][1], **engine} if name in _UNBOUND else {}
+    cls, differs = _PLANNED[name]
+    default = cls.config_class()
+    given = {key: value for key, value in setting.fields.items() if hasattr(default, key)}
+    if setting.memory is None:
+        return {**given, **differs}
+    shape, depth = setting.shape, setting.depth or setting.shape.layers
+    geometry = Geometry.uniform(depth, shape.heads, shape.kv_heads, shape.head_dim)
+    budget = int(setting.memory * geometry.full_kv_bytes(setting.tokens, setting.batch))
+    decides = {key: given[key] for key in ("reuse_capacity", "group_size") if key in given}
+    asked = {"num_selected": NUM_SELECTED, **decides}
+    config = cls.fit(geometry, budget, setting.tokens + setting.room, setting.batch, asked)
+    planned = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    # Without the limit: a replay has only a part of the layers.
+    planned = {
+        key: value
+        for key, value in planned.items()
+        if key not in ("memory", "max_batch") and (value != getattr(default, key) or key in asked)
+    }
+    return {**planned, **given, **differs}
 
 
 def synchronise(device: str) -> None:
-    """Wait for what was given to a GPU."""
+    """Wait for a GPU's queue."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()

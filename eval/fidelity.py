@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_offload_cache.console import build_prompt, load_default_model, prefilled_tokens
+from hf_offload_cache.console import build_prompt, prefilled_tokens
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.registry import CACHES
 from hf_offload_cache.tuning import distance, perplexity_over, sample_ids
@@ -22,35 +22,18 @@ from .fidelity_tables import LONGEST_FACTS, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
-from .studies.contexts import follow, open_cache, prefill, reference_texts, replay, share
+from .studies.contexts import default_model, follow, open_cache, prefill, reference_texts, replay, share
 from .studies.found_facts import NEW_TOKENS, REFERENCE, ask
-from .studies.teacher_forced import Contender, measure
+from .studies.teacher_forced import measure
 from .studies.watch import Look, Watch
 
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
 PARTS = ("text", "facts", "perplexity", "long", "speed")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 7936], help="of contexts")
-    parser.add_argument("--steps", type=int, default=48, help="tokens decoded after a text, teacher-forced")
-    parser.add_argument("--samples", type=int, default=2, help="texts of each length")
-    parser.add_argument("--documents", type=int, default=8, help="of each length, with one fact, and with four")
-    parser.add_argument("--scored", type=int, default=1024, help="tokens that a perplexity is of, after a text")
-    parser.add_argument("--output", type=int, default=1024, help="tokens of a long output, teacher-forced")
-    parser.add_argument("--memory", nargs="+", default=list(BUDGETS), help="shares of the full KV")
-    parser.add_argument("--few", nargs="+", default=["1/4", "1/13"], help="shares, of what takes long: many tokens")
-    parser.add_argument("--caches", nargs="+", default=[*CACHES, *WIDER, *FLOORS, *FIXED], help="names; the usual: all")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured now")
-    parser.add_argument("--kvpress", metavar="PYTHON", help="an interpreter that has kvpress; presses are measured too")
-    parser.add_argument("--markdown", type=Path, help="file for the tables")
-    parser.add_argument("--shipped", type=Path, help="file for the table that offload_cache chooses from")
-
-
-def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
-    """Rows of each "part"; what is there already is not measured again."""
-    if model is None:
-        model, tokenizer = load_default_model(torch.bfloat16)
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    """Add rows of each "part"; existing ones are not measured again."""
+    model, tokenizer = default_model(loaded)
     names = []
     for name in arguments.caches:
         if (why := missing(name)) is None:
@@ -139,7 +122,7 @@ def _text(
 ) -> dict[str, Any]:  # fmt: skip
     kind, _, memory = name.rpartition(" ")
     if fields is not None and kind not in (*FIXED, "window"):
-        row = measure(model, context, new, Contender(fields), reference, path)
+        row = measure(model, context, new, fields, reference, path)
         return {field: row[field] for field in _KEPT}
     full = sum(keys.nbytes + values.nbytes for keys, values in zip(context.keys, context.values, strict=True))
     if fields is None:
@@ -165,11 +148,10 @@ def _facts(
 ) -> None:  # fmt: skip
     """Planted facts are asked for, of those that `DynamicCache` knows."""
     known = argparse.Namespace(path=arguments.path, known=True)
-    chosen = {name: Contender(fields) for name, fields in everyone.items()}
     for facts in (1, 4):
         key = {"part": "facts", "tokens": tokens, "facts": facts}
         needles = list(make_needles(tokenizer, arguments.documents, min(tokens, LONGEST_FACTS), 0, facts))
-        ask(known, rows, chosen, needles, model, tokenizer, **key)
+        ask(known, rows, everyone, needles, model, tokenizer, **key)
         for sample, needle in enumerate(needles) if press else ():
             if not rows.has(sample=sample, name=REFERENCE, answered=True, **key):
                 continue
@@ -281,11 +263,25 @@ def _speed(
 _TIMED = 48
 
 STUDY = Study(
-    "fidelity", __doc__, run, draw_front, arguments,
+    "fidelity", __doc__, run,
+    {
+        "tokens": ([1024, 2048, 4096, 7936], "tokens of contexts"),
+        "steps": (48, "tokens decoded after a text, teacher-forced"),
+        "samples": (2, "texts of each length"),
+        "documents": (8, "documents of each length, with one needle, and with four"),
+        "scored": (1024, "tokens of a perplexity, after a text"),
+        "output": (1024, "tokens of a long output, teacher-forced"),
+        "memory": (list(BUDGETS), "shares of the full KV"),
+        "few": (["1/4", "1/13"], "shares of the full KV, for parts of many tokens"),
+        "caches": ([*CACHES, *WIDER, *FLOORS, *FIXED], "names (default: all)"),
+        "parts": (list(PARTS), "what to measure", PARTS),
+        "kvpress": (str, "an interpreter that has kvpress, whose presses are then measured too"),
+        "markdown": (Path, "file for the tables"),
+        "shipped": (Path, "file for the table that offload_cache chooses from"),
+    },
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
-    size=(13.0, 4.5), module="eval.fidelity",
+    plots={"plot": draw_front, "plot-layers": draw_layers}, size=(13.0, 4.5), module="eval.fidelity",
     of_a_run=("parts", "tokens", "memory", "few", "caches", "kvpress", "markdown", "shipped"),
-    more_plots={"layers": ("attention mass by layer", draw_layers)},
 )  # fmt: skip
 
 if __name__ == "__main__":

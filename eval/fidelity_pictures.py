@@ -48,9 +48,7 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _panel(
-    axes: Any, looks: dict[str, tuple[str, str]], cells: list[Cell], value: Any, least: bool = False
-) -> None:
+def _panel(axes: Any, looks: dict[str, tuple[str, str]], cells: list[Cell], value: Any, least: bool = False) -> None:
     others = (cell for cell in cells if cell["name"] != REFERENCE)
     longest = max((cell["tokens"] for cell in others if value(cell) is not None), default=None)
     if longest is None:

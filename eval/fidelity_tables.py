@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ from hf_offload_cache.registry import CACHES
 
 from . import bench_text
 from .fidelity_contenders import WIDER
-from .studies.common import judged
 from .studies.contexts import share
-from .studies.found_facts import REFERENCE, lost
+from .studies.found_facts import lost
 
 _MEANS = ("kl", "top1", "perplexity", "mass", "worst", "peak_share", "attended", "hit_rate")
 _HEADS = (
@@ -31,14 +29,14 @@ Cell = dict[str, Any]
 
 
 def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """{"cells": one for each context length and contender, means over texts; "must_reach": what is promised}."""
+    """{"cells": one for each context length and contender, means over texts}."""
     cells = []
     for tokens in sorted({row["tokens"] for row in rows}):
         here = [row for row in rows if row["tokens"] == tokens]
         for name in dict.fromkeys(row["name"] for row in here):
             if name != bench_text.ALONE:
                 cells.append(_cell(tokens, name, here))
-    return {"cells": cells, "must_reach": list(_promises(cells))}
+    return {"cells": cells}
 
 
 def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
@@ -75,26 +73,6 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
         if row["part"] == "speed":
             cell |= {"seconds": row["median_seconds"], "quartiles": row["quartiles"]}
     return cell
-
-
-def _promises(cells: list[Cell]) -> Iterable[dict[str, Any]]:
-    """Every cache at 1/13: perplexity, where it is of many tokens, within 1% of `DynamicCache`'s, and 95% of its
-    answers over all lengths at which it was asked; a refusal is missed."""
-    known = {cell["tokens"]: cell["known"] for cell in cells if cell["name"] == REFERENCE and "known" in cell}
-    for cache in (*CACHES, *WIDER):
-        own = [cell for cell in cells if cell["cache"] == cache and cell["memory"] == "1/13"]
-        for cell in own:
-            figure = f"{cache} at 1/13, {cell['tokens']:,} tokens: perplexity over DynamicCache's"
-            if "uncertain" in cell:
-                yield judged(figure, cell["perplexity"], least=0.99, most=1.01)
-            elif cell.get("refused"):
-                yield {**judged(f"{figure}: refused", None, least=0.99, most=1.01), "met": False}
-        asked = [cell for cell in own if "found" in cell]
-        total = sum(known[cell["tokens"]] for cell in asked)
-        share = sum(cell["found"] for cell in asked) / total if total else None
-        lengths = ", ".join(f"{cell['tokens']:,}" for cell in asked)
-        at = f" at {lengths} tokens" if asked else ""
-        yield judged(f"{cache} at 1/13: of DynamicCache's {total} answers{at}", share, least=0.95)
 
 
 def _number(cell: Cell, field: str, digits: int) -> str:

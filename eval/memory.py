@@ -7,7 +7,6 @@ are in the page cache.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -15,10 +14,12 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from .studies.common import Options, one_run, write_json
 
 LEAST_BYTES = 3 << 20
 """Differences below this are noise of the process (Python's objects, thread stacks), whatever the size of the cache."""
@@ -89,6 +90,7 @@ def child(run: Run) -> dict[str, Any]:
     model, vocabulary = _model(run)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, run.tokens + run.steps), generator=generator)
+
     def new_cache() -> SelectiveCache:
         if run.budget is None:
             return cls(model, path=run.path, **run.fields)
@@ -115,14 +117,10 @@ def child(run: Run) -> dict[str, Any]:
         _drive(model, cache, ids, run, note)
         report = cache.report()
     return {
-        **asdict(run),
-        "full_kv_bytes": report.full_kv_bytes,
-        "peak_memory_bytes": report.peak_memory_bytes,
-        "share_of_full_kv": report.peak_memory_bytes / report.full_kv_bytes,
-        "store": report.store,
-        "stages": stages,
+        **asdict(run), "full_kv_bytes": report.full_kv_bytes, "peak_memory_bytes": report.peak_memory_bytes,
+        "share_of_full_kv": report.peak_memory_bytes / report.full_kv_bytes, "store": report.store, "stages": stages,
         "left_after_close": anonymous_bytes() - before,
-    }
+    }  # fmt: skip
 
 
 def _model(run: Run) -> tuple[Any, int]:
@@ -217,35 +215,34 @@ def run_all(
     }
 
 
-def main() -> None:
+OPTIONS: Options = {
+    "tokens": (7168, "tokens of the context"),
+    "layers": (30, "layers of the model"),
+    "real": (False, "also with the default model"),
+    "cache": ("disk-swap", "name of a cache"),
+    "budget": ("1/13", "of the full KV, for four times as many tokens"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """The account of a cache against the process that holds it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=7168)
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--real", action="store_true", help="also with the embedded model")
-    parser.add_argument("--cache", default="disk-swap", help="name of a cache")
-    parser.add_argument("--budget", default="1/13", help="of the full KV, for four times as many tokens")
-    parser.add_argument("--path", help="folder on the disk to use")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(child(Run(**json.loads(arguments.child)))))
-        return
+    arguments = one_run(main.__doc__, OPTIONS, argv)
+    tokens = 2048 if arguments.quick else arguments.tokens
     asked = arguments.path, arguments.cache, arguments.budget
-    result = run_all(arguments.tokens, arguments.layers, arguments.real, *asked)
+    result = run_all(tokens, arguments.layers, arguments.real, *asked)
     for row in result["rows"]:
         how = f"{'real' if row['real'] else 'light'} model, prefill in {row['chunk'] or 'one piece'}, {row['store']}"
         peak = f"peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV"
         print(f"{how}: {peak}")
         for stage, found in row["stages"].items():
-            print(
-                f"  after {stage:8} account {found['account'] / 2**20:6.2f} MiB, measured "
-                f"{found['measured'] / 2**20:6.2f} MiB ({found['difference']:+.1%}), {found['owners']}"
-            )
+            account, measured = (found[name] / 2**20 for name in ("account", "measured"))
+            print(f"  after {stage}: account {account:.2f} MiB, measured {measured:.2f} ({found['difference']:+.1%})")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+        write_json(arguments.json, result)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(Run(**json.loads(sys.argv[2])))))
+    else:
+        main()

@@ -6,13 +6,13 @@ all layers together; medians over the steps after the first ones. A trace adds s
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,18 @@ from hf_offload_cache.tuning import sample_ids
 
 from .bench_text import FIRST, SHORT, TOKENS, USUAL, Contender, text_rows
 from .needles import parse_setting
+from .studies.common import Options, one_run
 from .studies.contexts import open_cache, prefill, replay
 
 MEANS = {
-    "decode": "embedding, logits, and what belongs to no block",
-    "layer": "norms and hooks around attention",
+    "decode": "embedding, logits, and what belongs to no block", "layer": "norms and hooks around attention",
     "attention": "projections, rotary embedding, taking over the call",
-    "append": "the step's keys and values into the tail",
-    "summarise": "compact keys of groups that left the tail",
-    "rank": "scores of all tokens, and the choice",
-    "gather": "slots, staging and the view",
-    "read": "requests of what is missing",
-    "wait": "until it is there",
+    "append": "the step's keys and values into the tail", "summarise": "compact keys of groups that left the tail",
+    "rank": "scores of all tokens, and the choice", "gather": "slots, staging and the view",
+    "read": "requests of what is missing", "wait": "until it is there",
     "attend": "the model's attention over what was gathered",
-    "look ahead": "a guess of the next layer's choice, and its requests",
-    "rest of block": "norms and feed-forward",
-}
+    "look ahead": "a guess of the next layer's choice, and its requests", "rest of block": "norms and feed-forward",
+}  # fmt: skip
 """What each phase is."""
 
 
@@ -73,17 +69,16 @@ def phases(events: list[dict[str, Any]], first: int = FIRST) -> dict[str, float]
     return {name: statistics.median(step.get(name, 0.0) for step in settled) / 1e3 for name in names}
 
 
-def main() -> int:
+OPTIONS: Options = {
+    "tokens": (TOKENS, "tokens of history"),
+    "steps": (FIRST + 64, "decoding steps"),
+    "text": (Path, "UTF-8 file (default: Python's help texts)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """A table by phase of a step of DiskSwapCache on real text."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the history")
-    parser.add_argument("--steps", type=int, default=FIRST + 64)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of ours")
-    parser.add_argument("--text", type=Path, help="UTF-8 (default: Python's help texts)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument("--path", help="folder on the disk to use")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    given = one_run(main.__doc__, OPTIONS, argv, settings=True)
     model, tokenizer = load_default_model(torch.bfloat16)
     text = None if given.text is None else given.text.read_text(encoding="utf-8")
     ids = text_rows(sample_ids(text, tokenizer)[0], 1, given.tokens + given.steps + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,12 +83,6 @@ class ShuffledPartition(Partition):
         return first + order[found - first]
 
 
-class StaticClusterHistory(ClusterHistory):
-    """See `StaticPartition`."""
-
-    partition_class = StaticPartition
-
-
 @dataclass(frozen=True)
 class LocalClusterConfig(ClusterConfig):
     """Tokens wait in the tail until there is a window of them, which is made into clusters of its own."""
@@ -105,16 +99,10 @@ class UnplacedClusterHistory(ClusterHistory):
         super().place()
 
 
-class ShuffledClusterHistory(UnplacedClusterHistory):
-    """See `ShuffledPartition`."""
-
-    partition_class = ShuffledPartition
-
-
-class StaticClusterLayer(ClusterLayer):
-    """See `StaticClusterCache`."""
-
-    history_class: ClassVar[type[ClusterHistory]] = StaticClusterHistory
+def _variant(history: type[ClusterHistory], partition: type[Partition] = Partition) -> type[ClusterLayer]:
+    """A layer class with this history and partition."""
+    own = type("Variant", (history,), {"partition_class": partition})
+    return type("Variant", (ClusterLayer,), {"history_class": own})
 
 
 class LocalClusterLayer(ClusterLayer):
@@ -128,22 +116,10 @@ class LocalClusterLayer(ClusterLayer):
         return max(1, super().budget - waits // group)
 
 
-class UnplacedClusterLayer(ClusterLayer):
-    """See `UnplacedClusterCache`."""
-
-    history_class: ClassVar[type[ClusterHistory]] = UnplacedClusterHistory
-
-
-class ShuffledClusterLayer(ClusterLayer):
-    """See `ShuffledClusterCache`."""
-
-    history_class: ClassVar[type[ClusterHistory]] = ShuffledClusterHistory
-
-
 class StaticClusterCache(ClusterCache):
     """PQCache-like: clusters of the prompt alone, to which what is decoded is added."""
 
-    layer_class = StaticClusterLayer
+    layer_class = _variant(ClusterHistory, StaticPartition)
 
 
 class LocalClusterCache(ClusterCache):
@@ -156,7 +132,7 @@ class LocalClusterCache(ClusterCache):
 class UnplacedClusterCache(ClusterCache):
     """Clusters lie in the order of the sequence, as far as they have one, whatever wants them together."""
 
-    layer_class = UnplacedClusterLayer
+    layer_class = _variant(UnplacedClusterHistory)
 
 
 class LeastRecentClusterLayer(ClusterLayer):
@@ -190,4 +166,4 @@ class FirstInClusterCache(ClusterCache):
 class ShuffledClusterCache(ClusterCache):
     """Clusters lie anywhere."""
 
-    layer_class = ShuffledClusterLayer
+    layer_class = _variant(UnplacedClusterHistory, ShuffledPartition)

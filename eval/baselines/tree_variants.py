@@ -178,44 +178,34 @@ class AllHalvesPredictor(DescendingPredictor):
     parts = (32, 16, 8, 4, 2)
 
 
-class _Layer(AbstractTreeLayer):
-    predictor_class: ClassVar[type[AbstractTreePredictor]]
+def _variant(predictor: type[AbstractTreePredictor]) -> type[AbstractTreeLayer]:
+    """A layer class with this predictor."""
 
-    def make_predictor(self) -> AbstractTreePredictor:
-        return self.predictor_class(self.history.form, self.history.rows, self.config, self.shared.storage.account)
+    def make_predictor(self: AbstractTreeLayer) -> AbstractTreePredictor:
+        return predictor(self.history.form, self.history.rows, self.config, self.shared.storage.account)
 
-
-class _BoundsLayer(_Layer):
-    predictor_class = BoundsPredictor
-
-
-class _DescendingLayer(_Layer):
-    predictor_class = DescendingPredictor
-
-
-class _AllHalvesLayer(_Layer):
-    predictor_class = AllHalvesPredictor
+    return type("Variant", (AbstractTreeLayer,), {"predictor_class": predictor, "make_predictor": make_predictor})
 
 
 class BoundsTreeCache(AbstractTreeCache):
     """See `BoundsPredictor`."""
 
-    layer_class = _BoundsLayer
+    layer_class = _variant(BoundsPredictor)
 
 
 class BoundsChunksCache(FixedChunksCache):
     """Quest as it is written: fixed chunks, by their upper bounds."""
 
-    layer_class = _BoundsLayer
+    layer_class = _variant(BoundsPredictor)
 
 
 class DescendingTreeCache(AbstractTreeCache):
     """See `DescendingPredictor`."""
 
-    layer_class = _DescendingLayer
+    layer_class = _variant(DescendingPredictor)
 
 
 class AllHalvesTreeCache(AbstractTreeCache):
     """See `AllHalvesPredictor`."""
 
-    layer_class = _AllHalvesLayer
+    layer_class = _variant(AllHalvesPredictor)

@@ -1,21 +1,22 @@
-"""What a study is, and the command around it: arguments, rows that survive an interruption, JSON, plot."""
+"""A study and its command: options, rows that survive an interruption, a JSON file, and sometimes a plot."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bench import judged as judged
 from ..bench import machine
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """What was measured so far, one flat dictionary of JSON values a row; each is printed as it comes.
+    """Rows measured so far, each a flat dictionary of JSON values, printed as it arrives.
 
-    `target`: the JSON file that is written anew, in one piece, after each row; None: none.
+    `target`: the JSON file, replaced after each row; None: no file.
     """
 
     def __init__(self, head: dict[str, Any] | None = None, target: Path | None = None, say: Callable = print) -> None:
@@ -37,7 +38,7 @@ class Rows:
         self.say = say
 
     def resume(self) -> None:
-        """Take over the rows of an earlier, interrupted run. Raises `ValueError` where its arguments were others."""
+        """Take over the rows of an interrupted run. Raises `ValueError` if its arguments differ."""
         if self.target is None or not self.target.exists():
             return
         earlier = json.loads(self.target.read_text())
@@ -51,11 +52,11 @@ class Rows:
         self.say(f"resumed with {len(self.rows)} rows of {self.target}")
 
     def has(self, **key: Any) -> bool:
-        """Some row has these values: what would give it need not be measured again."""
+        """Whether some row has these values, so that it need not be measured again."""
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
     def add(self, **row: Any) -> None:
-        """One more row. Numbers that are shown are those that are not in lists."""
+        """Add a row, and print its values that are not lists."""
         self.rows.append(row)
         shown = ((name, value) for name, value in row.items() if not isinstance(value, list | dict))
         self.say("  ".join(f"{name} {_shown(value)}" for name, value in shown))
@@ -66,79 +67,118 @@ class Rows:
         return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
 
     def drop(self, **key: Any) -> None:
-        """Forget the rows with these values; on the disk, once the next one is added."""
+        """Forget the rows with these values; the file follows with the next row."""
         self.rows = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
 
     def write(self, **more: Any) -> None:
-        """The head, the rows and `more` to the JSON file; a reader sees the old one or the new one."""
+        """Replace the JSON file by the head, `more` and the rows, atomically."""
         if self.target is not None:
             write_json(self.target, {**self.head, **more, "rows": self.rows})
 
 
+Options = dict[str, tuple[Any, ...]]
+"""Name -> default, help and, if limited, the allowed values. A type instead of a default: None, or a value of it."""
+
+
+def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Add an option for each; a list as default takes several values, and False makes a flag."""
+    for name, (default, about, *choices) in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=about)
+            continue
+        several = isinstance(default, list)
+        one = default[0] if several else default
+        kind, default = (one, None) if isinstance(one, type) else (type(one), default)
+        allowed, nargs = choices[0] if choices else None, "+" if several else None
+        parser.add_argument(flag, type=kind, nargs=nargs, default=default, choices=allowed, help=about)
+
+
 @dataclass(frozen=True)
 class Study:
-    """A question, how it is measured and how the answer looks.
+    """A question and how it is measured.
 
-    `run(arguments, rows)` adds to `rows` what it measures, leaves out what `rows.has`, and returns the summary: JSON
-    values, among them "must_reach" with rows of `judged` where the project promises a figure. `plot(summary, rows,
-    figure)` draws. `quick` are the arguments' values under --quick.
+    `run(arguments, rows, loaded)` adds to `rows` what it measures, skips what `rows.has`, and returns the summary as
+    JSON values; rows of `judged` are its "must_reach". `loaded`: a model and its tokenizer instead of the default.
     """
 
     name: str
     question: str
-    run: Callable[[argparse.Namespace, Rows], dict[str, Any]]
-    plot: Plot
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    run: Callable[..., dict[str, Any]]
+    options: Options
     quick: dict[str, Any] = field(default_factory=dict)
+    """Values of options under --quick."""
+    settings: bool = False
+    """Whether --set names other contenders."""
+    plots: dict[str, Plot] = field(default_factory=dict)
+    """Option -> what it draws."""
     size: tuple[float, float] = (8.0, 4.5)
-    """Of the plot, in inches."""
+    """Of a plot, in inches."""
     module: str | None = None
-    """Where its command is; None: a module of `eval.studies` of its name."""
+    """Module of the command; None: the one of its name in `eval.studies`."""
     of_a_run: tuple[str, ...] = ()
-    """Arguments that decide which rows there are, and not what one says: a run may go on with others."""
-    more_plots: dict[str, tuple[str, Plot]] = field(default_factory=dict)
-    """By the end of `--plot-NAME`, what else can be drawn, and how."""
+    """Options that decide which rows are measured but not their values: a resumed run may have others."""
 
-    @property
-    def command(self) -> str:
-        """How it is started."""
-        return f"python -m {self.module or f'eval.studies.{self.name}'}"
+    def parser(self) -> argparse.ArgumentParser:
+        """Its options, and those of every study."""
+        command = f"python -m {self.module or f'eval.studies.{self.name}'}"
+        parser = argparse.ArgumentParser(prog=command, description=self.question)
+        parser.add_argument("--json", type=Path, help="file for the rows, written after each")
+        parser.add_argument("--path", help="folder on the disk to use")
+        parser.add_argument("--quick", action="store_true", help="small sizes: only shows that it runs")
+        parser.add_argument("--resume", action="store_true", help="continue the rows in the --json file")
+        parser.add_argument("--threads", type=int, help="torch threads")
+        for name in self.plots:
+            parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], help="picture files: .png, .svg, .pdf")
+        if self.settings:
+            _add_settings(parser)
+        add_options(parser, self.options)
+        return parser
+
+    def parsed(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Arguments of the command; --quick changes the defaults."""
+        parser = self.parser()
+        if parser.parse_known_args(argv)[0].quick:
+            parser.set_defaults(**self.quick)
+        arguments = parser.parse_args(argv)
+        if arguments.resume and arguments.json is None:
+            parser.error("--resume continues the rows of a file: name it with --json")
+        if any(getattr(arguments, name.replace("-", "_")) for name in self.plots) and not find_spec("matplotlib"):
+            parser.error("a plot needs matplotlib: pip install matplotlib, or leave it out")
+        return arguments
 
 
-def judged(figure: str, measured: float | None, least: float | None = None, most: float | None = None) -> dict:
-    """A promised figure and whether it was kept; "met" is None where nothing was measured."""
-    met = None
-    if measured is not None:
-        met = (least is None or measured >= least) and (most is None or measured <= most)
-    return {"figure": figure, "measured": measured, "at_least": least, "at_most": most, "met": met}
-
-
-def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run `study` as a command; returns what the JSON file has. Prints each row and the summary."""
-    parser = argparse.ArgumentParser(prog=study.command, description=study.question)
-    parser.add_argument("--json", type=Path, help="file for what was measured, written after each row")
-    formats = "files for the plot; an ending says the format: .png, .svg, .pdf"
-    parser.add_argument("--plot", type=Path, nargs="+", default=[], help=formats)
-    for name, (what, _) in study.more_plots.items():
-        parser.add_argument(f"--plot-{name}", type=Path, nargs="+", default=[], help=f"files for a plot of {what}")
-    parser.add_argument("--path", help="folder on the disk to use")
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, no more")
-    parser.add_argument("--resume", action="store_true", help="go on from the rows that --json has")
-    parser.add_argument("--threads", type=int, help="of torch")
-    study.arguments(parser)
-    if parser.parse_known_args(argv)[0].quick:
-        parser.set_defaults(**study.quick)
+def one_run(
+    about: str | None, options: Options, argv: Sequence[str] | None = None, settings: bool = False
+) -> argparse.Namespace:
+    """Arguments of a command that is no study: it has no rows to continue. Sets torch's threads."""
+    parser = argparse.ArgumentParser(description=about)
+    common: Options = {
+        "json": (Path, "file for the results"),
+        "path": (str, "folder on the disk to use"),
+        "quick": (False, "small sizes: only shows that it runs"),
+        "threads": (2, "torch threads"),
+    }
+    add_options(parser, common | options)
+    if settings:
+        _add_settings(parser)
     arguments = parser.parse_args(argv)
-    if arguments.resume and arguments.json is None:
-        parser.error("--resume goes on from the rows of a file: name it with --json")
-    more = {f"plot_{name}": plot for name, (_, plot) in study.more_plots.items()}
-    pictures = [(target, study.plot) for target in arguments.plot]
-    pictures += [(target, plot) for name, plot in more.items() for target in getattr(arguments, name)]
-    if pictures and importlib.util.find_spec("matplotlib") is None:
-        parser.error("a plot needs matplotlib: pip install matplotlib, or leave it out")
+    torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    about = "a contender, instead of the usual ones; repeatable. memory=1/13 plans its budget"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help=about)
+
+
+def main(study: Study, argv: Sequence[str] | None = None, loaded: Any = None) -> dict[str, Any]:
+    """Run a study's command. Prints each row and the summary, and returns the contents of the JSON file."""
+    arguments = study.parsed(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    apart = ("json", "plot", *more, "path", "resume", *study.of_a_run)
+    pictures = {name: getattr(arguments, name.replace("-", "_")) for name in study.plots}
+    apart = ("json", "path", "resume", *(name.replace("-", "_") for name in pictures), *study.of_a_run)
     asked = {name: value for name, value in vars(arguments).items() if name not in apart}
     head = {"study": study.name, "arguments": asked, "machine": machine(arguments.path)}
     rows = Rows(head, arguments.json, say=lambda line: print(line, flush=True))
@@ -146,35 +186,33 @@ def main(study: Study, argv: Sequence[str] | None = None) -> dict[str, Any]:
         try:
             rows.resume()
         except ValueError as error:
-            parser.error(str(error))
+            study.parser().error(str(error))
     start = time.perf_counter()
-    summary = study.run(arguments, rows)
+    summary = study.run(arguments, rows, loaded)
     last = {"seconds": time.perf_counter() - start, "summary": summary}
     rows.write(**last)
-    for target, plot in pictures:
-        draw(study, summary, rows.rows, target, plot)
+    for name, targets in pictures.items():
+        for target in targets:
+            draw(study, study.plots[name], summary, rows.rows, target)
     for line in summary_lines(summary):
         print(line, flush=True)
     return {**head, **last, "rows": rows.rows}
 
 
-def draw(
-    study: Study, summary: dict[str, Any], rows: list[dict[str, Any]], target: Path, plot: Plot | None = None
-) -> None:
-    """The study's plot, or another one of it, as a picture at `target`, the same bytes for the same values. Needs
-    matplotlib; no display."""
+def draw(study: Study, plot: Plot, summary: dict[str, Any], rows: list[dict[str, Any]], target: Path) -> None:
+    """Draw a plot to a file, the same bytes for the same values. Needs matplotlib but no display."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=study.size, layout="constrained")
-    (plot or study.plot)(summary, rows, figure)
+    plot(summary, rows, figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": study.name}):
         figure.savefig(target, dpi=120, metadata=undated.get(target.suffix))
 
 
 def summary_lines(summary: dict[str, Any]) -> Iterable[str]:
-    """What of a summary a terminal shows: everything but lists; promises last."""
+    """Lines of a summary for a terminal, without lists; promises last."""
     for name, value in summary.items():
         if name == "must_reach":
             continue
@@ -194,7 +232,7 @@ def summary_lines(summary: dict[str, Any]) -> Iterable[str]:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """`value` as JSON at `target`, in one piece; nothing is left behind after an error."""
+    """Write `value` as JSON to `target`, atomically; an error leaves nothing behind."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(handle, "w") as file:

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from hf_offload_cache.console import load_default_model
 from hf_offload_cache.core import OffloadCache, OffloadLayer
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.methods.disk_swap import QUERIES_SEEN
@@ -24,6 +25,11 @@ from ..baselines.in_memory import IN_MEMORY
 
 LATEST = QUERIES_SEEN
 """Queries of the prompt's end that are kept: as many as the compact keys' coding looks at."""
+
+
+def default_model(loaded: Any = None) -> Any:
+    """`loaded`, or the default model in bfloat16 and its tokenizer."""
+    return load_default_model(torch.bfloat16) if loaded is None else loaded
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kw
 
 
 def share(memory: Any) -> Any:
-    """"1/6.5" as a fraction of whole numbers, "2/13"; anything else as it is."""
+    """ "1/6.5" as a fraction of whole numbers, "2/13"; anything else as it is."""
     top, slash, below = str(memory).partition("/")
     return str(Fraction(top) / Fraction(below)) if slash else memory
 

@@ -1,9 +1,8 @@
-"""Planted facts, asked for: each document is prefilled once, and every contender answers from the same keys."""
+"""Needles: each document is prefilled once, and every contender answers from the same keys."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +15,7 @@ from hf_offload_cache.errors import BudgetError
 from ..needles import Needle
 from .common import Rows
 from .contexts import Context, answer, open_cache, prefill, replay
-from .teacher_forced import Contender
-from .watch import Watch
+from .teacher_forced import Fields
 
 REFERENCE = "DynamicCache"
 """Name of the contender without fields, which all studies ask as well."""
@@ -26,7 +24,7 @@ NEW_TOKENS = 24
 
 
 def ask(
-    arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Contender], needles: Iterable[Needle], model: Any,
+    arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fields], needles: Iterable[Needle], model: Any,
     tokenizer: Any, **key: Any,
 ) -> None:  # fmt: skip
     """A row for each needle and contender, `DynamicCache` first; `key` tells these needles' rows from others.
@@ -34,7 +32,7 @@ def ask(
     A budget that is too small for the context is a row with "refused" and no answer. With `arguments.known`, what
     `DynamicCache` does not answer is asked of nobody else.
     """
-    everyone = {REFERENCE: Contender(None), **contenders}
+    everyone: dict[str, Fields | None] = {REFERENCE: None, **contenders}
     for sample, needle in enumerate(needles):
         left = {name: one for name, one in everyone.items() if not rows.has(sample=sample, name=name, **key)}
         known = rows.where(sample=sample, name=REFERENCE, **key)
@@ -47,8 +45,8 @@ def ask(
             row |= {"prompt": ids.shape[1], "code": needle.code}
             room = ids.shape[1] + NEW_TOKENS
             try:
-                with open_cache(model, one.fields, room, arguments.path) as cache:
-                    row |= _ask_one(cache, model, tokenizer, context, ids, needle.code, one.rolling)
+                with open_cache(model, one, room, arguments.path) as cache:
+                    row |= _ask_one(cache, model, tokenizer, context, ids, needle.code)
             except BudgetError as error:
                 row |= {"answered": None, "refused": str(error)}
             rows.add(**row)
@@ -56,15 +54,11 @@ def ask(
                 break
 
 
-def _ask_one(
-    cache: Any, model: Any, tokenizer: Any, context: Context, ids: torch.Tensor, code: str, rolling: bool
-) -> dict[str, Any]:
+def _ask_one(cache: Any, model: Any, tokenizer: Any, context: Context, ids: torch.Tensor, code: str) -> dict[str, Any]:
     replay(cache, model, context)
-    own = isinstance(cache, OffloadCache)
-    with Watch(cache, context.keys, None, rolling) if own else contextlib.nullcontext():
-        text = answer(model, tokenizer, cache, ids, NEW_TOKENS)
+    text = answer(model, tokenizer, cache, ids, NEW_TOKENS)
     row: dict[str, Any] = {"answered": code in text, "text": text}
-    if own:
+    if isinstance(cache, OffloadCache):
         report = cache.report()
         row |= {"hit_rate": report.hit_rate, "selected_fraction": report.selected_fraction}
         row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
@@ -73,11 +67,8 @@ def _ask_one(
 
 
 def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By contender: how many answered, how many lost of those that `DynamicCache` answered, the share, and means; and
-    how often the budget was refused, which counts as nothing else ("of_refused": where `DynamicCache` answered).
-
-    `rows` may be of several texts, told apart by everything but "name" that a needle has.
-    """
+    """By contender: answers, needles lost of those that `DynamicCache` answered, and means. A budget too small for the
+    context counts only as "refused" ("of_refused": where `DynamicCache` answered)."""
     known = {_needle(row) for row in rows if row["name"] == REFERENCE and row["answered"]}
     table = {}
     for name in dict.fromkeys(row["name"] for row in rows):

@@ -1,22 +1,23 @@
-"""How do clusters that follow a long output do beside those that do not, and beside none? (DynaKV, section 8)"""
+"""How do clusters that adapt to a long output compare with clusters that do not, and with none? (DynaKV, section 8)"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_offload_cache.console import load_default_model
 from hf_offload_cache.methods.cluster import ClusterConfig
 from hf_offload_cache.tuning import sample_ids
 
 from ..bench_text import text_rows
-from .common import Rows, Study, judged, main
-from .contexts import open_cache
+from ..profiles import PROFILES, throttle
+from .common import Rows, Study, main
+from .contexts import default_model, open_cache
 from .long_contender import LongContender
-from .teacher_forced import contenders_of, setting_argument
+from .teacher_forced import contenders_of
 
 _BASELINES = "eval.baselines.clusters:"
 ADAPTIVE, STATIC, LOCAL, ROWS, AT_ONCE = "adaptive", "static", "local", "token rows", "adaptive, split at once"
@@ -27,42 +28,41 @@ USUAL: dict[str, dict[str, Any]] = {
     AT_ONCE: {"cache": "cluster", "append_buffer": 0},
     ROWS: {"cache": "disk-swap", "group_size": 1},
 }
-"""What is decoded joins clusters that are split; or clusters of the prompt, as many from the beginning as the others
-come to have; or makes clusters of its own, a window at a time. And joins clusters at once, read for it; or no clusters.
-"""
-
+"""Decoded tokens join clusters that are split; or the prompt's clusters, which stay; or form their own clusters, a
+window at a time; or join clusters immediately, which are read for it; or there are no clusters."""
 
 _COLOURED = 10
-"""Clusters: of more one cannot tell the colours apart."""
+"""Clusters drawn in colours that one can tell apart."""
 
 
-def fields_of(fields: dict[str, Any] | None, prompt: int, held: int) -> dict[str, Any] | None:
-    """A contender's fields for `held` tokens after a prompt of so many: clusters of the prompt are from the beginning
-    as many as others come to have, as far as there are two keys for each."""
-    if fields is not None and fields.get("cache", "").endswith("StaticClusterCache"):
+def fields_of(fields: dict[str, Any], prompt: int, held: int) -> dict[str, Any]:
+    """A contender's fields for `held` tokens after a prompt. Static clusters are as many from the beginning as the
+    others' will be, if there are two keys for each."""
+    if fields.get("cache", "").endswith("StaticClusterCache"):
         keys = fields.get("cluster_size") or ClusterConfig().cluster_size
         return {"num_clusters": min(held // keys, prompt // 2), **fields}
     return fields
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", type=int, default=512, help="tokens that are prefilled")
-    parser.add_argument("--steps", type=int, default=4096, help="tokens decoded after them, teacher-forced")
-    parser.add_argument("--every", type=int, default=64, help="steps from one look at the attention to the next")
-    setting_argument(parser)
+@contextlib.contextmanager
+def opened(
+    name: str, fields: dict[str, Any], loaded: Any, arguments: argparse.Namespace, held: int, profile: str = "own"
+) -> Iterator[LongContender]:
+    """A contender on the sample text that has read its prompt, with room for `held` tokens."""
+    model, tokenizer = loaded
+    ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
+    with open_cache(model, fields_of(fields, arguments.prompt, held), held + 8, arguments.path) as cache:
+        throttle(cache, PROFILES[profile])
+        yield LongContender(name, model, cache, ids, arguments.prompt)
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
-    """A row for each contender, one after the other: `long_growth` times steps in turns. `loaded`: a model and its
-    tokenizer in the place of the default one."""
-    model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
-    held = arguments.prompt + arguments.steps
-    ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
-    for name, contender in contenders_of(arguments, USUAL).items():
+    """Add a row for each contender, one after the other; `long_growth` times steps in turns."""
+    loaded, held = default_model(loaded), arguments.prompt + arguments.steps
+    for name, fields in contenders_of(arguments, USUAL).items():
         if rows.has(name=name):
             continue
-        with open_cache(model, fields_of(contender.fields, arguments.prompt, held), held + 8, arguments.path) as cache:
-            one = LongContender(name, model, cache, ids, arguments.prompt)
+        with opened(name, fields, loaded, arguments, held) as one:
             for step in range(arguments.steps):
                 one.look() if step % arguments.every == arguments.every - 1 else one.step()
                 if step % 512 == 511:
@@ -72,36 +72,13 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By contender what was measured, lists by thirds of the decode; and what is asked of the adaptive one."""
-    table = {row["name"]: row for row in rows}
-    shown: dict[str, dict[str, Any]] = {}
-    for name, row in table.items():
+    """What was measured by contender, with the last third of what is by thirds."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
         flat = {key: value for key, value in row.items() if isinstance(value, int | float)}
         by_thirds = (key for key in ("ms", "median_ms", "mass", "oracle") if row[key])
-        shown[name] = {**flat, **{f"late {key}": row[key][-1] for key in by_thirds}}
-    reached = []
-    if {ADAPTIVE, STATIC, LOCAL} <= set(table):
-        own, static, local = (table[name] for name in (ADAPTIVE, STATIC, LOCAL))
-        late = {name: table[name]["mass"][-1] for name in (ADAPTIVE, STATIC, LOCAL)}
-        reached += [
-            judged("late mass over static", late[ADAPTIVE] / late[STATIC], least=1.3),
-            judged("late mass over the better of both", late[ADAPTIVE] / max(late[STATIC], late[LOCAL]), least=1.03),
-            judged("variance over static", own["variance"] / static["variance"], most=0.65),
-            judged("variance over local", own["variance"] / local["variance"], most=1.0),
-            judged("share of the decode spent adapting", own["settling_seconds"] / own["seconds"], most=0.05),
-            judged(
-                "bytes written again, over moving all that lies behind each entry",
-                own["settling_rewritten_bytes"] / own["settling_moved_singly_bytes"], most=1e-3,
-            ),
-        ]  # fmt: skip
-    if ADAPTIVE in table:
-        own = table[ADAPTIVE]
-        in_sequence = own["run"] / own["run_in_sequence"]
-        reached += [judged("entries a run over those in the order of the sequence", in_sequence, least=3.0)]
-    if {ADAPTIVE, AT_ONCE} <= set(table):
-        read = [table[name]["bytes_read_a_step"] for name in (ADAPTIVE, AT_ONCE)]
-        reached += [judged("bytes read over splitting at once", read[0] / read[1], most=0.6)]
-    return {"contenders": shown, "must_reach": reached}
+        table[row["name"]] = {**flat, **{f"late {key}": row[key][-1] for key in by_thirds}}
+    return {"contenders": table}
 
 
 def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
@@ -129,8 +106,14 @@ def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None
 
 
 STUDY = Study(
-    "long_decode", __doc__, run, plot, arguments, {"prompt": 320, "steps": 96, "every": 16}, size=(10.0, 10.0)
-)
+    "long_decode", __doc__, run,
+    {
+        "prompt": (512, "prefilled tokens"),
+        "steps": (4096, "tokens decoded after them, teacher-forced"),
+        "every": (64, "steps from one look at the attention to the next"),
+    },
+    {"prompt": 320, "steps": 96, "every": 16}, settings=True, plots={"plot": plot}, size=(10.0, 10.0),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main(STUDY)

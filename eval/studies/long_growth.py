@@ -1,5 +1,5 @@
-"""What does a step of clusters that follow the output take, as the output grows, beside clusters that do not follow it
-and beside none? (DynaKV, sections 8.2 and 8.4)"""
+"""How does the time of a step grow with the output, with clusters that adapt, that do not, and none? (DynaKV, sections
+8.2 and 8.4)"""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ import statistics
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import DynamicCache
 
-from hf_offload_cache.console import load_default_model
-from hf_offload_cache.tuning import sample_ids
-
-from ..bench_text import DYNAMIC, text_rows
-from .common import Rows, Study, judged, main
-from .contexts import open_cache
+from ..bench_text import DYNAMIC
+from .common import Rows, Study, main
+from .contexts import default_model
 from .long_contender import LongContender, clusters_of
-from .long_decode import ADAPTIVE, LOCAL, ROWS, STATIC, fields_of
+from .long_decode import ADAPTIVE, LOCAL, ROWS, STATIC, opened
 from .long_decode import USUAL as _DECODED
-from .teacher_forced import contenders_of, setting_argument
+from .teacher_forced import contenders_of
 
 USUAL = {name: _DECODED[name] for name in (ADAPTIVE, STATIC, LOCAL, ROWS)}
-_LEAST = {STATIC: 1.4, LOCAL: 1.2, ROWS: 2.0}
-"""How many times longer a step is asked to take, at the last mark."""
 _CALL = 32
 """Tokens of a call by which the output grows between two marks: as many as join clusters as decoded ones do."""
 _TURN = 8
@@ -33,29 +27,21 @@ SETTLES = 16
 """Steps of a mark before those that count: slots fill."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", type=int, default=512, help="tokens that are prefilled")
-    parser.add_argument("--marks", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens decoded")
-    parser.add_argument("--steps", type=int, default=64, help="steps that are timed at each mark, whole groups")
-    setting_argument(parser)
-
-
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
-    """A row for each contender and mark, `DynamicCache` among them; `loaded`: a model and its tokenizer in the place of
-    the default one. Tokens between marks come in calls of `_CALL`, whose attention is exact: they join clusters, which
-    are read when too much waits for them."""
+    """Add a row for each contender, `DynamicCache` included, and mark. Tokens between marks are fed in calls of
+    `_CALL`, with exact attention, and join clusters."""
     if rows.rows:
         return summary(rows.rows)
-    model, tokenizer = load_default_model(torch.bfloat16) if loaded is None else loaded
-    marks = sorted(arguments.marks)
+    loaded, marks = default_model(loaded), sorted(arguments.marks)
     held = arguments.prompt + marks[-1] + arguments.steps + SETTLES
-    ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
     with contextlib.ExitStack() as stack:
-        each = [LongContender(DYNAMIC, model, DynamicCache(config=model.config), ids, arguments.prompt)]
-        for name, contender in contenders_of(arguments, USUAL).items():
-            fields = fields_of(contender.fields, arguments.prompt, held)
-            cache = stack.enter_context(open_cache(model, fields, held + 8, arguments.path))
-            each.append(LongContender(name, model, cache, ids, arguments.prompt))
+        each = [
+            stack.enter_context(opened(name, fields, loaded, arguments, held))
+            for name, fields in contenders_of(arguments, USUAL).items()
+        ]
+        model = loaded[0]
+        full = LongContender(DYNAMIC, model, DynamicCache(config=model.config), each[0].ids, arguments.prompt)
+        each.insert(0, full)
         for mark in marks:
             rows.say(f"until {mark:,} tokens are decoded, in calls of {_CALL}")
             grow_to(each, arguments.prompt + mark)
@@ -99,38 +85,26 @@ def timed_row(one: LongContender) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By contender ms a step at each mark, and what 1,000 more tokens cost at each end: linear growth has these equal,
-    and less at the last is less than linear."""
-    reached, table = [], dict[str, dict[str, float]]()
+    """Ms a step by contender and mark, and the slope per 1,000 tokens."""
+    table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["name"] for row in rows):
-        own = sorted((row for row in rows if row["name"] == name), key=lambda row: row["generated"])
-        at, ms = np.array([row["generated"] for row in own]), np.array([row["ms"] for row in own])
-        table[name] = {str(mark): float(one) for mark, one in zip(at, ms, strict=True)}
-        if len(own) > 1:
+        same = sorted((row["generated"], row["ms"]) for row in rows if row["name"] == name)
+        at, ms = np.array(same).T
+        table[name] = {str(mark): milliseconds for mark, milliseconds in same}
+        if len(same) > 1:
             table[name]["slope"] = float(np.polyfit(at / 1e3, ms, 1)[0])
-            grown = ms[-1] / ms[0] / (at[-1] / at[0])
-            reached += [judged(f"{name}: growth of a step over that of the output", float(grown), most=1.0)]
-    last = str(max(row["generated"] for row in rows))
-    for name, least in _LEAST.items():
-        if {ADAPTIVE, name} <= set(table):
-            measured = table[name][last] / table[ADAPTIVE][last]
-            reached += [judged(f"a step of {name} over one of {ADAPTIVE}, {last} tokens", measured, least=least)]
-    return {"ms": table, "must_reach": reached}
+    return {"ms": table}
 
 
-def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["name"] for row in rows):
-        own = [row for row in rows if row["name"] == name]
-        low, middle, high = np.array([row["quartiles"] for row in own]).T
-        around = [middle - low, high - middle]
-        (line, *_) = axes.errorbar([row["generated"] for row in own], middle, around, marker="o", capsize=3, label=name)
-        axes.plot([row["generated"] for row in own], [row["ms"] for row in own], "--", color=line.get_color())
-    axes.set(xlabel="tokens decoded", ylabel="ms a step: quartiles, dashed the mean", ylim=(0, None))
-    axes.legend()
-
-
-STUDY = Study("long_growth", __doc__, run, plot, arguments, {"prompt": 320, "marks": [64, 128], "steps": 16})
+STUDY = Study(
+    "long_growth", __doc__, run,
+    {
+        "prompt": (512, "prefilled tokens"),
+        "marks": ([1024, 2048, 4096, 8192, 16384], "decoded tokens at which steps are timed"),
+        "steps": (64, "timed steps at each mark, whole groups"),
+    },
+    {"prompt": 320, "marks": [64, 128], "steps": 16}, settings=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
     main(STUDY)

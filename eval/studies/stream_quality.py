@@ -1,5 +1,5 @@
-"""What is lost of a context that is streamed: bytes, distance to what was prefilled, facts; by level, with every layer
-but the first as it comes over the network."""
+"""What does streaming a context lose, by level: bytes, distance to a prefilled one, needles? All layers but the first
+are streamed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from hf_offload_cache.console import build_prompt, load_default_model, prefilled_tokens
+from hf_offload_cache.console import build_prompt, prefilled_tokens
 from hf_offload_cache.streaming import LEVELS, ChunkShape, encode, unpack
 from hf_offload_cache.tuning import distance
 
 from ..needles import make_needles
-from .common import Rows, Study, judged, main
-from .contexts import Context, answer, follow, prefill, reference_texts, replay
+from .common import Rows, Study, main
+from .contexts import Context, answer, default_model, follow, prefill, reference_texts, replay
 
 _CHUNK = 1024
 _PREFILLED = "prefilled"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=4096, help="of a context")
-    parser.add_argument("--samples", type=int, default=4, help="texts")
-    parser.add_argument("--steps", type=int, default=32, help="tokens decoded after each, teacher-forced")
-    parser.add_argument("--facts", type=int, default=20, help="documents with a fact that is asked for")
-    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
 
 
 def streamed(context: Context, level: str) -> tuple[Context, float]:
@@ -46,10 +38,9 @@ def streamed(context: Context, level: str) -> tuple[Context, float]:
     return replace(context, keys=keys, values=values), sent / whole
 
 
-def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
-    """A row for each text and level with "kl", and for each fact and level with "answered"."""
-    if model is None:
-        model, tokenizer = load_default_model(torch.bfloat16)
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    """Add a row for each text and level with "kl", and for each needle and level with "answered"."""
+    model, tokenizer = default_model(loaded)
     levels = [_PREFILLED, *arguments.levels]
     texts = reference_texts(tokenizer, arguments.samples, arguments.tokens + arguments.steps)
     for sample, ids in enumerate(texts):
@@ -83,36 +74,28 @@ def _filled(model: Any, context: Context) -> DynamicCache:
 
 
 def summary(rows: list[dict[str, Any]], levels: list[str]) -> dict[str, Any]:
-    """By level means over texts, and how many facts are answered of those that are when prefilled."""
+    """By level: means over texts, and needles found of those found when prefilled."""
     known = {row["fact"] for row in rows if row["level"] == _PREFILLED and row.get("answered")}
     table: dict[str, dict[str, Any]] = {}
     for level in levels:
         texts = [row for row in rows if row["level"] == level and "text" in row]
-        facts = [row for row in rows if row["level"] == level and row.get("fact") in known]
-        of = {name: [row[name] for row in texts] for name in ("share", "kl", "top1")}
-        means = {name: sum(one) / len(one) for name, one in of.items() if one}
-        table[level] = {**means, "answered": sum(row["answered"] for row in facts), "of": len(known)}
-    default = table.get("default", {})
-    lost = default["of"] - default["answered"] if default else None
-    reached = [
-        judged("bytes over 16 bits, default level", default.get("share"), most=0.28),
-        judged("KL to what was prefilled, default level", default.get("kl"), most=0.015),
-        judged("facts lost, default level", lost, most=0),
-    ]
-    return {"levels": table, "must_reach": reached}
-
-
-def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    axes, table = figure.subplots(), {name: of for name, of in found["levels"].items() if name != _PREFILLED}
-    axes.plot([of["share"] for of in table.values()], [max(of["kl"], 1e-6) for of in table.values()], marker="o")
-    for name, of in table.items():
-        axes.annotate(name, (of["share"], max(of["kl"], 1e-6)))
-    axes.set(xlabel="bytes over 16 bits", ylabel="KL to what was prefilled, nats", yscale="log")
+        needles = [row for row in rows if row["level"] == level and row.get("fact") in known]
+        means = {name: sum(row[name] for row in texts) / len(texts) for name in ("share", "kl", "top1") if texts}
+        table[level] = {**means, "answered": sum(row["answered"] for row in needles), "of": len(known)}
+    return {"levels": table}
 
 
 STUDY = Study(
-    "stream_quality", __doc__, run, plot, arguments, {"tokens": 1536, "samples": 1, "steps": 8, "facts": 2}
-)
+    "stream_quality", __doc__, run,
+    {
+        "tokens": (4096, "tokens of a context"),
+        "samples": (4, "texts"),
+        "steps": (32, "tokens decoded after each, teacher-forced"),
+        "facts": (20, "documents with a needle"),
+        "levels": (list(LEVELS), "levels", LEVELS),
+    },
+    {"tokens": 1536, "samples": 1, "steps": 8, "facts": 2},
+)  # fmt: skip
 
 if __name__ == "__main__":
     main(STUDY)

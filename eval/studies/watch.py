@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -30,8 +29,6 @@ class Look:
     these have groups of their own. None: all, in all rows."""
     groups: np.ndarray | None
     """(M,) groups selected, ascending, counted on from row to row; None: nothing was selected."""
-    resident: int
-    """How many of them lay in memory before the step."""
 
     @property
     def mass(self) -> float:
@@ -75,26 +72,19 @@ class Watch:
     Args:
         cache: filled with a context, nothing decoded yet; in `exact=True` it attends to everything.
         keys: that context's keys (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here.
-        told: gets the looks; None: nothing is looked at, which saves the time.
-        rolling: False takes the latest tokens that are in no sealed group out of what is attended, but for the current
-            one: decoding without KVSwap's rolling buffer (section 3.4.1).
+        told: gets the looks.
     """
 
-    def __init__(
-        self, cache: OffloadCache, keys: list[torch.Tensor], told: Callable[[Look], object] | None, rolling: bool = True
-    ) -> None:
+    def __init__(self, cache: OffloadCache, keys: list[torch.Tensor], told: Callable[[Look], object]) -> None:
         self.cache = cache
         self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
         self.told = told
-        self.rolling = rolling
         self._chosen: tuple[Choice, list[torch.Tensor]] | None = None
         self._wrapped: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Self:
-        if self.told is not None:
-            for layer in self.cache.offloaded:
-                self._wrap(layer, "attend", self._attend(layer, layer.attend, self.told))
         for layer in self.cache.offloaded:
+            self._wrap(layer, "attend", self._attend(layer, layer.attend))
             if isinstance(layer, SpecLayer):
                 self._wrap(layer, "attend_sparsely", self._mixed(layer, layer.attend_sparsely))
             elif isinstance(layer, SelectiveLayer):
@@ -112,10 +102,7 @@ class Watch:
 
     def _combine(self, layer: SelectiveLayer, combine: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
-            self._chosen = choice, attended_columns(layer, choice, fetched, self.rolling)
-            if not self.rolling:
-                entries = torch.cat([fetched.entries[:, : fetched.chosen], fetched.entries[:, -1:]], 1)
-                fetched = dataclasses.replace(fetched, entries=entries)
+            self._chosen = choice, attended_columns(layer, choice, fetched)
             return combine(call, choice, fetched, visible)
 
         return watched
@@ -132,29 +119,26 @@ class Watch:
 
         return watched
 
-    def _attend(
-        self, layer: OffloadLayer, attend: Callable[..., Any], told: Callable[[Look], object]
-    ) -> Callable[..., Any]:
+    def _attend(self, layer: OffloadLayer, attend: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall) -> Any:
-            self._chosen, counters = None, self.cache.storage.counters
-            before = counters.units_resident
+            self._chosen = None
             output = attend(call)
             kept, came = self.keys[layer.layer_idx], call.num_queries - layer.guessed
             kept.append(call.key[:, :, -call.num_queries :][:, :, :came].detach().clone())
             if came == 1:
                 weights = attention_weights(call.query[:, :, :1], kept, call.scaling)
                 assert weights.shape[1] == layer.length, "the context's keys are not those of the cache"
-                told(self._look(layer, weights, counters.units_resident - before))
+                self.told(self._look(layer, weights))
             return output
 
         return watched
 
-    def _look(self, layer: OffloadLayer, weights: torch.Tensor, resident: int) -> Look:
+    def _look(self, layer: OffloadLayer, weights: torch.Tensor) -> Look:
         if self._chosen is None:
-            return Look(layer.layer_idx, weights, None, None, 0)
+            return Look(layer.layer_idx, weights, None, None)
         units, columns = self._chosen[0].units, self._chosen[1]
         counted = np.where(units < 0, -1, units + np.arange(len(units))[:, None] * layer.history.units)
-        return Look(layer.layer_idx, weights, columns, counted[units >= 0], resident)
+        return Look(layer.layer_idx, weights, columns, counted[units >= 0])
 
 
 def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: float) -> torch.Tensor:
@@ -164,12 +148,12 @@ def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: fl
     return (scores.flatten(0, 1) * scaling).softmax(-1)
 
 
-def attended_columns(layer: SelectiveLayer, choice: Choice, fetched: Fetched, rolling: bool) -> list[torch.Tensor]:
-    """For each row, or each key head that chooses for itself, positions of what was fetched for a choice, ascending;
-    then of the tail, or of its last token."""
+def attended_columns(layer: SelectiveLayer, choice: Choice, fetched: Fetched) -> list[torch.Tensor]:
+    """For each row, or each key head that chooses for itself: positions fetched for a choice, ascending, then the
+    tail's."""
     history, places = layer.history, fetched.of_chosen(layer.history.positions(choice.units))
     there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
-    latest = np.arange(history.length - (history.recent.shape[1] if rolling else 1), history.length)
+    latest = np.arange(history.length - history.recent.shape[1], history.length)
     return [
         torch.from_numpy(np.concatenate([np.sort(own[some]), latest])) for own, some in zip(places, there, strict=True)
     ]
@@ -179,12 +163,3 @@ def overlap(selections: list[np.ndarray]) -> list[float]:
     """Share of each selection, from the second on, that was in the one before it (KVSwap, figure 8)."""
     pairs = itertools.pairwise(selections)
     return [len(np.intersect1d(before, now)) / len(now) for before, now in pairs if len(now)]
-
-
-def tokens_needed(weights: torch.Tensor, mass: float, group_size: int = 1) -> int:
-    """How many tokens, in whole groups that all heads share, hold `mass` of weights (H, T), mean over heads."""
-    mean = weights.mean(0)
-    grouped = torch.nn.functional.pad(mean, (0, -len(mean) % group_size)).unflatten(0, (-1, group_size)).sum(-1)
-    captured = grouped.double().sort(descending=True).values.cumsum(0)
-    groups = int((captured < mass * captured[-1] - 1e-6).sum()) + 1
-    return min(groups * group_size, len(mean))

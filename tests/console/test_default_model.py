@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from eval import needles
+from eval.studies.common import main
+from eval.studies.quality_needles_budget import STUDY
 from hf_offload_cache.console import default_model
 from hf_offload_cache.console import default_model as unpacked_model
 from hf_offload_cache.console import named_cache as load_model
@@ -185,12 +186,10 @@ def test_chat_template_and_an_answer(loaded):
 
 
 def test_needles_are_found_in_a_short_text(loaded, tmp_path):
-    """`eval.needles` with the real model, which is unpacked here and nowhere else: that takes longer than all of its
-    answers. One sample is answered by both caches, and none is lost."""
-    caches = {"DynamicCache": None, "default": {}}
-    found = needles.run(*loaded, caches, samples=1, tokens=400, path=str(tmp_path))
-    assert found["methods"]["DynamicCache"]["answered"] == 1
-    assert found["methods"]["default"]["lost"] == 0
+    """A needle with the real model, which is unpacked only here: that takes longer than all of its answers."""
+    words = ["--tokens", "400", "--samples", "1", "--set", "default:", "--path", str(tmp_path)]
+    found = main(STUDY, words, loaded)["summary"]["contenders"]
+    assert found["DynamicCache"]["answered"] == 1 and found["default"]["lost"] == 0
 
 
 @pytest.mark.parametrize("load", [load_model.load, load_model.load_geometry])

@@ -1,12 +1,10 @@
-"""The fidelity benchmark: its floors, its tables by hand-made rows, another process's rows, and all of it on a tiny
-model."""
+"""The fidelity benchmark: its floors, its tables by hand-made rows, and all of it on a tiny model."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,11 @@ from long_llama import long_model
 from transformers import DynamicCache
 from words import words
 
-from eval import fidelity, fidelity_contenders
+from eval import fidelity
 from eval.baselines.in_memory import SINKS, quantized_share, window_cache, window_tokens
-from eval.fidelity_pictures import draw_front, draw_layers
 from eval.fidelity_tables import markdown, shipped, summarised
-from eval.kvpress_contender import KVPress
-from eval.studies.common import Rows
-from eval.studies.contexts import follow, prefill
-from hf_offload_cache import registry
+from eval.studies.common import Rows, draw
 from hf_offload_cache.errors import BudgetError
-from hf_offload_cache.methods.cluster import cache as cluster
-from hf_offload_cache.tuning import distance, perplexity_over
 
 IDS = torch.randint(4, 199, (1, 60), generator=torch.Generator().manual_seed(0))
 
@@ -109,13 +101,6 @@ def test_a_cell_is_the_mean_of_its_rows() -> None:
     assert cells[4096, "cluster 1/13"]["found"] == 1 and cells[4096, "spec 1/13"]["refused"]
     assert cells[4096, "DynamicCache"]["kl"] == 0 and cells[2560, "cluster 1/13"]["long_kl"] == 0.03
     assert (4096, "model alone") not in cells
-    promised = {row["figure"]: row["met"] for row in summary["must_reach"]}
-    assert promised["disk-swap at 1/13: of DynamicCache's 2 answers at 4,096 tokens"] is True
-    assert promised["cluster at 1/13: of DynamicCache's 2 answers at 4,096 tokens"] is False
-    assert promised["disk-swap at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is True
-    assert promised["spec at 1/13, 4,096 tokens: perplexity over DynamicCache's: refused"] is False
-    assert promised["cluster at 1/13, 4,096 tokens: perplexity over DynamicCache's"] is False
-    assert promised["spec at 1/13: of DynamicCache's 0 answers"] is None
 
 
 def test_tables_for_people_and_for_the_choice() -> None:
@@ -137,132 +122,11 @@ def test_tables_for_people_and_for_the_choice() -> None:
     assert (wider["num_selected"], wider["kl"], wider["memory"]) == (800, 0.01, "1/13")
 
 
-def test_facts_that_decide_are_answers_to_the_same_questions() -> None:
-    """Of two lengths at which one cache was asked, and another at one of them; a third at none takes nothing away."""
-    found: list[dict[str, Any]] = []
-    for name, lengths in (("DynamicCache", (2048, 4096)), ("disk-swap 1/13", (2048, 4096)), ("cluster 1/13", (4096,))):
-        for tokens in lengths:
-            key = {"part": "facts", "tokens": tokens, "facts": 1, "sample": 0, "prompt": tokens, "code": "5"}
-            found.append({**key, "name": name, "answered": tokens == 4096 or name == "DynamicCache"})
-    for name in ("disk-swap 1/13", "cluster 1/13", "abstract-tree 1/13"):
-        text = {"kl": 0.1, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
-        found.append({"part": "text", "tokens": 4096, "sample": 0, "name": name, **text})
-    found.append({**found[-3], "tokens": 2048})  # disk-swap alone: all that it was asked counts
-    cells = {(one["cache"], one["tokens"]): one for one in shipped(summarised(found))["cells"]}
-    assert (cells["disk-swap", 4096]["found"], cells["disk-swap", 4096]["known"]) == (1, 1)
-    assert (cells["cluster", 4096]["found"], cells["cluster", 4096]["known"]) == (1, 1)
-    assert "known" not in cells["abstract-tree", 4096]
-    assert (cells["disk-swap", 2048]["found"], cells["disk-swap", 2048]["known"]) == (1, 2)
-
-
-def test_facts_of_what_was_refused_were_not_found_and_a_wider_step_has_facts_of_all_lengths_or_none() -> None:
-    found: list[dict[str, Any]] = []
-    asked = [("DynamicCache", (2048, 7936)), ("disk-swap 1/13", (2048, 7936)), ("disk-swap-800 1/13", (7936,))]
-    for name, lengths in (*asked, ("cluster 1/13", (2048, 7936))):
-        for tokens, sample in ((tokens, sample) for tokens in lengths for sample in range(2)):
-            key = {"part": "facts", "tokens": tokens, "facts": 1, "sample": sample, "prompt": tokens, "code": "5"}
-            answered = None if name.startswith("cluster") and sample else True
-            found.append({**key, "name": name, "answered": answered})
-    for name, _ in asked[1:]:
-        text = {"kl": 0.1, "perplexity": 1.0, "top1": 1.0, "peak_share": 0.07}
-        found.append({"part": "text", "tokens": 7936, "sample": 0, "name": name, **text})
-    found.append({**found[-1], "name": "cluster 1/13"})
-    summary = summarised(found)
-    assert "| 1 of 2 (1 refused) |" in next(line for line in markdown(summary).splitlines() if "| cluster" in line)
-    usual, wider, cluster = (one for one in shipped(summary)["cells"] if one["tokens"] == 7936 and one.get("kl"))
-    assert (usual["found"], usual["known"], usual["fact_tokens"]) == (4, 4, [2048, 7168])
-    assert (cluster["found"], cluster["known"], cluster["fact_tokens"]) == (2, 4, [2048, 7168])
-    assert wider["num_selected"] == 800 and "known" not in wider
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_the_front_joins_what_nothing_beats() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    draw_front(summarised(rows()), rows(), figure)
-    left, middle, right = figure.axes
-    front = {axes: next(line for line in axes.lines if line.get_label() == "best") for axes in figure.axes}
-    assert list(front[left].get_ydata()) == [0.01, 1e-4]  # disk-swap's wider step, then DynamicCache
-    assert list(front[middle].get_ydata()) == [100.0]
-    assert list(front[right].get_ydata()) == [10.0]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_layers_are_drawn_of_one_memory_of_the_longest_context() -> None:
-    from matplotlib.figure import Figure
-
-    shorter = [{**row, "tokens": 2048} for row in rows()]
-    another = [{**row, "name": "disk-swap 1/4"} for row in rows() if row["name"] == "disk-swap 1/13"]
-    figure = Figure()
-    draw_layers(summarised([*shorter, *rows(), *another]), [], figure)
-    (axes,) = figure.axes
-    assert axes.get_title() == "4,096 tokens, 1/13 of the full KV"
-    assert [line.get_label() for line in axes.lines] == ["disk-swap", "cluster", "window"]
-    assert all(list(line.get_ydata()) == pytest.approx([0.55, 0.9]) for line in axes.lines)
-
-
-# --- kvpress ------------------------------------------------------------------------------------------------------
-
-STUB = """
-import contextlib
-class SnapKVPress:
-    def __init__(self, compression_ratio):
-        self.kept = 1 - compression_ratio
-    @contextlib.contextmanager
-    def __call__(self, model):
-        attention = [layer.self_attn for layer in model.model.layers]
-        hooks = [module.register_forward_hook(self.forward_hook, with_kwargs=True) for module in attention]
-        yield
-        for hook in hooks:
-            hook.remove()
-    def forward_hook(self, module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
-        gone = layer.keys.shape[2] - int(layer.keys.shape[2] * self.kept)
-        layer.keys, layer.values = layer.keys[:, :, gone:], layer.values[:, :, gone:]
-"""
-"""What drops the first tokens of a context after its prefill."""
-
-
-def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a full cache in which what was dropped is masked, tokens at their places; the process ends with it."""
-    share, gone = "1/4", 30
-    (tmp_path / "kvpress.py").write_text(STUB)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    model = long_model()
-
-    def wanted(first: int, tokens: list[int], greedy: int = 0, dropped: int = gone) -> torch.Tensor:
-        """Logits of these and of so many greedy ones after the first tokens of IDS."""
-        cache, said = DynamicCache(config=model.config), []
-        with torch.no_grad():
-            model(IDS[:, :first], past_key_values=cache)
-            for place in range(first, first + len(tokens) + greedy):
-                seen = torch.ones(1, place + 1, dtype=torch.int64)
-                seen[:, :dropped] = 0
-                token = tokens[place - first] if place - first < len(tokens) else int(said[-1].argmax())
-                where = torch.tensor([[place]])
-                given = {"attention_mask": seen, "position_ids": where, "past_key_values": cache}
-                said.append(model(torch.tensor([[token]]), **given).logits[0, -1])
-        return torch.stack(said)
-
-    with KVPress(sys.executable, model) as press:
-        logits, held = press.follow("SnapKVPress", share, IDS[:, :40], IDS[:, 40:50])
-        torch.testing.assert_close(logits, wanted(40, IDS[0, 40:50].tolist()), rtol=1e-4, atol=1e-4)
-        full = sum(keys.nbytes for keys in prefill(model, IDS[:, :40]).keys)
-        assert held == 2 * full * (40 - gone) // 40
-        said, held = press.answer("SnapKVPress", share, IDS, 40, 6, [])
-        assert said == wanted(40, IDS[0, 40:].tolist(), 5)[-6:].argmax(-1).tolist()
-        assert held == 2 * full * (40 - gone) // 40
-        assert press.answer("SnapKVPress", share, IDS, 40, 6, said[1:2])[0] == said[: said.index(said[1]) + 1]
-        for first, ratio in ((30, "1/2"), (40, "1/2"), (40, share)):  # another context, memory; and as it was
-            logits, _ = press.follow("SnapKVPress", ratio, IDS[:, :first], IDS[:, first : first + 3])
-            dropped = first - first * 2 // 4 if ratio == "1/2" else gone
-            then = wanted(first, IDS[0, first : first + 3].tolist(), dropped=dropped)
-            torch.testing.assert_close(logits, then, rtol=1e-4, atol=1e-4)
-        process, folder = press._process, Path(press._folder.name)
-        with pytest.raises(RuntimeError, match="kvpress ended with 1 at NoPress"):
-            press.follow("NoPress", share, IDS[:, :40], IDS[:, 40:50])
-    assert process.poll() is not None and not folder.exists()
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    for name, plot in fidelity.STUDY.plots.items():
+        draw(fidelity.STUDY, plot, summarised(rows()), rows(), tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- the whole -----------------------------------------------------------------------------------------------------
@@ -270,15 +134,12 @@ def test_another_process_follows_and_answers(tmp_path: Path, monkeypatch: pytest
 
 def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     """Rows of each part for each cache that fits, and none twice; files as asked for."""
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
     options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "300"]
     options += ["--memory", "9/10", "1/100", "--caches", "disk-swap", "cluster", "random", "window"]
     options += ["--few", "2/3", "--scored", "12", "--parts", *fidelity.PARTS, "--markdown", str(tmp_path / "table.md")]
-    given = parser.parse_args([*options, "--shipped", str(tmp_path / "table.json")])
-    given.path = str(tmp_path)
-    measured, loaded = Rows(say=lambda line: None), {"model": long_model(), "tokenizer": words()}
-    fidelity.run(given, measured, **loaded)
+    options += ["--shipped", str(tmp_path / "table.json"), "--path", str(tmp_path)]
+    given, measured, loaded = fidelity.STUDY.parsed(options), Rows(say=lambda line: None), (long_model(), words())
+    fidelity.run(given, measured, loaded)
     texts = {row["name"]: row for row in measured.where(part="text")}
     assert set(texts) == {f"{name} {memory}" for name in given.caches for memory in given.memory}
     for name in ("disk-swap 1/100", "cluster 1/100", "random 1/100"):
@@ -295,63 +156,16 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
         assert all(row.get("refused") or row["uncertain"] > 0 for row in scored.values())
     timed = measured.where(part="speed", name="DynamicCache")
     measured.rows = [row for row in measured.rows if row["part"] != "speed" or row["name"] != "cluster 9/10"]
-    fidelity.run(given, measured, **loaded)  # one cache is missing: all are timed again, in turns
+    fidelity.run(given, measured, loaded)  # one cache is missing: all are timed again, in turns
     again = measured.where(part="speed", name="DynamicCache")
     assert len(again) == len(timed) == 1 and again != timed
     names = {row["name"] for row in measured.where(part="speed")}
     other = argparse.Namespace(**{**vars(given), "caches": ["abstract-tree"], "parts": ["speed"]})
-    fidelity.run(other, measured, **loaded)  # beside those of before
+    fidelity.run(other, measured, loaded)  # beside those of before
     assert {row["name"] for row in measured.where(part="speed")} == names | {"abstract-tree 9/10"}
     before = list(measured.rows)
-    summary = fidelity.run(given, measured, **loaded)
+    summary = fidelity.run(given, measured, loaded)
     assert measured.rows == before
     assert "disk-swap" in (tmp_path / "table.md").read_text()
     assert json.loads((tmp_path / "table.json").read_text()) == shipped(summary)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.json", "table.md"]
-
-
-def test_what_is_read_token_by_token_is_judged_at_its_end() -> None:
-    """20 tokens at once, 30 one by one, and the last ten judged; as by hand."""
-    model, found = long_model(), Rows(say=lambda line: None)
-    given, window = argparse.Namespace(path=None), {"window 1/2": {"cache": "window", "memory": "1/2"}}
-    fidelity._go_on(given, found, window, model, IDS, 20, 10, {"part": "x"})
-    said = []
-    for cache in (DynamicCache(config=model.config), window_cache(model, "1/2", 60)):
-        with torch.no_grad():
-            model(IDS[:, :20], past_key_values=cache)
-        follow(model, cache, IDS[:, 20:50])
-        said.append(follow(model, cache, IDS[:, 50:]))
-    (row,) = found.rows
-    assert row["kl"] == pytest.approx(distance(*said)["kl"], rel=1e-3) and row["kl"] > 1e-3
-    assert row["perplexity"] == pytest.approx(perplexity_over(*said, IDS[:, 50:]), rel=1e-5) != 1
-    losses = [-one.log_softmax(-1)[:-1].gather(1, IDS[0, 51:, None])[:, 0] for one in said]
-    assert row["uncertain"] == pytest.approx(float((losses[1] - losses[0]).std() / 3), rel=1e-3)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_caches_are_left_out_where_their_package_is_not(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that is said; the others are measured."""
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
-    options = ["--tokens", "200", "--steps", "2", "--samples", "1", "--memory", "1/2", "--parts", "text"]
-    given, said = parser.parse_args([*options, "--caches", "window", "4-bit", "cluster-800"]), []
-    given.path = None
-    monkeypatch.setattr(fidelity_contenders, "is_optimum_quanto_available", lambda: there)
-    monkeypatch.setattr(cluster, "find_spec", lambda name: there or None)
-    monkeypatch.setattr(fidelity, "_text", lambda model, context, new, reference, name, *others: {"kl": 0.0})
-    rows = Rows(say=said.append)
-    fidelity.run(given, rows, model=long_model(), tokenizer=words())
-    others = ["4-bit itself", "cluster-800 1/2"] if there else []
-    assert [row["name"] for row in rows.rows] == ["window 1/2", *others]
-    for why in ("4-bit: left out: transformers' quantized cache needs optimum-quanto", "cluster-800: left out: C"):
-        assert any(line.startswith(why) for line in said) is not there
-
-
-def test_contenders_are_all_caches_and_their_floors() -> None:
-    parser = argparse.ArgumentParser()
-    fidelity.arguments(parser)
-    given = parser.parse_args([])
-    found = fidelity.contenders(given.caches, given.memory)
-    assert {name.split()[0] for name in found} == {*registry.CACHES, *fidelity.WIDER, *fidelity.FLOORS, *fidelity.FIXED}
-    assert found["disk-swap-800 1/13"] == {"cache": "disk-swap", "num_selected": 800, "memory": "1/13"}
-    assert found["spec 1/6.5"] == {"cache": "spec", "memory": "1/6.5"}
