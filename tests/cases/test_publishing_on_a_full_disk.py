@@ -25,7 +25,7 @@ from hf_offload_cache.errors import StoreError
 
 pytestmark = pytest.mark.slow
 NAME, TOKENS = "stream.json", 2048
-KILLS = 8
+KILLS = 12
 
 
 def ids(length: int = TOKENS) -> torch.Tensor:
@@ -92,16 +92,23 @@ def test_a_full_disk_leaves_the_old_publication(
 
 
 PROGRAM = """
-import sys
-import torch
+import os, sys
 from pathlib import Path
+import torch
 from long_llama import long_model
 from hf_offload_cache import DiskSwapCache, publish_context
 torch.set_num_threads(1)
 ids, folder, place = torch.load(sys.argv[1]), sys.argv[2], sys.argv[3]
-with DiskSwapCache(long_model(), path=folder) as cache, torch.no_grad():
-    long_model()(ids, past_key_values=cache)
-    print("ready", flush=True)
+long_model()
+for _ in sys.stdin:  # a line is a wish for one more process that publishes until it is killed
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    cache = DiskSwapCache(long_model(), path=folder)
+    with torch.no_grad():
+        long_model()(ids, past_key_values=cache)
+    print(os.getpid(), flush=True)
     while True:
         publish_context(cache, place, level="lossless", chunk_tokens=64, overwrite=True)
         for path in Path(place).iterdir():
@@ -118,19 +125,21 @@ def test_kills_leave_a_publication_whole(tmp_path: Path) -> None:
     torch.save(ids()[:, :TOKENS], tmp_path / "ids")
     root = Path(__file__).parents[2]
     paths = {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
-    for _ in range(KILLS):
-        child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "ids"), str(tmp_path), str(place)],
-            stdout=subprocess.PIPE, env={**os.environ, **paths},
-        )  # fmt: skip
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        time.sleep(draw.random() * 0.5)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        assert json.loads((place / NAME).read_text())["tokens"] == TOKENS
-        objects = [path for path in place.iterdir() if len(path.name) == 40]
-        assert all(hashlib.blake2b(path.read_bytes(), digest_size=20).hexdigest() == path.name for path in objects)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "ids"), str(tmp_path), str(place)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **paths},
+    ) as parent:  # fmt: skip
+        assert parent.stdin is not None and parent.stdout is not None
+        for _ in range(KILLS):
+            parent.stdin.write(b"\n")
+            parent.stdin.flush()
+            child = int(parent.stdout.readline())
+            time.sleep(draw.random() * 0.5)
+            os.kill(child, signal.SIGKILL)
+            assert json.loads((place / NAME).read_text())["tokens"] == TOKENS
+            objects = [path for path in place.iterdir() if len(path.name) == 40]
+            assert all(hashlib.blake2b(path.read_bytes(), digest_size=20).hexdigest() == path.name for path in objects)
+        parent.stdin.close()
     with prefilled(tmp_path) as cache:
         publish_context(cache, place, level="lossless", chunk_tokens=64, overwrite=True)
     streams(place, tmp_path, TOKENS)
