@@ -540,7 +540,7 @@ def test_one_step_in_training_mode(fields: dict[str, Any], when: str, reset: boo
 
 
 def assert_stock(model: Any) -> None:
-    """No config carries our name. `fingerprint` cannot tell, since our name equals the one it stands for."""
+    """No config carries a name of ours."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
